@@ -1,6 +1,10 @@
-"""The arguments of drafters (`speculation.args`): each drafter declares its own once, as a pydantic model."""
+"""The arguments of drafters (`speculation.args`): each drafter has its own, as a pydantic model.
 
-from typing import Any, Self
+They stand apart from the drafters, which import JAX or numba, so that errors are instant. Those of `eagle`
+are in `drafters/eagle/arguments.py`.
+"""
+
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -44,6 +48,107 @@ class SpillArguments(MemoryArguments):
 
     spill_dir: PathText | None = Field(
         None, description="Directory that keeps what memory cannot; null forgets it."
+    )
+
+
+class SuffixArguments(MatchArguments):
+    """Arguments of `SuffixDrafter`."""
+
+    live: bool = Field(
+        True, description="Also learn from rollouts while they run. Off shows what these are worth."
+    )
+    substitutions: bool = Field(
+        True,
+        description="Also draft what followed in history where a request sampled something else. Off where"
+        " responses repeat each other exactly or not at all, to save host time, and for ablations.",
+    )
+    budget_per_match: float = Field(
+        4.0,
+        ge=0,
+        description="Draft nodes per token of match: SuffixDecoding's alpha, SRT's B(q). Lower it where short"
+        " matches draft badly.",
+    )
+    novelty: float = Field(
+        0.5,
+        ge=0,
+        description="Pseudo-count of tokens that never followed a context (with substitutions: that no source"
+        " knew). Raise it to trust few observations less.",
+    )
+
+
+class RememberingArguments(MemoryArguments, SuffixArguments):
+    """Arguments of suffix drafters with a history."""
+
+    rollouts: int = Field(
+        2, ge=1, description="Rollouts kept of each prompt. Raise for more history, from older policies."
+    )
+
+
+class SrtArguments(SpillArguments, RememberingArguments):
+    """Arguments of `srt`."""
+
+
+class SuffixDecodingArguments(RememberingArguments):
+    """Arguments of `suffix_decoding`."""
+
+    min_match: int = Field(2, ge=0, description="Shortest known suffix to draft from.")
+
+
+class PromptLookupArguments(MatchArguments):
+    """Arguments of `prompt_lookup`."""
+
+    min_match: int = Field(2, ge=0, description="Shortest known suffix to draft from.")
+    max_match: int = Field(16, ge=1, description="Longest suffix that is told apart.")
+
+
+class HistoSpecArguments(SpillArguments, MatchArguments):
+    """Arguments of `HistoSpec`."""
+
+    min_match: int = Field(3, ge=0, description="Shortest suffix that is matched.")
+    max_match: int = Field(7, ge=1, description="Longest suffix that is matched.")
+    first_window: int = Field(2, ge=1, description="Draft tokens at first and after a rejection.")
+    window_step: int = Field(
+        2, ge=0, description="How much the window grows after every draft accepted whole."
+    )
+    max_window: int | None = Field(
+        None,
+        ge=1,
+        description="Most draft tokens, up to speculation.max_drafts; null is 32, as published, or"
+        " speculation.max_drafts where that is smaller. Lower it where verifying is expensive.",
+    )
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
+        if self.max_window is not None and self.first_window > self.max_window:
+            raise ValueError(f"first_window: {self.first_window} is more than max_window {self.max_window}")
+        return self
+
+
+class SmallModelArguments(Arguments):
+    """Arguments of `SmallModelDrafter`."""
+
+    path: PathText = Field(description="Hugging Face directory of a model with the policy's vocabulary.")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Type of its weights and products; null is the policy's."
+    )
+    layout: Literal["split", "replicated"] = Field(
+        "split",
+        description="Its weights on a mesh: split over as many devices of mesh.tensor as divide its heads and"
+        " MLP, or all of them on every device, which takes more memory and has no collectives: for models"
+        " so small that these take longer than reading the weights.",
+    )
+
+
+class QuantizedArguments(Arguments):
+    """Arguments of `QuantizedDrafter`."""
+
+    bits: int | None = Field(
+        None,
+        description="4 or 8 a weight; null is 4 on an accelerator with a tuned kernel for it, else 8. 4 reads"
+        " less memory; 8 is closer to the policy, and what a CPU is fast with.",
+    )
+    quantizer: str = Field(
+        "rtn", description="rtn rounds to nearest; clipped takes longer to refresh and is closer at 4 bits."
     )
 
 

@@ -9,13 +9,11 @@ passes, where the paper has a profiled table by batch size.
 """
 
 from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
-from pydantic import Field, model_validator
 
 from drafters.aimd import AimdWindows
-from drafters.arguments import MatchArguments, SpillArguments
+from drafters.arguments import HistoSpecArguments
 from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, RolloutHistory
 from drafters.suffix import insert_past
@@ -23,29 +21,6 @@ from drafters.suffix_automaton import SuffixForest
 
 _MAX_WINDOW = 32
 _LEAST_WEIGHT = 1e-3  # so that responses without reward are drafted where there are no others
-
-
-class HistoSpecArguments(SpillArguments, MatchArguments):
-    """Arguments of `HistoSpec`."""
-
-    min_match: int = Field(3, ge=0, description="Shortest suffix that is matched.")
-    max_match: int = Field(7, ge=1, description="Longest suffix that is matched.")
-    first_window: int = Field(2, ge=1, description="Draft tokens at first and after a rejection.")
-    window_step: int = Field(
-        2, ge=0, description="How much the window grows after every draft accepted whole."
-    )
-    max_window: int | None = Field(
-        None,
-        ge=1,
-        description="Most draft tokens, up to speculation.max_drafts; null is 32, as published, or"
-        " speculation.max_drafts where that is smaller. Lower it where verifying is expensive.",
-    )
-
-    @model_validator(mode="after")
-    def _check_window(self) -> Self:
-        if self.max_window is not None and self.first_window > self.max_window:
-            raise ValueError(f"first_window: {self.first_window} is more than max_window {self.max_window}")
-        return self
 
 
 class HistoSpec:

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from pydantic import Field
 
-from drafters.arguments import Arguments
+from drafters.arguments import QuantizedArguments
 from drafters.base import DraftRequest, Outcome, Sampled
 from rljax import target
 from rljax.errors import ConfigError, known_names
@@ -230,19 +229,6 @@ class QuantizedPolicy:
 
 
 # -- the drafter -------------------------------------------------------------------------------------------
-
-
-class QuantizedArguments(Arguments):
-    """Arguments of `QuantizedDrafter`."""
-
-    bits: int | None = Field(
-        None,
-        description="4 or 8 a weight; null is 4 on an accelerator with a tuned kernel for it, else 8. 4 reads"
-        " less memory; 8 is closer to the policy, and what a CPU is fast with.",
-    )
-    quantizer: str = Field(
-        "rtn", description="rtn rounds to nearest; clipped takes longer to refresh and is closer at 4 bits."
-    )
 
 
 class QuantizedDrafter:

@@ -1,52 +1,42 @@
-"""Makes the drafters that a config names, and checks their arguments before anything is compiled."""
+"""Makes the drafters that a config names; `drafters/names.py` has their arguments."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drafters.arguments import Arguments, checked
 from drafters.base import Drafter
 from drafters.decoupled import DecoupledEagle, DecoupledSmallModel
 from drafters.device import DeviceDrafter, SelfDrafter
-from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.drafter import EagleDrafter
-from drafters.histospec import HistoSpec, HistoSpecArguments
+from drafters.histospec import HistoSpec
 from drafters.loading import load_drafter
-from drafters.quantized import QuantizedArguments, QuantizedDrafter
+from drafters.names import check_drafters, checked_arguments, is_own, keys_of
+from drafters.quantized import QuantizedDrafter
 from drafters.rehearsal import rehearse
-from drafters.small_model import SmallModelArguments, SmallModelDrafter
-from drafters.suffix import (
-    PromptLookupArguments,
-    SrtArguments,
-    SuffixDecodingArguments,
-    prompt_lookup,
-    srt,
-    suffix_decoding,
-)
+from drafters.small_model import SmallModelDrafter
+from drafters.suffix import prompt_lookup, srt, suffix_decoding
 from rljax.config.decoding import SpeculationConfig
-from rljax.errors import ConfigError, known_names
+from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
 
-_Entry = tuple[type[Arguments], Callable[[Any], Drafter]]
-
-# By name: the arguments that `speculation.args` may hold, and the function that makes the drafter from them.
-HOST_DRAFTERS: dict[str, _Entry] = {
-    "histospec": (HistoSpecArguments, HistoSpec),
-    "prompt_lookup": (PromptLookupArguments, prompt_lookup),
-    "srt": (SrtArguments, srt),
-    "suffix_decoding": (SuffixDecodingArguments, suffix_decoding),
+# By name: what makes the drafter from its arguments.
+HOST_DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
+    "histospec": HistoSpec,
+    "prompt_lookup": prompt_lookup,
+    "srt": srt,
+    "suffix_decoding": suffix_decoding,
 }
-DEVICE_DRAFTERS: dict[str, _Entry] = {
-    "eagle": (EagleArguments, EagleDrafter),
-    "quantized": (QuantizedArguments, QuantizedDrafter),
-    "small_model": (SmallModelArguments, SmallModelDrafter),
+DEVICE_DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
+    "eagle": EagleDrafter,
+    "quantized": QuantizedDrafter,
+    "small_model": SmallModelDrafter,
 }
 # Those whose weights are trained in the run, by measured times.
 TRAINED_DRAFTERS = frozenset({"eagle"})
 # Those that can draft ahead of the policy, on devices of their own (`speculation.decoupled`).
-_AHEAD: dict[str, tuple[type[Arguments], Callable[..., Drafter]]] = {
-    "eagle": (EagleArguments, DecoupledEagle),
-    "small_model": (SmallModelArguments, DecoupledSmallModel),
+_AHEAD: dict[str, Callable[..., Drafter]] = {
+    "eagle": DecoupledEagle,
+    "small_model": DecoupledSmallModel,
 }
 DRAFTERS = dict(sorted((HOST_DRAFTERS | DEVICE_DRAFTERS).items()))
 
@@ -55,7 +45,7 @@ def make_drafter(name: str, **args: Any) -> Drafter:
     """Builds a drafter.
 
     Args:
-      name: a key of `DRAFTERS`, or an import path, `module:Class` (`drafters/loading.py`).
+      name: a key of `DRAFTERS`, or an import path, `module:Class` or `file.py:Class` (`drafters/loading.py`).
       **args: the drafter's arguments (`speculation.args` of a config).
 
     Raises:
@@ -73,23 +63,14 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     """
     if config.drafter is None:
         return {}
+    check_drafters(config)
     if config.decoupled.window:
-        arguments, ahead = _AHEAD[config.drafter]
-        given = checked("speculation.args", config.drafter, arguments, config.args)
-        return {config.drafter: ahead(given, config.decoupled)}
-    drafters = {config.drafter: make_drafter(config.drafter, **config.args)}
-    kinds, arguments = config.kinds, config.arguments
-    for name, given in config.others.items():
-        args_key = f"speculation.others.{name}"
-        key = f"{args_key}.kind" if "kind" in given else "speculation.others"
-        drafters[name] = _make(key, args_key, kinds[name], arguments[name])
-    for name, drafter in drafters.items():
-        if isinstance(drafter, HistoSpec) and (drafter.max_window or 0) > config.max_drafts:
-            key = "speculation.args" if name == config.drafter else f"speculation.others.{name}"
-            raise ConfigError(
-                f"{key}.max_window: {drafter.max_window} is more than speculation.max_drafts"
-                f" {config.max_drafts}, so no window gets that wide; raise the latter, or set null"
-            )
+        given = checked_arguments(*keys_of(config, config.drafter), config.drafter, config.args)
+        return {config.drafter: _AHEAD[config.drafter](given, config.decoupled)}
+    drafters = {
+        name: _make(*keys_of(config, name), kind, config.arguments[name])
+        for name, kind in config.kinds.items()
+    }
     on_device = [isinstance(drafter, SelfDrafter | DeviceDrafter) for drafter in drafters.values()]
     if config.run_ahead_below and all(on_device):
         raise ConfigError(
@@ -128,12 +109,7 @@ def states_read(
 
 
 def _make(key: str, args_key: str, name: str, args: dict[str, Any]) -> Drafter:
-    if ":" in name:
-        return load_drafter(key, args_key, name, args)
-    if name not in DRAFTERS:
-        raise ConfigError(
-            f"{key}: unknown drafter {name!r}; {known_names(name, DRAFTERS)},"
-            " or a class of yours as module:Class"
-        )
-    arguments, make = DRAFTERS[name]
-    return make(checked(args_key, name, arguments, args))
+    if is_own(name):
+        return load_drafter(key, name, args)
+    given = checked_arguments(key, args_key, name, args)
+    return DRAFTERS[name](given)

@@ -12,17 +12,14 @@ policy's are cut off, and tokens beyond the small model's are never drafted.
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from pydantic import Field
 
-from drafters.arguments import Arguments
+from drafters.arguments import SmallModelArguments
 from drafters.base import DraftRequest, Outcome, Sampled
 from drafters.eagle.drafting import DraftStrategy, ScoredTree
-from rljax.config.section import PathText
 from rljax.engine.companion import Companion
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
@@ -38,21 +35,6 @@ from rljax.processes import to_host
 from rljax.sharding import mesh_of_a_drafter
 
 _LENGTHS = (2, 4, 8)  # lengths of chains to choose from
-
-
-class SmallModelArguments(Arguments):
-    """Arguments of `SmallModelDrafter`."""
-
-    path: PathText = Field(description="Hugging Face directory of a model with the policy's vocabulary.")
-    dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Type of its weights and products; null is the policy's."
-    )
-    layout: Literal["split", "replicated"] = Field(
-        "split",
-        description="Its weights on a mesh: split over as many devices of mesh.tensor as divide its heads and"
-        " MLP, or all of them on every device, which takes more memory and has no collectives: for models"
-        " so small that these take longer than reading the weights.",
-    )
 
 
 class SmallModelDrafter:

@@ -17,9 +17,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
-from drafters.arguments import MatchArguments, MemoryArguments, SpillArguments
+from drafters.arguments import (
+    PromptLookupArguments,
+    SrtArguments,
+    SuffixArguments,
+    SuffixDecodingArguments,
+)
 from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, PastRollout, RolloutHistory
 from drafters.suffix_automaton import SuffixForest, new_mixture
@@ -39,56 +43,6 @@ def insert_past(
     tokens[np.arange(width) < past.lengths[:, None]] = past.tokens
     sequences = forest.start(np.full(count, root, np.int32), weights)
     forest.extend(sequences, tokens, past.lengths)
-
-
-class SuffixArguments(MatchArguments):
-    """Arguments of `SuffixDrafter`."""
-
-    live: bool = Field(
-        True, description="Also learn from rollouts while they run. Off shows what these are worth."
-    )
-    substitutions: bool = Field(
-        True,
-        description="Also draft what followed in history where a request sampled something else. Off where"
-        " responses repeat each other exactly or not at all, to save host time, and for ablations.",
-    )
-    budget_per_match: float = Field(
-        4.0,
-        ge=0,
-        description="Draft nodes per token of match: SuffixDecoding's alpha, SRT's B(q). Lower it where short"
-        " matches draft badly.",
-    )
-    novelty: float = Field(
-        0.5,
-        ge=0,
-        description="Pseudo-count of tokens that never followed a context (with substitutions: that no source"
-        " knew). Raise it to trust few observations less.",
-    )
-
-
-class RememberingArguments(MemoryArguments, SuffixArguments):
-    """Arguments of suffix drafters with a history."""
-
-    rollouts: int = Field(
-        2, ge=1, description="Rollouts kept of each prompt. Raise for more history, from older policies."
-    )
-
-
-class SrtArguments(SpillArguments, RememberingArguments):
-    """Arguments of `srt`."""
-
-
-class SuffixDecodingArguments(RememberingArguments):
-    """Arguments of `suffix_decoding`."""
-
-    min_match: int = Field(2, ge=0, description="Shortest known suffix to draft from.")
-
-
-class PromptLookupArguments(MatchArguments):
-    """Arguments of `prompt_lookup`."""
-
-    min_match: int = Field(2, ge=0, description="Shortest known suffix to draft from.")
-    max_match: int = Field(16, ge=1, description="Longest suffix that is told apart.")
 
 
 def srt(arguments: SrtArguments) -> "SuffixDrafter":

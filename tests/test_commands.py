@@ -46,10 +46,25 @@ REFUSED = [  # with what each should name
         ["train", "--config", "quickstart", "task={name: mixture, mixture: [{name: x}]}"],
         "task.mixture.0.name: ",
     ),
+    (["train", "--config", "quickstart", "speculation.drafter=srrt"], "speculation.drafter: unknown drafter"),
+    (
+        ["train", "--config", "quickstart", "speculation={drafter: eagle, args: {dephts: [2]}}"],
+        "speculation.args.dephts: eagle has no such argument; did you mean 'depths'?",
+    ),
+    (
+        ["train", "--config", "quickstart", "speculation={drafter: srt, others: {quantized: {bit: 8}}}"],
+        "speculation.others.quantized.bit: ",
+    ),
+    (["train", "--config", "quickstart", "speculation.args.rollouts=3"], "speculation.args.rollouts: "),
     (["plan", "--config", "quickstart", "--topology", "v5e:2x4", "polcy.path=x"], "polcy.path"),
+    (
+        ["plan", "--config", "quickstart", "--topology", "v5e:2x4", "speculation.drafter=srrt"],
+        "speculation.drafter: ",
+    ),
     (["evaluate", "nowhere", "task.name=chain_arithmetic"], "nowhere does not exist"),
     (["generate", "nowhere", "1+1"], "nowhere does not exist"),
     (["generate", "nowhere", "1+1", "--max-tokens", "0"], "--max-tokens: 0"),
+    (["generate", "nowhere", "1+1", "--drafter", "srrt"], "--drafter: unknown drafter 'srrt'; did you mean"),
     (["serve", "nowhere", "--port", "0"], "nowhere does not exist"),
     (["export", "nowhere", "exported"], "nowhere does not exist"),
 ]

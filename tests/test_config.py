@@ -295,6 +295,11 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
         ),
         (["speculation.max_drafts=64"], "speculation.max_drafts: 64 is more than 63"),
         (
+            ["speculation.args.rollouts=3"],
+            "speculation.args.rollouts: there is no drafter that would read it; set speculation.drafter, or"
+            " speculation.args={}",
+        ),
+        (
             ["speculation.others={srt: {}}"],
             "speculation.others: needs a first drafter; set speculation.drafter",
         ),

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from drafters.arguments import Arguments
-from drafters.eagle.model import Variant
 from drafters.eagle.objective import HeadTraining, head_training
+from drafters.eagle.variant import Variant
 from rljax.config.section import PathText
 from rljax.errors import ConfigError
 

@@ -36,22 +36,19 @@ their own for them. `DraftVocabulary` maps their ids to the policy's. A token ou
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from drafters.eagle.variant import VARIANTS, Variant
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.linear import linear
 from rljax.models.transformer import Attention, Params, decoder_layer
 from rljax.numerics.attention import MASKED
 from rljax.numerics.rows import Numerics, rms_norm
-
-Variant = Literal["eagle", "hass", "eagle3"]
-VARIANTS: tuple[Variant, ...] = ("eagle", "hass", "eagle3")
 
 
 class DraftVocabulary:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from drafters.eagle.model import Variant
+from drafters.eagle.variant import Variant
 from rljax.errors import ConfigError
 
 

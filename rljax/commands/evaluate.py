@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from drafters.names import check_drafters
 from rljax.accelerators import skip_absent
 from rljax.errors import UserError
 from rljax.evaluation.settings import evaluation_config
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         config = evaluation_config(arguments.policy, arguments.config, arguments.overrides)
         check_holds_policy(arguments.policy)
         check_names(config.task)
+        check_drafters(config.speculation)
         skip_absent()
         # JAX takes seconds to import, so the config is checked first.
         from rich.console import Console

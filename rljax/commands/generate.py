@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from drafters.names import check_name
 from rljax.accelerators import skip_absent
 from rljax.errors import ConfigError, UserError
 from rljax.run_directory import check_holds_policy
@@ -81,6 +82,8 @@ def check_policy_options(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
+    if arguments.drafter is not None:
+        check_name("--drafter", arguments.drafter, "none")
     check_holds_policy(arguments.policy)
 
 

@@ -8,9 +8,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from drafters.names import check_drafters
 from rljax.config import load_config
 from rljax.errors import UserError
 from rljax.planning.command import add_arguments, force_cpu_devices, print_plan
+from rljax.tasks.registry import check_names
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     arguments = _parser(prog).parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
+        check_names(config.task)
+        check_drafters(config.speculation)
         force_cpu_devices(arguments.topology)
         print_plan(config, arguments.topology, arguments)
     except UserError as error:

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from drafters.names import check_drafters
 from rljax.accelerators import skip_absent
 from rljax.config import describe_keys, load_config, to_yaml
 from rljax.errors import Interrupted, UserError
@@ -51,13 +52,14 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         if arguments.print_config:
             print(to_yaml(config), end="")
             return 0
+        # JAX takes seconds to import, so what needs none of it is checked and said first.
+        check_names(config.task)
+        check_drafters(config.speculation)
         if arguments.plan:
             skip_absent()
             print_plan(config, present_topology(), arguments)
             return 0
         run_dir = config.run_dir
-        # JAX takes seconds to import, so what needs none of it is checked and said first.
-        check_names(config.task)
         if not config.distributed.is_wanted() or config.distributed.process == 0:
             print(f"run: {run_dir}", flush=True)
         skip_absent()

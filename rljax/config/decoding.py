@@ -428,6 +428,11 @@ class SpeculationConfig(Section):
             raise ValueError(
                 "speculation.run_ahead_below: needs a drafter to fall back to; set speculation.drafter"
             )
+        if self.args and self.drafter is None:
+            raise ValueError(
+                f"speculation.args.{next(iter(self.args))}: there is no drafter that would read it; set"
+                " speculation.drafter, or speculation.args={}"
+            )
         if self.others and self.drafter is None:
             raise ValueError("speculation.others: needs a first drafter; set speculation.drafter")
         if self.mix and (self.choice not in ("expected", "bandit") or not self.others):

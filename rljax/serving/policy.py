@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from drafters.base import Drafter
 from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
-from drafters.registry import DRAFTERS, make_drafters, rehearse_drafters
+from drafters.names import check_name
+from drafters.registry import make_drafters, rehearse_drafters
 from rljax.config import (
     ExperimentConfig,
     MeshConfig,
@@ -37,7 +38,7 @@ from rljax.engine.background import CompilerThread
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.invariance import Invariance
 from rljax.environments.task import environment_of
-from rljax.errors import ConfigError, known_names
+from rljax.errors import ConfigError
 from rljax.models.huggingface import load_generation_config
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
@@ -195,7 +196,8 @@ def open_policy(
     Raises:
       UserError: the policy cannot be loaded, or not be decoded with these options.
     """
-    _check_drafter(options.drafter)
+    if options.drafter is not None:
+        check_name("--drafter", options.drafter, "none")
     saved = load_saved_policy(path, options.step)
     config = _config(saved, options, steps_per_sync, say)
     if config.engine.compilation_cache is not None:
@@ -311,14 +313,6 @@ def _prompts(state: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
     tokens, lengths = (state.get(f"{HISTORY}/prompt_{part}", ()) for part in ("tokens", "lengths"))
     ends = np.cumsum(lengths, dtype=int)
     return [tuple(tokens[end - length : end].tolist()) for end, length in zip(ends, lengths, strict=True)]
-
-
-def _check_drafter(drafter: str | None) -> None:
-    if drafter not in (None, "none", *DRAFTERS) and ":" not in drafter:
-        known = known_names(drafter, [*DRAFTERS, "none"])
-        raise ConfigError(
-            f"--drafter: unknown drafter {drafter!r}; {known}, or a class of yours as module:Class"
-        )
 
 
 def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say) -> ExperimentConfig:

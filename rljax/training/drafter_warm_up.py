@@ -19,10 +19,11 @@ import numpy as np
 
 from drafters.eagle.checkpoint import ServingEngine, check_layers, save_head
 from drafters.eagle.evaluation import Acceptance, describe, evaluate_head
-from drafters.eagle.model import HeadConfig, Variant, init_head, shared_params
+from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.objective import HeadTraining, published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.eagle.states import StateReader, States
+from drafters.eagle.variant import Variant
 from rljax.config import ExperimentConfig
 from rljax.durable_files import sync_directory, write_durably
 from rljax.engine.executables import enable_compilation_cache

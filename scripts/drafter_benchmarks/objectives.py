@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from drafters.eagle.evaluation import Acceptance
-from drafters.eagle.model import HeadConfig, Variant, shared_params
+from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.spot_trainer import HeadTrainer
+from drafters.eagle.variant import Variant
 from rljax.benchmarking import Row, compare, interleave
 from rljax.config import ExperimentConfig
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from drafters.base import DraftRequest, Outcome, Queries, Sampled
-from drafters.registry import HOST_DRAFTERS, make_drafter, make_drafters
+from drafters.names import ARGUMENTS
+from drafters.registry import DRAFTERS, HOST_DRAFTERS, make_drafter, make_drafters
 from drafters.validation import usable_nodes
 from rljax.config.decoding import SpeculationConfig
 from rljax.errors import ConfigError
@@ -85,6 +86,10 @@ def learned(drafter, prompt, *responses, rewards=None):
 
 
 # From what requests sampled; the quantized policy is asked by the engine.
+def test_every_name_has_a_drafter_and_arguments():
+    assert list(ARGUMENTS) == list(DRAFTERS)
+
+
 every_drafter = pytest.mark.parametrize("name", sorted(HOST_DRAFTERS))
 
 

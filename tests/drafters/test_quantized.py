@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from drafters.arguments import QuantizedArguments
 from drafters.quantized import (
     PROJECTIONS,
-    QuantizedArguments,
     QuantizedDrafter,
     QuantizedPolicy,
     WeightFormat,

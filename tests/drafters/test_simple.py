@@ -190,17 +190,26 @@ def test_tiers_by_import_path(module):
 @pytest.mark.parametrize(
     ("path", "args", "message"),
     [
-        ("{}:", {}, r"speculation\.drafter: write a drafter as module:Class, not '.*:'"),
-        (":Small", {}, r"speculation\.drafter: write a drafter as module:Class, not ':Small'"),
+        ("{}:", {}, r"speculation\.drafter: write it as module:name, not '.*:'"),
+        (":Small", {}, r"speculation\.drafter: write it as module:name, not ':Small'"),
+        ("./no_file.py:Small", {}, r"speculation\.drafter: .*: there is no file \./no_file\.py in "),
         (
             "no_such_module:Small",
             {},
-            r"speculation\.drafter: no_such_module:Small: importing it raised M",
+            r"speculation\.drafter: no_such_module:Small: importing no_such_module raised M",
         ),
-        ("{}:Smal", {}, r"speculation\.drafter: .*:Smal: importing it raised AttributeError"),
-        ("{}:Small", {}, r"speculation\.args: .*:Small cannot be called with them: missing .* 'width'"),
-        ("{}:Small", {"width": 1, "depth": 2}, r"speculation\.args: .* unexpected keyword argument 'depth'"),
-        ("{}:number", {}, r"speculation\.args: .*:number cannot be called with them"),
+        ("{}:Smal", {}, r"speculation\.drafter: .*:Smal: .* has no Smal"),
+        (
+            "{}:Small",
+            {},
+            r"speculation\.drafter: .* cannot be called with its args: missing .* 'width'",
+        ),
+        (
+            "{}:Small",
+            {"width": 1, "depth": 2},
+            r"speculation\.drafter: .* unexpected keyword .* 'depth'",
+        ),
+        ("{}:number", {}, r"speculation\.drafter: .*:number: is a int, not a class or a function"),
         ("{}:Raising", {}, r"speculation\.drafter: .*:Raising: calling it raised RuntimeError"),
         ("{}:Silent", {}, r"speculation\.drafter: .*:Silent: Silent has no method propose"),
         ("{}:Partial", {}, r"Partial has no method learn; derive it from drafters\.base\.HostDrafter"),

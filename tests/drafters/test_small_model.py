@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from drafters.arguments import checked
-from drafters.small_model import SmallModelArguments, SmallModelDrafter
+from drafters.arguments import SmallModelArguments, checked
+from drafters.small_model import SmallModelDrafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError

@@ -211,7 +211,7 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
         (["RUN", PROMPT, "--ray", "auto"], "--ray: without --workers"),
         (["RUN", PROMPT, "--max-tokens", "5000"], "positions"),
         (["RUN", PROMPT, "--drafter", "sart"], "srt"),
-        (["RUN", PROMPT, "--drafter", "nowhere:Nobody"], "--drafter: nowhere:Nobody: importing it raised"),
+        (["RUN", PROMPT, "--drafter", "nowhere:Nobody"], "nowhere:Nobody: importing nowhere raised"),
         (["RUN", "7a" * 100], "more than the 64"),
     ],
 )

@@ -141,6 +141,24 @@ def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
 
 
+def test_a_run_with_a_drafter_from_a_file_is_the_run_without(world, plain, tmp_path, monkeypatch):
+    source = """
+class Pairs:
+    def __init__(self, longest: int):
+        self.longest = longest
+
+    def propose(self, tokens, limit):
+        ends = [end for end in range(1, len(tokens)) if tokens[end - 1] == tokens[-1]]
+        return tokens[ends[-1] : ends[-1] + min(limit, self.longest)] if ends else []
+"""
+    (tmp_path / "mydrafter.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    options = (f"training.steps={HALF}", "speculation.args.longest=3")
+    lines = run(world, "own", *options, drafter="./mydrafter.py:Pairs", verified=[True, True, False])
+    check_same(world, "own", lines, plain)
+    assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
+
+
 def test_a_run_that_chooses_by_its_own_clock_is_the_run_without(world, plain):
     lines = run(world, "clock", SHRINKING, f"training.steps={HALF}", drafter="srt")
     check_same(world, "clock", lines, plain)
