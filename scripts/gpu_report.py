@@ -312,7 +312,7 @@ class Report:
     def _command(self, part: Part, variant: Variant, path: Path, seconds: float) -> list[str]:
         if part.tests:
             tests = f"tests/kernels/test_{part.name}.py"
-            return [sys.executable, "-m", "pytest", "-q", "-m", "accelerator", tests]
+            return [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-m", "accelerator", tests]
         command = [sys.executable, "-m", f"gpu_parts.{part.name}", "--output", str(path)]
         command += ["--seconds", f"{seconds:.1f}", *(["--quick"] if self.quick else [])]
         return [*command, *(["--variant", variant.name] if variant.name else [])]

@@ -29,8 +29,8 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers():
-    """A worker a core; beyond eight, each compiles what the others compile at the same time."""
-    return min(len(os.sched_getaffinity(0)), 8)
+    """A worker a core; beyond eight, each compiles what others compile. An accelerator has room for one."""
+    return min(len(os.sched_getaffinity(0)), 8) if jax.default_backend() == "cpu" else 0
 
 
 def pytest_unconfigure(config):
