@@ -4,8 +4,9 @@
     python scripts/mutate.py --only race,tests/cluster  # those with such a text in name, file or tests
 
 Tests of a mutation run until the first one fails, which is what should happen; a mutation whose tests pass
-survives. What was found is kept, so the same command goes on where it stopped; where the code has changed
-since, it begins anew. The exit status is 1 if a mutation survived, or if its tests fail on the code as it is.
+survives. They are those that `pytest` runs without `--all`. What was found is kept, so the same command goes
+on where it stopped; where the code has changed since, it begins anew. The exit status is 1 if a mutation
+survived, or if its tests fail on the code as it is.
 """
 
 import argparse

@@ -75,6 +75,7 @@ def test_how_the_policy_is_trained_is_an_option(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: --updates is at least 1")
 
 
+@pytest.mark.long
 def test_objective_rows(config):
     rows = by_name(objectives.objective_rows(config, SETTINGS, 1, ("EAGLE", "HASS")))
     assert len(rows) == 4 and rows["training/EAGLE/accept length"].ratio == 1
@@ -91,6 +92,7 @@ def test_objectives_are_the_published_ones():
         assert objectives.OBJECTIVES[name] == (variant, published_training(variant))
 
 
+@pytest.mark.long
 def test_packing_rows(config):
     rows = packing.packing_rows(config, SETTINGS, 1)
     for row in rows:
@@ -140,6 +142,7 @@ def test_adaptation_rows(config, luck):
     assert rows["adaptation/base policy/frozen head"].value != heads["frozen"]  # two policies
 
 
+@pytest.mark.long
 def test_rl_rows(config, luck):
     rows = rl.rl_rows(config, SETTINGS, rl_steps=2, learning_rate=1e-2, slices=2)
     names = [
@@ -164,6 +167,7 @@ def test_rl_rows(config, luck):
     assert second[3].baseline_value == first[4].value and second[4].baseline_value == second[3].value
 
 
+@pytest.mark.long
 def test_in_loop_rows(config, luck):
     rows = in_loop.in_loop_rows(config, SETTINGS, steps=2, learning_rate=1e-2, slices=8)
     assert [row.name for row in rows] == [f"in loop/step {step}" for step in range(2)]

@@ -70,6 +70,7 @@ def test_a_quick_run_has_every_section():
 # --- sections --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_responses_have_the_length_asked_for(tiny):
     params = init_params(tiny, seed=0)
     prompts = policies.random_prompts(3, tiny.vocab_size)
@@ -84,6 +85,7 @@ def test_bytes_of_a_step_count_a_tied_embedding_once_and_an_untied_input_not_at_
     assert bandwidth.step_weight_bytes(tiny) == 4 * num_params(tiny)
 
 
+@pytest.mark.long
 def test_bandwidth_rows(tiny, monkeypatch):
     monkeypatch.setattr(bandwidth, "measure_read_bandwidth", lambda repeats: {"a": 1e9, "b": 4e9})
     rows = bandwidth.bandwidth_rows("tiny", tiny, steps=4, repeats=1)
@@ -93,6 +95,7 @@ def test_bandwidth_rows(tiny, monkeypatch):
         assert row.ratio == pytest.approx(row.value / 4.0)
 
 
+@pytest.mark.long
 def test_self_draft_rows(tiny):
     rows = {row.name: row for row in self_draft.self_draft_rows("tiny", tiny, (1,), repeats=1)}
     labels = ("W4", "W8", "W8, float activations")
@@ -154,6 +157,7 @@ def test_a_second_process_gets_the_first_ones_cache(tiny, monkeypatch):
     assert (engine.details["compiling_s"], engine.details["baseline_compiling_s"]) == (1.0, 4.0)
 
 
+@pytest.mark.long
 def test_a_process_decodes_its_first_step_and_leaves_its_programs(tiny, tmp_path):
     policy, cache = tmp_path / "policy", tmp_path / "cache"
     huggingface.save_model(policy, tiny, init_params(tiny, seed=0), "float32")
@@ -172,6 +176,7 @@ def test_rows_see_what_depends_on_their_number():
     assert rows._differing(lambda x: x + 1, ones) == []
 
 
+@pytest.mark.long
 def test_buckets_need_fewer_programs_than_one_for_every_strategy(tiny, monkeypatch):
     """To verify; and a head's, to draft: the two strategies share a depth."""
     monkeypatch.setattr(pool, "_NODES", (3, 7))
@@ -185,6 +190,7 @@ def test_buckets_need_fewer_programs_than_one_for_every_strategy(tiny, monkeypat
         assert row.details["largest"] <= row.value
 
 
+@pytest.mark.long
 class TestAgainstTransformers:
     """What needs the baseline installed."""
 
@@ -243,6 +249,7 @@ class TestAgainstTransformers:
         update.check_same_update(ours(), update.PaddedUpdates(model, sequences, training)(), "on")
 
 
+@pytest.mark.long
 def test_blocks_are_compared_with_whole_weights(tiny, monkeypatch):
     monkeypatch.setattr(blocks, "_BATCHES", (2, 64))
     rows = blocks.block_rows("tiny", tiny, repeats=1)

@@ -1,5 +1,7 @@
 """scripts/bench_layers.py: the same programs with layers written out, inlined and called."""
 
+import pytest
+
 from rljax.config import load_config
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
@@ -7,6 +9,7 @@ from tests.training.tiny_run import write_config
 bench_layers = load_script("bench_layers")
 
 
+@pytest.mark.long
 def test_programs_are_compared_in_all_layouts(tmp_path):
     overrides = ["speculation.drafter=srt", "speculation.verify_buckets=[8]", "speculation.max_drafts=3"]
     config = load_config(write_config(tmp_path), overrides)
@@ -24,6 +27,7 @@ def test_programs_are_compared_in_all_layouts(tmp_path):
     assert any(rows[f"tiny/2 layers/{kind}/called/accessed"].ratio != 1 for kind in kinds)
 
 
+@pytest.mark.long
 def test_speed_is_compared():
     (row, *_) = bench_layers.speed_rows((1,), ("float32",), 1)
     assert row.name == "cpu/1 layers/decode, 4 slots/float32/called"

@@ -41,6 +41,7 @@ def test_both_ways_are_a_config(what):
     load_config(lora_learning.CONFIG, lora_learning.RUNS[what])
 
 
+@pytest.mark.long
 def test_an_adapter_holds_less_and_trains_less(monkeypatch):
     """The adapter's moments are those of its factors; its base is there twice."""
     asked = []

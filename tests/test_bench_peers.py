@@ -41,6 +41,7 @@ def script():
     return load_script("bench_peers")
 
 
+@pytest.mark.long
 def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     (tmp_path / "peer_benchmarks").mkdir()

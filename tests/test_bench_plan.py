@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
@@ -13,6 +15,7 @@ def test_an_unknown_section_is_one_line(capsys):
     assert capsys.readouterr().err == "error: --only: 'pases' is not a section; they are passes,update,run\n"
 
 
+@pytest.mark.long
 def test_a_plan_is_compared_with_the_run(tmp_path):
     output = tmp_path / "plan.json"
     config = str(write_config(tmp_path))

@@ -88,6 +88,7 @@ def test_the_first_step_is_that_of_a_drafter(config):
         first_step.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
 
 
+@pytest.mark.long
 def test_rows_of_races(config):
     """Passes are counted where tokens and logprobs are those of plain decoding."""
     ladder, expected = races.race_rows(config, seeds=1)
@@ -95,6 +96,7 @@ def test_rows_of_races(config):
     assert ladder.details["tokens"] == expected.details["tokens"] > ladder.details["verifying_passes"] > 0
 
 
+@pytest.mark.long
 def test_rows_of_epochs(config, monkeypatch):
     always = [{"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}]
     head = {
@@ -153,6 +155,7 @@ def test_a_row_is_of_an_epoch_or_of_prompts_that_never_come_back(tmp_path, overr
     assert {name: list(steps[stretch]) for name, stretch in rollout.stretches(config).items()} == names
 
 
+@pytest.mark.long
 def test_strategy_rows(config, monkeypatch):
     monkeypatch.setattr(strategies, "_DEPTHS", (2,))
     monkeypatch.setattr(strategies, "_NODES", (3,))

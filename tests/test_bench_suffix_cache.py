@@ -74,6 +74,7 @@ def test_both_ways_to_insert_make_the_same_automaton():
     assert bench.insert_whole([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
 
 
+@pytest.mark.long
 def test_insert_rows(arctic):
     rows = bench.insert_rows(4, 64, prompts=2, repeats=1)
     assert len(rows) == (5 if arctic else 3)
@@ -83,6 +84,7 @@ def test_insert_rows(arctic):
         assert row.ratio == (pytest.approx(row.baseline_value / row.value) if arctic else 1.0)
 
 
+@pytest.mark.long
 def test_query_rows(arctic):
     rows = bench.query_rows(4, 128, repeats=1)
     assert len(rows) == (4 if arctic else 2)
@@ -104,6 +106,7 @@ def test_memory_rows(arctic):
     assert some.ratio == pytest.approx(640 / some.value)
 
 
+@pytest.mark.long
 def test_thread_rows():
     rows = bench.thread_rows(4, 128, repeats=1)
     assert [row.baseline for row in rows] == ["one thread"] * 2

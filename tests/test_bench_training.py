@@ -50,6 +50,7 @@ def test_padding_rows():
     assert long.ratio > 1
 
 
+@pytest.mark.long
 def test_memory_rows(tiny):
     chunks = memory.logits_row("tiny", tiny, (2, 128), logprob_chunk=32)
     assert chunks.name == "memory/tiny/logits in chunks"

@@ -40,6 +40,7 @@ def count(directory, tokens, mechanisms="SRT;quantized"):
     return status, json.loads((directory / "flips.json").read_text())
 
 
+@pytest.mark.long
 def test_nothing_flips_and_a_second_start_goes_on(tmp_path):
     status, result = count(tmp_path, 600)
     assert status == 0 and [row["mechanism"] for row in result["rows"]] == ["SRT", "quantized"]

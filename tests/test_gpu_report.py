@@ -152,6 +152,7 @@ def test_a_missing_wheel_is_named_with_its_command():
     assert "-d wheels not-there-at-all tensorboardX-; here" in str(raised.value)
 
 
+@pytest.mark.long
 def test_the_whole_report_on_a_cpu(tmp_path):
     """Every part measures something, and nothing differs, where plain JAX computes on a CPU."""
     done = subprocess.run(

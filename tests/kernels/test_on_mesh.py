@@ -299,6 +299,7 @@ def test_attention_and_compaction_compile(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.long
 def test_logprobs_compile(device):
     rows, length = 4, 1024
     with absent_mesh(device) as mesh:
@@ -324,6 +325,7 @@ def test_logprobs_compile(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.long
 def test_quantized_products_compile(device):
     with absent_mesh(device) as mesh:
         kernels = KernelChoice(quantized_product=_kernel(device)).on_mesh(mesh)

@@ -202,6 +202,7 @@ def abstract_weight(outputs, inputs, bits):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("bits", "rows"), [(4, 1), (4, 16), (4, 64), (8, 16)])
+@pytest.mark.long
 def test_compiles_for_real_policies(device, bits, rows):
     kernel = mosaic_gpu if device == HOPPER else mosaic_tpu
     for outputs, inputs in MATRICES if (bits, rows) == (4, 16) else MATRICES[::3]:

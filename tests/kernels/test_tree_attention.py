@@ -275,6 +275,7 @@ def _check_no_copy(program, heads, kv_heads, dim):
 
 @pytest.mark.parametrize("policy", _POLICIES)
 @pytest.mark.parametrize("device", TPUS)
+@pytest.mark.long
 def test_compiles_for_tpus(device, policy):
     compute = functools.partial(mosaic_tpu.tree_attention, numerics=Numerics())
     for nodes in (1, 16, 64):
@@ -285,6 +286,7 @@ def test_compiles_for_tpus(device, policy):
 
 
 @pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.long
 def test_compiles_for_hopper(policy):
     compute = functools.partial(mosaic_gpu.tree_attention, numerics=Numerics())
     for nodes in (1, 16, 64):

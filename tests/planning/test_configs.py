@@ -111,6 +111,7 @@ _SHORT = (
         ("qwen3-8b", "v5p:2x2x2", ["training.rows_per_microbatch=1", *_SHORT]),
     ],
 )
+@pytest.mark.long
 def test_two_layers_of_it_compile(tmp_path, name, topology, overrides):
     """The widths and the mesh of the config, with two layers, one batch and one pass."""
     _require_compiler(topology)
@@ -135,6 +136,7 @@ def test_the_config_with_lora_is_for_a_chip_on_which_all_weights_do_not_fit():
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.long
 def test_runs_two_steps_with_its_sizes_cut(tmp_path, name):
     problems = [
         {

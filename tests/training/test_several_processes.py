@@ -93,6 +93,7 @@ def test_two_processes_have_the_metrics_of_one(one, two):
     assert "train 2/2" in _output(two, 0) and "train" not in _output(two, 1)
 
 
+@pytest.mark.long
 def test_one_process_goes_on_with_the_run_of_two(one, two, tmp_path):
     shutil.copytree(two / "run", tmp_path / "run")
     write_config(tmp_path)
@@ -102,6 +103,7 @@ def test_one_process_goes_on_with_the_run_of_two(one, two, tmp_path):
     _agree(RunDirectory(tmp_path / "run").read_metrics(), one)
 
 
+@pytest.mark.long
 def test_four_processes_go_on_with_the_run_of_two(one, two, tmp_path):
     shutil.copytree(two / "run", tmp_path / "run")
     overrides = ("--allow-changes", "mesh.data=2", "mesh.tensor=2", f"training.steps={STEPS}")
@@ -136,6 +138,7 @@ def test_four_processes_go_on_with_the_run_of_two(one, two, tmp_path):
     }.values(),
     ids=["expected", "bandit"],
 )
+@pytest.mark.long
 def test_drafts_change_nothing_over_processes(one, tmp_path, mesh, drafts):
     """Each process has a clock of its own, and would ask other drafters for other numbers of rows."""
     lines = _train(tmp_path, 2, mesh, "speculation.drafter=srt", *drafts)
@@ -147,6 +150,7 @@ def test_drafts_change_nothing_over_processes(one, tmp_path, mesh, drafts):
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_rollout_workers_decode_for_two_processes(one, tmp_path):
     """Each process has half of the weights' heads; workers get all, and decode what one process samples."""
     pytest.importorskip("ray", reason="the cluster extra is not installed")
@@ -157,6 +161,7 @@ def test_rollout_workers_decode_for_two_processes(one, tmp_path):
     assert all(line["speculation/history_tokens"] > 0 for line in lines[1:])
 
 
+@pytest.mark.long
 def test_the_end_of_one_process_ends_all_and_the_same_command_goes_on(tmp_path):
     """A signal stops all after the same step; who is killed, the first or another, ends the others."""
     steps = 12

@@ -234,6 +234,7 @@ def test_a_run_may_go_on_without_checkpoints_while_the_disk_is_full(sessions, wh
     assert num_lines(run) == 5 and complete(run) == [3, 4]
 
 
+@pytest.mark.long
 def test_the_comparison_can_fail(sessions, whole):
     """Were a checkpoint's optimizer, weights or position lost, this is what would be seen."""
     lines = numbers(whole[0])
@@ -252,6 +253,7 @@ def mounts_allowed() -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full(tmp_path):
     """A file system of two megabytes, filled up to the last byte."""
     if not mounts_allowed():
