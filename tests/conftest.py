@@ -42,7 +42,7 @@ def pytest_unconfigure(config):
     for path, fact in sorted(facts, key=lambda pair: -max(pair[1].st_atime, pair[1].st_mtime)):
         left -= fact.st_size
         if left < 0:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(config, items):
