@@ -104,7 +104,7 @@ def make_worker(engine, params):
 
 
 def endless(sample):
-    """A request that the policy does not end before its limit of 90 tokens, for this sample number."""
+    """A request with a limit of 90 tokens, which the policy takes some passes to end."""
     return Request((5, 6, 7), request_key(3, 0, sample), 90)
 
 
@@ -165,20 +165,27 @@ def test_a_stop_string_ends_a_response(make_worker, requests, expected):
 
 
 def test_cancelled_jobs_free_their_slots(make_worker, requests, expected):
-    worker = make_worker()
-    running = [Collected(endless(sample)) for sample in range(SLOTS)]
+    """Cancelled from the worker's thread, so that what is cancelled cannot have ended by itself."""
+    worker, cancelled = make_worker(), []
+
+    def cancel(_):
+        if not cancelled:
+            cancelled.extend(running[1:] + waiting)
+            worker.cancel([each.job for each in cancelled])
+
+    running = [Collected(endless(0), on_piece=cancel)]
+    running += [Collected(endless(sample)) for sample in range(1, SLOTS)]
     waiting = [Collected(endless(sample)) for sample in range(3)]
     worker.submit([each.job for each in running + waiting])
-    running[0].pieces.get(timeout=WAIT)
-    worker.cancel([each.job for each in running[1:] + waiting])
     for each in running[1:] + waiting:
         assert each.result()[2] == "cancelled"
+    assert len(running[0].result()[0]) > 8  # goes on alone
+    last = Collected(endless(0), on_piece=lambda _: worker.cancel([last.job]))
     collected = Collected(requests[0])
-    worker.submit([collected.job])
+    worker.submit([last.job, collected.job])
+    assert last.result()[2] == "cancelled"
     assert_same(collected.result(), expected[0])
-    worker.cancel([running[0].job])
     worker.cancel([collected.job])  # over already: nothing happens
-    assert running[0].result()[2] == "cancelled"
     assert worker.endings["cancelled"] == SLOTS + 3
 
 
