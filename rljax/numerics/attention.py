@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from rljax import target
 from rljax.numerics.products import exact_products
-from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max, row_sum
+from rljax.numerics.rows import KEY_CHUNK, Numerics, exp, row_max, row_sum
 
 MASKED = -1e30
 """The score of a masked key: finite, so that a row with no visible key yields zeros instead of NaN.
@@ -31,7 +31,7 @@ def softmax_terms(scores: Array, top: Array) -> Array:
       scores: float32 [..., S].
       top: float32 [..., 1], the largest score of each row.
     """
-    return jnp.where(scores > 0.5 * MASKED, jnp.exp(scores - top), 0.0)
+    return jnp.where(scores > 0.5 * MASKED, exp(scores - top), 0.0)
 
 
 def weigh_chunk(terms: Array, values: Array, numerics: Numerics) -> tuple[Array, Array]:

@@ -13,9 +13,13 @@ keep the bits the same on a CPU (measured in `docs/row-invariance.md`, checked b
 - attention adds its values in chunks of `KEY_CHUNK` keys, one chunk after another, so that the start of a
   sequence in a packed row has no effect as long as the packer respects chunk boundaries
   (`rljax/learning/packing.py`).
+
+With JAX 0.12 a fourth one: what is computed entry by entry over a short last axis is computed as one row
+(`as_one_row`).
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +36,9 @@ KEY_CHUNK = 256
 _ONES_ROWS = 8
 _TPU_LANES = 128
 _ORDERED_ROWS = 64  # a product with fewer rows uses a kernel that adds in pairs
+_UNROLLS_SHORT_AXES = jax.__version_info__ >= (0, 12)
+_LONGEST_UNROLLED = 8
+_LONGEST_VECTOR = 16  # float32 entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +135,31 @@ def row_max(x: Array) -> Array:
     return top[..., None]
 
 
+def as_one_row(function: Callable[[Array], Array], x: Array) -> Array:
+    """Returns `function`, which maps entry by entry, of x [..., n] with a small n.
+
+    From JAX 0.12 on, the compiler of a CPU unrolls a last axis of 3 to 8 entries, axes of one entry aside,
+    and rounds some products there before an addition that it fuses elsewhere; so it does in the rest of a
+    row that is no multiple of its vectors. Between barriers it sees one row of whole vectors. On several
+    devices axes may be sharded, and bits are not promised.
+    """
+    if not _UNROLLS_SHORT_AXES or target.platform() != "cpu" or target.device_count() > 1:
+        return function(x)
+    row = jnp.pad(x.reshape(-1), (0, -x.size % _LONGEST_VECTOR), constant_values=1)
+    row = lax.optimization_barrier(function(lax.optimization_barrier(row)))
+    return row[: x.size].reshape(x.shape)
+
+
+def exp(x: Array) -> Array:
+    """Returns e^x [..., n], with bits that do not depend on n."""
+    return as_one_row(jnp.exp, x) if x.shape[-1] <= _LONGEST_UNROLLED else jnp.exp(x)
+
+
 def rms_norm(x: Array, weight: Array, epsilon: float, numerics: Numerics) -> Array:
     """Applies the root-mean-square norm (Zhang and Sennrich, 2019) in float32 to the last axis of x."""
     h = x.astype(jnp.float32)
-    mean_square = row_sum(h * h, numerics) * (1.0 / x.shape[-1])
-    h = h * lax.rsqrt(mean_square + epsilon)
+    factor = lambda total: lax.rsqrt(total * (1.0 / x.shape[-1]) + epsilon)  # noqa: E731
+    h = h * as_one_row(factor, row_sum(h * h, numerics))
     scale = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
     # Round to the compute dtype before scaling, as in Hugging Face's implementations.
     return (h.astype(x.dtype).astype(jnp.float32) * scale).astype(x.dtype)
@@ -143,7 +170,7 @@ def log_normalizer(logits: Array, numerics: Numerics) -> Array:
     not all.
     """
     top = row_max(logits)
-    return top + jnp.log(row_sum(jnp.exp(logits - top), numerics))
+    return top + as_one_row(jnp.log, row_sum(exp(logits - top), numerics))
 
 
 @jax.jit
