@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGEST_KEPT = 1 << 30  # bytes; larger buffers are weights and moments, which are allocated once
 _MUCH = 256 << 20  # bytes of freed memory that are worth the new pages
 _keeps = False  # whether this process keeps freed memory
@@ -24,8 +24,9 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_AREN
 def keep_freed_memory() -> bool:
     """Tells the C library to keep freed buffers of up to a gigabyte, and at most two gigabytes at a time.
 
-    It must be called before JAX starts its threads, each of which would otherwise get an arena of its own,
-    where large buffers have no place.
+    A thread other than the first keeps those below 64 MB only, since its arena consists of such pieces. With
+    one arena for all threads there is no such limit, but compiling takes a quarter longer: its threads wait
+    for one another at every allocation (`docs/engine.md`).
 
     Returns:
       Whether it did: not without glibc, where an accelerator may be used, or where the environment sets
@@ -38,7 +39,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = {_ARENA_MAX: 1, _MMAP_THRESHOLD: _LARGEST_KEPT, _TRIM_THRESHOLD: 2**31 - 1}
+    settings = {_MMAP_THRESHOLD: _LARGEST_KEPT, _TRIM_THRESHOLD: 2**31 - 1}
     global _keeps
     _keeps = sum(mallopt(option, value) for option, value in settings.items()) == len(settings)
     return _keeps
