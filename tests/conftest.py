@@ -59,6 +59,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
+def pytest_collection_finish():
+    """Modules and items stay to the end: no collection of garbage needs to look at them again."""
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """With `--durations`, also what each folder took; the files of tests/ itself stand for themselves."""
     if config.option.durations is None:
