@@ -35,9 +35,11 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """Adds tokens and returns the text that has become certain."""
+        certain = []
         for token in ids:
             self._hold(self._full.push(token), self._shown.push(token))
-        return self._release()
+            certain.append(self._release())
+        return "".join(certain)
 
     def finish(self) -> str:
         """Returns the text that was held back."""
@@ -57,6 +59,8 @@ class TextStream:
         positions = [position for position in map(text.find, self._stop) if position >= 0]
         if positions:
             self.stopped = True
+            full, shown = self._held[-1]
+            self._held[-1] = full, shown + self._shown.rest()  # half a character that a special token ends
             released, self._held = self._take(min(positions)), []
             return released
         longest = max(map(len, self._stop), default=1) - 1
@@ -73,8 +77,8 @@ class TextStream:
             taken, count = taken + shown, count - len(full)
         if count:
             full, shown = self._held[0]
-            # The two texts of a token differ at its beginning, if at all, by a space.
-            cut = max(len(shown) - len(full) + count, 0)
+            # What is shown lacks at most a space at the beginning and a special token at the end.
+            cut = max(count - max(full.find(shown), 0), 0)
             self._held[0] = full[count:], shown[cut:]
             taken += shown[:cut]
         return taken

@@ -166,6 +166,22 @@ def test_a_stop_string_ends_the_text_before_itself(client):
     assert chat(client, 5, stop=nearly).choices[0] == whole
 
 
+def test_a_stop_string_may_be_a_special_token(client, server):
+    stop = "<|im_start|>"
+    (ends_with,) = server[1].tokenizer.encode(stop)
+    samples = lambda **more: [each for seed in range(4) for each in chat(client, seed, n=8, **more).choices]  # noqa: E731
+    found = 0
+    for whole, cut in zip(samples(), samples(stop=stop), strict=True):
+        if ends_with not in whole.token_ids:
+            assert cut == whole
+            continue
+        found += 1
+        assert cut.token_ids == whole.token_ids[: whole.token_ids.index(ends_with) + 1]
+        assert cut.finish_reason == "stop"
+        assert cut.message.content == server[1].tokenizer.response_text(cut.token_ids[:-1])
+    assert found, "random weights should have sampled it"
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_says_the_same(client, n):
     whole = chat(client, 21, n=n, logprobs=True)

@@ -100,6 +100,11 @@ def test_stop_strings_are_searched_in_text_that_is_not_shown(text, stop, expecte
         assert "".join(pieces(tokens_of(text), stop, seed, without_hash)) == expected
 
 
+def test_half_a_character_before_a_special_token_is_shown():
+    for seed in range(20):
+        assert "".join(pieces([*b"a\xc3#b"], ("#",), seed, without_hash)) == "a\N{REPLACEMENT CHARACTER}"
+
+
 @pytest.mark.parametrize(("stop", "expected"), [("ne", "o"), (" one", ""), ("e t", "on"), ("<s> o", "")])
 def test_what_is_shown_may_lack_the_space_of_its_first_word(stop, expected):
     words = ("<s>", " one", " two")

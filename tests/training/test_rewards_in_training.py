@@ -9,6 +9,7 @@ import pytest
 from rljax.config import load_config
 from rljax.errors import UserError
 from rljax.rollout.collector import Group
+from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.loop import sampling_rewards
 from rljax.training.session import run
 from tests.tasks.reward_server import reward_server
@@ -64,6 +65,19 @@ def judge():
     pytest.importorskip("httpx", reason="the endpoints extra is not installed")
     with reward_server() as server:
         yield server
+
+
+def test_responses_end_with_a_special_token_that_is_a_stop_string(tmp_path, monkeypatch):
+    """A fresh policy samples every token now and then; rewards see the text with it."""
+    stop, judged = "<|im_start|>", []
+    reward = lambda self, problem, text: judged.append(text) or {"reward": 0.0}  # noqa: E731
+    monkeypatch.setattr(ChainArithmetic, "reward", reward)
+    keys = ("warm_start=null", "evaluation.problems=0", "rollout.prompts_per_step=12")
+    lines = train(tmp_path, *keys, f"rollout.stop=['{stop}']")
+    ended = [text for text in judged if text.endswith(stop)]
+    assert 0 < len(ended) < len(judged) == 96
+    assert all(text.count(stop) == 1 for text in ended) and sum(stop in text for text in judged) == len(ended)
+    assert lines[-1]["response_length/truncated"] < 1.0
 
 
 def test_a_mixture_trains_and_resumes_exactly(tmp_path, problems, judge, capsys):
