@@ -7,6 +7,7 @@ restarted: a lost worker's name ends with it.
 
 Without its head a Ray cluster cannot go on. Ray ends a driver that has waited a minute for it, from C++, with
 pages of its own. So the driver asks by itself whether the head answers, and Ray is told to wait for ever.
+When Ray's own process on the driver's machine dies, Ray ends the driver at once, so another process says it.
 """
 
 import atexit
@@ -34,6 +35,13 @@ _HEAD_PATIENCE = 10.0  # seconds without an answer after which the head of a clu
 _JOINED_PATIENCE = 60.0  # the same of others, whose heads may be started again, as under KubeRay; Ray's own
 _FOREVER = 10 * 365 * 24 * 3600  # seconds that Ray's own code waits for the head
 _ASKING = 15.0  # seconds more for a process that asks for the cluster's health: it imports Ray first
+_LAST_WORDS = """
+import sys
+if not sys.stdin.read():
+    line = "error: cluster: the training process has ended without a word: it was killed, or Ray's own"
+    line += " process on this machine was. What is saved is kept; run the same command again"
+    print(line, file=sys.stderr)
+"""
 
 
 def connect(config: ClusterConfig, say: Callable[[str], None]) -> "RayFabric":
@@ -131,6 +139,23 @@ def _need(config: ClusterConfig) -> dict[str, float]:
     return {name: amount for name, amount in (need | config.resources_per_worker).items() if amount}
 
 
+def _say_if_killed() -> Callable[[], None]:
+    """Starts a process that speaks for this one if it ends without a word.
+
+    Returns:
+      What to call at an ordinary end; otherwise Python calls it at its own.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _LAST_WORDS]
+    speaker = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def end() -> None:
+        atexit.unregister(end)
+        speaker.communicate(b".")
+
+    atexit.register(end)
+    return end
+
+
 class WorkerProcess:
     """A rollout worker as an actor.
 
@@ -208,7 +233,7 @@ class RayFabric:
     Args:
       ray: the module.
       config: keys of the cluster.
-      owns: whether to shut Ray down at the end.
+      owns: whether to shut Ray down at the end, and to say if Ray ends this process.
 
     Attributes:
       facts: of the workers that have arrived, by name.
@@ -233,6 +258,7 @@ class RayFabric:
         self._head = ray.get_runtime_context().gcs_address
         self._head_asked = self._head_answered = time.monotonic()
         self._lost = False  # the head
+        self._end_ordinarily = _say_if_killed() if owns else None
 
     def spawn(self, worker: str) -> None:
         config = self._config
@@ -325,6 +351,8 @@ class RayFabric:
         return time.monotonic()
 
     def close(self) -> None:
+        if self._end_ordinarily is not None:
+            self._end_ordinarily()
         if self._lost:  # Ray would wait for the head; the processes of a cluster here end with this one
             atexit.unregister(self._ray.shutdown)
             atexit.register(_leave)

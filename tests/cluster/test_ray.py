@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import types
@@ -253,4 +254,21 @@ def test_a_head_that_has_ended_is_one_line(monkeypatch, address):
     )
     assert said.endswith(" run the same command again") and ("start Ray there again" in said) == bool(address)
     fabric.close()
-    assert at_exit == [ray.shutdown, ray_fabric._leave]  # in the place of what Ray does at the end
+    assert at_exit[-2:] == [ray.shutdown, ray_fabric._leave]  # in the place of what Ray does at the end
+
+
+@pytest.mark.parametrize(
+    ("end", "is_said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", True),
+        ("os._exit(1)", True),
+        ("end(); os._exit(2)", False),
+        ("", False),
+    ],
+)
+def test_a_process_that_ends_without_a_word_is_spoken_for(end, is_said):
+    """As Ray ends the driver from C++ when its own process on this machine has died."""
+    program = "import os, signal; from rljax.cluster.ray_fabric import _say_if_killed as say; end = say()"
+    program += f"; {end}"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
+    assert said.count("\n") == is_said and ("run the same command again" in said) == is_said
