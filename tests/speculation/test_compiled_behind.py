@@ -16,10 +16,9 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from tests.rollout.test_scheduler import assert_same
-from tests.speculation.test_head_drafting import outcomes
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.speculation.test_head_drafting import BUCKETS, HEAD, outcomes
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
-HEAD = {"pack_length": 64, "depths": [1, 3], "slices": 2, "unrolled_steps": 2}
 NAMES = ["quantized", "eagle", "small_model"]
 
 
@@ -35,7 +34,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def expected(params, requests):
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 4)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16)
     return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
@@ -63,7 +62,7 @@ def speculator_of(name, params, requests, directory, **settings):
     hidden_layers = states_read(drafters, CONFIG)
     pool = ExecutablePool()
     engine = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 4, pool, hidden_layers=hidden_layers
+        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, pool, hidden_layers=hidden_layers
     )
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), **settings)
     prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
