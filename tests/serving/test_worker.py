@@ -30,7 +30,7 @@ from tests.serving.cheap import Cheap
 from tests.tiny_policy import CONFIG, EOS, SLOTS, make_params, make_requests
 
 WAIT = 120.0
-BUCKETS = Buckets((4,), (128,), (16,), 3)
+BUCKETS = Buckets((2, 4), (128,), (16,), 7)
 GREEDY_POOL = ExecutablePool()
 
 

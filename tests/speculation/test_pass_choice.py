@@ -163,7 +163,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
     """The device has room for what passes over 8 and 16 rows need, and not for one over 32."""
     params = make_params()
     engine = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), dataclasses.replace(BUCKETS, too_large=set()), (EOS,)
+        CONFIG, Numerics(), SamplingParams(), dataclasses.replace(BUCKETS, cache=(128,), too_large=set()), (EOS,)
     )
     tree = empty_tree(4, 7)
     needed = {

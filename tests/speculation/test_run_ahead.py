@@ -47,7 +47,7 @@ def make_requests(step, limits=(60, 9, 7, 30)):
 
 
 def make_speculator(engine, run_ahead, name="srt"):
-    times = FixedTimes({0: 1.0, 16: 1.1})  # verifying is cheap: every draft is tried
+    times = FixedTimes({0: 1.0, 8: 1.1, 16: 1.1})  # verifying is cheap: every draft is tried
     return Speculator(engine, {name: make_drafter(name)}, MAX_SLOTS, run_ahead, times)
 
 

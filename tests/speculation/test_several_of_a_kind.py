@@ -22,7 +22,7 @@ from tests.rollout.test_scheduler import assert_same
 from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
 POOL = ExecutablePool(row_invariant=True)
-BUCKETS = Buckets((4,), (128,), (16,), 5)
+BUCKETS = Buckets((4,), (128,), (16,), 7)
 HEAD = {"kind": "eagle", "train": False, "depths": [3]}
 
 

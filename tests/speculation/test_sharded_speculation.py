@@ -12,11 +12,6 @@ import pytest
 from tests.devices import run_on_devices
 
 MESHES = {"2 devices": {"data": 2}, "4 devices": {"data": 2, "tensor": 2}}
-CASES = [
-    pytest.param("2 devices", "srt", marks=pytest.mark.long),
-    pytest.param("4 devices", "srt", marks=pytest.mark.long),
-    ("4 devices", "quantized"),
-]
 
 CHECKS = """
 import itertools, json, sys
@@ -90,7 +85,10 @@ print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.mark.parametrize(("mesh", "drafter"), CASES)
+@pytest.mark.long  # one batch, with drafters of every kind, is in `test_drafters_on_a_mesh.py`
+@pytest.mark.parametrize(
+    ("mesh", "drafter"), [("2 devices", "srt"), ("4 devices", "srt"), ("4 devices", "quantized")]
+)
 def test_drafts_change_no_token_on_a_mesh(mesh, drafter):
     found = run_on_devices(CHECKS, 4, json.dumps(MESHES[mesh]), drafter)
     assert found["devices"] == 4 and found["tokens"] > 500

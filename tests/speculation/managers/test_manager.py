@@ -40,7 +40,7 @@ from tests.speculation.test_head_drafting import HEAD
 from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
-FEW = Buckets((4,), (128,), (16,), 5)  # where drafters on the device have programs for every shape
+FEW = Buckets((4,), (128,), (16,), 7)  # where drafters on the device have programs for every shape
 POOL = ExecutablePool(row_invariant=True)
 CHEAP = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft=0.05)
 BANDIT = StrategyChoice("bandit", epsilon=0.3, window=8)
@@ -652,8 +652,8 @@ def test_without_strategies_every_drafter_has_some(params, mix):
 def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
     strategy = Strategy(3, 1, 3, drafter)
     choice = StrategyChoice("fixed", strategies=(strategy,))
-    eagle = {"depths": [1, 3], "top_k": 1, "slices": 1, "unrolled_steps": 1}
-    speculator = make_speculator(("prompt_lookup", drafter), choice, eagle=eagle)
+    eagle = HEAD | {"top_k": 1, "slices": 1}
+    speculator = make_speculator(("prompt_lookup", drafter), choice, FEW, eagle=eagle)
     other, own = (listen(each) for each in speculator.drafters.values())
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests)
@@ -822,7 +822,7 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
     speculator = make_speculator(
         names,
         StrategyChoice(choose_rows=choose),
-        eagle={"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
+        eagle=HEAD | {"slices": 1},
         small_model={"path": str(tmp_path)},
     )
     turns = itertools.cycle(rng.integers(0, len(names), 64).tolist())
