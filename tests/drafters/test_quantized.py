@@ -61,7 +61,9 @@ def reference(weight, fmt):
     return restored, steps
 
 
-@pytest.mark.parametrize("inputs", SIZES)
+@pytest.mark.parametrize(
+    "inputs", [192, 257, 1, *(pytest.param(size, marks=pytest.mark.long) for size in (64, 128))]
+)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_round_to_nearest_is_the_reference(fmt, inputs):
     weight = matrix(inputs)
@@ -109,8 +111,15 @@ def test_clipping_never_has_a_larger_error_than_rounding(fmt):
         assert better.sum() < 0.99 * plain.sum()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        ("float32", 1),
+        ("bfloat16", 7),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("float32", 7), ("bfloat16", 1))),
+        *(pytest.param(dtype, 2, marks=pytest.mark.long) for dtype in ("float32", "bfloat16")),
+    ],
+)
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), W8A8], ids=[*FORMATS, "w8a8"])
 def test_a_product_is_that_with_the_restored_matrix(fmt, dtype, rows):
     weight = round_off(jnp.asarray(matrix(192)), fmt)
