@@ -145,7 +145,7 @@ def test_a_drafter_by_import_path(generate, run, tmp_path, monkeypatch):
     monkeypatch.setattr(speculation, "PassTimes", Cheap)
     (tmp_path / "served_drafter.py").write_text(LAST_OCCURRENCE)
     monkeypatch.syspath_prepend(tmp_path)
-    arguments = ["--tokens", "--temperature", 0]
+    arguments = ["--tokens", "--temperature", 0, "-n", 2]
     plain = generate(run, PROMPT, *arguments)
     drafted = generate(run, PROMPT, *arguments, "--drafter", "served_drafter:LastOccurrence")
     assert drafted[0] == 0 and drafted[1] == plain[1], drafted[2]
