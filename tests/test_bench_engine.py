@@ -33,7 +33,7 @@ update = load_script("engine_benchmarks.update")
 
 @pytest.fixture
 def tiny():
-    return policies.qwen3(vocab=64, hidden=64, layers=2, heads=2, kv_heads=1, mlp=96)
+    return policies.qwen3(vocab=64, hidden=64, layers=1, heads=2, kv_heads=1, mlp=96)
 
 
 # --- command line ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from engine_benchmarks.policies import qwen3  # noqa: E402  (the script's folder
 from training_benchmarks import lora_learning, lora_memory  # noqa: E402
 
 PATH = Path("nowhere")
-POLICY = qwen3(vocab=64, hidden=32, layers=2, heads=2, kv_heads=1, mlp=64)
+POLICY = qwen3(vocab=64, hidden=32, layers=1, heads=2, kv_heads=1, mlp=64)
 
 
 def run_of(reward):

@@ -29,6 +29,8 @@ FORMATS = {"w4": W4, "w4, whole rows": WeightFormat(4, 0), "w8": W8, "w8, groups
 SIZES = [128, 192, 257, 64, 1]
 round_off = jax.jit(rtn, static_argnums=(1, 2))
 clip = jax.jit(clipped, static_argnums=(1, 2))
+restore = jax.jit(dequantize)
+multiply = jax.jit(lambda x, weight: product(x, weight, Numerics()))
 
 
 def matrix(inputs, outputs=48, seed=0):
@@ -59,13 +61,15 @@ def reference(weight, fmt):
     return restored, steps
 
 
-@pytest.mark.parametrize("inputs", SIZES)
+@pytest.mark.parametrize(
+    "inputs", [192, 257, 1, *(pytest.param(size, marks=pytest.mark.long) for size in (64, 128))]
+)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_round_to_nearest_is_the_reference(fmt, inputs):
     weight = matrix(inputs)
     quantized = round_off(jnp.asarray(weight), fmt)
     restored, steps = reference(weight, fmt)
-    ours = np.asarray(dequantize(quantized))
+    ours = np.asarray(restore(quantized))
     assert quantized.shape == ours.shape == weight.shape
     # float32 may put a weight that lies half-way on the other side.
     assert (np.abs(ours - restored) <= 1e-5 + 1.001 * steps).all()
@@ -82,7 +86,7 @@ def test_round_to_nearest_is_the_reference(fmt, inputs):
 
 def test_the_last_group_has_a_grid_of_its_own():
     weight = np.concatenate([100 * np.ones((2, 128)), 0.01 * np.arange(64).reshape(1, 64).repeat(2, 0)], 1)
-    ours = np.asarray(dequantize(round_off(jnp.asarray(weight, jnp.float32), W4)))
+    ours = np.asarray(restore(round_off(jnp.asarray(weight, jnp.float32), W4)))
     assert np.abs(ours[:, 128:] - weight[:, 128:]).max() < 0.63 / 15
 
 
@@ -99,7 +103,7 @@ def test_clipping_never_has_a_larger_error_than_rounding(fmt):
     weight = matrix(192)
     weight[5, 7] = 40.0  # an outlier that is worth clipping
     plain, better = (
-        np.square(np.asarray(dequantize(quantizer(jnp.asarray(weight), fmt))) - weight).sum(1)
+        np.square(np.asarray(restore(quantizer(jnp.asarray(weight), fmt))) - weight).sum(1)
         for quantizer in (round_off, clip)
     )
     assert (better <= plain * 1.00001 + 1e-9).all()
@@ -107,21 +111,28 @@ def test_clipping_never_has_a_larger_error_than_rounding(fmt):
         assert better.sum() < 0.99 * plain.sum()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        ("float32", 1),
+        ("bfloat16", 7),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("float32", 7), ("bfloat16", 1))),
+        *(pytest.param(dtype, 2, marks=pytest.mark.long) for dtype in ("float32", "bfloat16")),
+    ],
+)
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), W8A8], ids=[*FORMATS, "w8a8"])
 def test_a_product_is_that_with_the_restored_matrix(fmt, dtype, rows):
     weight = round_off(jnp.asarray(matrix(192)), fmt)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, 192)), dtype)
-    wanted = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
-    ours = np.asarray(product(x, weight, Numerics()))
+    wanted = np.asarray(x, np.float64) @ np.asarray(restore(weight), np.float64).T
+    ours = np.asarray(multiply(x, weight))
     assert ours.dtype == np.float32 and ours.shape == wanted.shape
     if fmt.activations == "int8":  # half a step of the inputs, under every weight
         step = np.abs(np.asarray(x, np.float64)).max(1, keepdims=True) / 127
-        bound = 0.5 * step * np.abs(np.asarray(dequantize(weight), np.float64)).sum(1) * 1.001 + 1e-5
+        bound = 0.5 * step * np.abs(np.asarray(restore(weight), np.float64)).sum(1) * 1.001 + 1e-5
         assert (np.abs(ours - wanted) <= bound).all() and np.abs(ours - wanted).max() > 1e-4
     else:
-        scale = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(dequantize(weight), np.float64)).T
+        scale = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(restore(weight), np.float64)).T
         assert (np.abs(ours - wanted) <= (2.0**-8 if dtype == "bfloat16" else 1e-6) * (scale + 1e-3)).all()
     y = linear(x.reshape(1, rows, 192), weight, Numerics(), jnp.ones(48))
     assert y.dtype == x.dtype and y.shape == (1, rows, 48)
@@ -130,14 +141,13 @@ def test_a_product_is_that_with_the_restored_matrix(fmt, dtype, rows):
 def test_sums_of_integers_do_not_depend_on_the_rows_beside():
     weight = round_off(jnp.asarray(matrix(192)), W8A8)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((16, 192)), jnp.float32)
-    multiply = jax.jit(lambda x, weight: product(x, weight, Numerics()))
     together = multiply(x, weight)
     for rows in (1, 2, 3, 8):
         np.testing.assert_array_equal(multiply(x[:rows], weight), together[:rows])
 
 
 def test_inputs_of_zeros_give_zeros():
-    assert (product(jnp.zeros((2, 192)), round_off(jnp.asarray(matrix(192)), W8A8), Numerics()) == 0).all()
+    assert (multiply(jnp.zeros((2, 192)), round_off(jnp.asarray(matrix(192)), W8A8)) == 0).all()
 
 
 def pointers(tree):
@@ -159,7 +169,7 @@ def test_only_projections_are_stored_anew(name, quantizer):
         for part in PROJECTIONS:
             assert layer[part].shape == own[part].shape
             whole = np.asarray(own[part], np.float32)
-            lost = np.linalg.norm(np.asarray(dequantize(layer[part])) - whole) / np.linalg.norm(whole)
+            lost = np.linalg.norm(np.asarray(restore(layer[part])) - whole) / np.linalg.norm(whole)
             assert lost < 0.15  # a wrong projection or layer loses more than 1
     assert all(drafter[part] is params[part] for part in params if part != "layers")
     assert not set(pointers([[layer[part] for part in PROJECTIONS] for layer in drafter["layers"]])) & set(

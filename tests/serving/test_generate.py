@@ -132,7 +132,7 @@ def test_greedy_needs_no_seed(generate, run):
 def test_a_drafter_changes_no_token(generate, run, monkeypatch):
     """Greedy decoding repeats itself, so prompt lookup is often right."""
     monkeypatch.setattr(speculation, "PassTimes", Cheap)
-    arguments = ["--tokens", "--temperature", 0, "-n", 3]
+    arguments = ["--tokens", "--temperature", 0]
     plain = generate(run, PROMPT, *arguments)
     drafted = generate(run, PROMPT, *arguments, "--drafter", "prompt_lookup")
     assert drafted[1] == plain[1]
@@ -145,7 +145,7 @@ def test_a_drafter_by_import_path(generate, run, tmp_path, monkeypatch):
     monkeypatch.setattr(speculation, "PassTimes", Cheap)
     (tmp_path / "served_drafter.py").write_text(LAST_OCCURRENCE)
     monkeypatch.syspath_prepend(tmp_path)
-    arguments = ["--tokens", "--temperature", 0, "-n", 3]
+    arguments = ["--tokens", "--temperature", 0, "-n", 2]
     plain = generate(run, PROMPT, *arguments)
     drafted = generate(run, PROMPT, *arguments, "--drafter", "served_drafter:LastOccurrence")
     assert drafted[0] == 0 and drafted[1] == plain[1], drafted[2]

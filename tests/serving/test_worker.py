@@ -27,9 +27,10 @@ from rljax.sampling.noise import request_key
 from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
 from rljax.speculation.speculator import Speculator
 from tests.serving.cheap import Cheap
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, make_params, make_requests
 
 WAIT = 120.0
+BUCKETS = Buckets((2, 4), (128,), (16,), 7)
 GREEDY_POOL = ExecutablePool()
 
 

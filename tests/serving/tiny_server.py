@@ -17,7 +17,7 @@ SLOTS = 4
 
 def make_run(directory, *overrides, drafter=None):
     """A run directory with a policy of random weights, which may be given what its drafters have learned."""
-    few_programs = ("speculation.verify_buckets=[8, 16]", "speculation.max_drafts=3")
+    few_programs = ("speculation.verify_buckets=[16]", "speculation.max_drafts=3")
     return write_run(directory, *few_programs, *overrides, steps=(1, 2), drafter=drafter)[0]
 
 

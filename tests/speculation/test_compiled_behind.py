@@ -6,6 +6,7 @@ import pytest
 
 from drafters.registry import make_drafter, states_read
 from rljax.engine.background import BackgroundCompiler, CompilerThread
+from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.plain_programs import PlainPrograms
@@ -16,10 +17,11 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from tests.rollout.test_scheduler import assert_same
-from tests.speculation.test_head_drafting import outcomes
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.speculation.test_head_drafting import HEAD, outcomes
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
-HEAD = {"pack_length": 64, "depths": [1, 3], "slices": 2, "unrolled_steps": 2}
+BUCKETS = Buckets((SLOTS,), (128,), (16,), 7)
+SHRINKING = Buckets((2, SLOTS), (128,), (16,), 7)
 NAMES = ["quantized", "eagle", "small_model"]
 
 
@@ -35,7 +37,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def expected(params, requests):
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 4)
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16)
     return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
@@ -53,7 +55,7 @@ def held_back(monkeypatch):
     go_on.set()
 
 
-def speculator_of(name, params, requests, directory, **settings):
+def speculator_of(name, params, requests, directory, buckets=BUCKETS, **settings):
     """A speculator whose drafter, verifying passes and plain programs are compiled in one thread."""
     args = HEAD if name == "eagle" else {}
     if name == "small_model":
@@ -63,11 +65,11 @@ def speculator_of(name, params, requests, directory, **settings):
     hidden_layers = states_read(drafters, CONFIG)
     pool = ExecutablePool()
     engine = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 4, pool, hidden_layers=hidden_layers
+        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, pool, hidden_layers=hidden_layers
     )
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), **settings)
     prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
-    thread = CompilerThread(BUCKETS, (SLOTS, 128))
+    thread = CompilerThread(buckets, (SLOTS, 128))
     engine.behind = PlainPrograms(engine, params, thread, SLOTS, 64, 128, first_prompts=prompts)
     speculator.warm_up_behind(params, SLOTS, 64, False, prompts, 128, thread)
     if name == "eagle":
@@ -106,10 +108,10 @@ def test_a_drafter_joins_when_it_is_compiled(params, requests, expected, tmp_pat
             assert speculator.metrics(statistics)["speculation/head/updates"] == 4
 
 
-@pytest.mark.parametrize("name", ["eagle", "small_model"])
+@pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.long), "small_model"])
 def test_a_follower_leaves_where_its_programs_are_missing(params, requests, expected, tmp_path, name):
     """It is not compiled for the smaller batch, and drafts again in the next rollout."""
-    with speculator_of(name, params, requests, tmp_path) as speculator:
+    with speculator_of(name, params, requests, tmp_path, buckets=SHRINKING) as speculator:
         speculator.decoder.compiler.wait()
         (following,), (proposer,) = speculator._group.on_device, speculator.proposers
         is_compiled, followed = following.is_compiled, []

@@ -40,7 +40,7 @@ from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_params, make_request
 
 directory, window = sys.argv[1], int(sys.argv[2])
 params, requests, pool = make_params(), make_requests(), ExecutablePool()
-buckets = Buckets((2, 4), (64, 128), (16,), 7)
+buckets = Buckets((4,), (128,), (16,), 7)
 engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool)
 expected, plain = Scheduler(engine, 4).run(params, requests)
 save_model(f"{directory}/the policy", CONFIG, params, "float32")

@@ -1,6 +1,7 @@
 """A head that follows the slots: the tokens are those of plain decoding, whatever it knows and learns."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -32,8 +33,9 @@ from tests.drafters.eagle.published import write_eagle3
 from tests.rollout.test_scheduler import assert_same, spell
 from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
-BUCKETS = Buckets((2, 4), (128,), (16,), 5)
-GROWING = Buckets((2, 4), (64, 128), (16,), 5)
+BUCKETS = Buckets((4,), (128,), (16,), 7)
+GROWING = Buckets((4,), (64, 128), (16,), 7)
+HEAD = {"pack_length": 64, "depths": [3], "slices": 2, "unrolled_steps": 2}  # of few programs
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +62,8 @@ def expected(params, requests):
     return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
 
 
-def make_speculator(variant="eagle3", others=(), buckets=BUCKETS, **args):
-    defaults = {"pack_length": 64, "depths": [1, 3], "slices": 2, "unrolled_steps": 2, "variant": variant}
-    drafters = {"eagle": make_drafter("eagle", **(defaults | args))}
+def make_speculator(others=(), buckets=BUCKETS, **args):
+    drafters = {"eagle": make_drafter("eagle", **(HEAD | args))}
     drafters |= {name: make_drafter(name) for name in others}
     engine = make_engine(states_read(drafters, CONFIG), buckets)
     return Speculator(engine, drafters, SLOTS, times=CheapTimes())
@@ -73,11 +74,16 @@ def roll_out(speculator, params, requests, stop=None, overlap=False):
 
 
 @pytest.mark.parametrize(
-    ("variant", "overlap", "others"),
-    [("eagle", True, ()), ("eagle3", False, ()), ("eagle3", True, ("srt", "quantized"))],
+    ("others", "overlap", "head"),
+    [
+        pytest.param((), True, {"variant": "eagle"}, marks=pytest.mark.long),
+        ((), False, {"depths": [1, 3]}),
+        (("srt", "quantized"), True, {}),
+    ],
+    ids=["eagle", "two trees", "three drafters"],
 )
-def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, variant, overlap, others):
-    speculator = make_speculator(variant, others)
+def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, others, overlap, head):
+    speculator = make_speculator(others, **head)
     speculator.drafters["eagle"]._budget.allows = lambda: True  # however slow this machine is
     for _ in range(2):  # in the second one it has learned, and the others remember
         completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
@@ -90,8 +96,7 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, vari
     assert metrics["speculation/head/updates"] == 4
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("layout", ["sglang", "vllm"])
+@pytest.mark.parametrize(("layout", "train"), [("sglang", True), ("vllm", False)])
 def test_with_a_draft_vocabulary_the_tokens_are_those_of_plain_decoding(
     params, requests, expected, tmp_path, layout, train
 ):
@@ -111,7 +116,15 @@ def test_with_a_draft_vocabulary_the_tokens_are_those_of_plain_decoding(
         assert metrics["speculation/head/outside_vocabulary"] > 0
 
 
-@pytest.mark.parametrize(("overlap", "buckets"), [(False, BUCKETS), (True, BUCKETS), (False, GROWING)])
+@pytest.mark.parametrize(
+    ("overlap", "buckets"),
+    [
+        pytest.param(False, BUCKETS, marks=pytest.mark.long),
+        pytest.param(True, BUCKETS, marks=pytest.mark.long),
+        (True, GROWING),
+    ],
+    ids=["in turn", "overlapping", "growing"],
+)
 def test_nothing_is_compiled_after_warming_up(params, requests, expected, overlap, buckets):
     """Whatever lengths and batches come about, plain stretches in between included."""
     if buckets is GROWING:  # let the state begin in the shorter cache
@@ -169,20 +182,20 @@ def test_it_knows_the_policys_states_at_every_token(params, requests):
     for tokens, states, mask in seen:
         length = len(tokens)
         assert mask.tolist() == [False] * whole[tuple(tokens)] + [True] * (length - whole[tuple(tokens)])
-        positions = jnp.arange(length)[None]
-        attention = PackedAttention(jnp.ones((1, length), jnp.int32), Numerics(False))
-        final, _, residuals = transformer.forward_with_residuals(
-            params,
-            CONFIG,
-            jnp.asarray(tokens)[None],
-            positions,
-            attention,
-            jnp.asarray(rope_table(CONFIG, length)),
-            Numerics(False),
-            head.config.layers,
-        )
-        expected_states = np.stack([*residuals, final], axis=2)[0]
+        expected_states = states_of(params, np.pad(tokens, (0, 128 - length)), head.config.layers)[:length]
         np.testing.assert_allclose(np.asarray(states, np.float32), expected_states, rtol=1e-3, atol=1e-3)
+
+
+@functools.partial(jax.jit, static_argnames="layers")
+def states_of(params, tokens, layers):
+    """The features [T, S, d] of tokens [T], by one forward pass."""
+    length = len(tokens)
+    attention = PackedAttention(jnp.ones((1, length), jnp.int32), Numerics(False))
+    rope, positions = jnp.asarray(rope_table(CONFIG, length)), jnp.arange(length)[None]
+    final, _, residuals = transformer.forward_with_residuals(
+        params, CONFIG, tokens[None], positions, attention, rope, Numerics(False), layers
+    )
+    return jnp.stack([*residuals, final], axis=2)[0]
 
 
 def roll_out_recording(speculator, params, requests, seen, stop=None):
@@ -259,8 +272,8 @@ def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params,
         head, engine = speculator.drafters["eagle"], speculator.engine
         head.refresh(params)
         head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
-        state, placed = engine.init_state(2, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
-        head.start(2)
+        state, placed = engine.init_state(4, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
+        head.start(4)
         prefix = engine.prefill(params, prompts)
         state = engine.bulk_insert(prefix, state, placed)
         head.insert(head.prefill(prefix, prompts), placed, range(2))
@@ -287,8 +300,8 @@ def test_drafts_are_those_of_a_head_that_reads_the_largest_bucket(params):
         head.slots._attended_lengths = lengths
         head.refresh(params)
         head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
-        state, placed = engine.init_state(2, 64), [Assignment(i, i, request_key(i), 70) for i in range(2)]
-        head.start(2)
+        state, placed = engine.init_state(4, 64), [Assignment(i, i, request_key(i), 70) for i in range(2)]
+        head.start(4)
         prefix = engine.prefill(params, prompts)
         state = engine.bulk_insert(prefix, state, placed)
         head.insert(head.prefill(prefix, prompts), placed, range(2))
@@ -318,8 +331,8 @@ def test_a_new_request_has_nothing_of_the_one_before_it(params):
         head, engine = speculator.drafters["eagle"], speculator.engine
         head.refresh(params)
         head.begin([DraftRequest(prompt, None, trainable=False) for prompt in first + second])
-        state = engine.init_state(2, 128)
-        head.start(2)
+        state = engine.init_state(4, 128)
+        head.start(4)
         for prompts, slots in ((first, [0, 1]), (second, [0])):
             placed = [Assignment(row, slot, request_key(slot), 50) for row, slot in enumerate(slots)]
             prefix = engine.prefill(params, prompts)
@@ -331,13 +344,13 @@ def test_a_new_request_has_nothing_of_the_one_before_it(params):
                 if asked:
                     head.draft(state, head.strategies[-1])
         trees.append(head.draft(state, head.strategies[-1]))
-    assert result.active.all() and trees[0].tree.valid.all()
+    assert result.active[:2].all() and trees[0].tree.valid[:2].all()
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
 def test_in_a_wider_state_slots_draft_as_before(params, requests):
     """What the last host sync sampled included; the new slots know nothing."""
-    speculator, trees = make_speculator(), []
+    speculator, trees = make_speculator(buckets=Buckets((2, 4), (128,), (16,), 7)), []
     head, engine, prompts = speculator.drafters["eagle"], speculator.engine, [(5, 6, 7), (9, 2)]
     head.refresh(params)
     head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])

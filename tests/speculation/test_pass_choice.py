@@ -162,9 +162,8 @@ def test_scores_that_are_no_probabilities_are_some_bin():
 def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
     """The device has room for what passes over 8 and 16 rows need, and not for one over 32."""
     params = make_params()
-    engine = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), dataclasses.replace(BUCKETS, too_large=set()), (EOS,)
-    )
+    buckets = dataclasses.replace(BUCKETS, cache=(128,), too_large=set())
+    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,))
     tree = empty_tree(4, 7)
     needed = {
         rows: engine.verify_bytes(

@@ -9,8 +9,6 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.models import transformer
-from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
@@ -20,21 +18,19 @@ from rljax.speculation.pass_choice import Candidates, best_rows
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import FixedTimes
+from tests.tiny_policy import CONFIG, EOS, VOCAB, FixedTimes, make_params
 
-VOCAB, EOS = 64, 1
-CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_norm=True)
 MAX_SLOTS = 4
 
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf, transformer.init_params(CONFIG, 0))
+    return make_params()
 
 
 @pytest.fixture(scope="module")
 def engine(params):
-    buckets = Buckets((2, 4), (64, 128), (8, 16), 3)
+    buckets = Buckets((2, 4), (128,), (16,), 3)
     engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_sync=4)
     engine.warm_up(params, MAX_SLOTS, 20, late_inserts=True)
     return engine

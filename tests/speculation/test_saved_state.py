@@ -10,10 +10,11 @@ from drafters.registry import make_drafter, states_read
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from tests.speculation.managers.test_manager import CHEAP, learn, make_engine, roll_out, toggled
+from tests.speculation.managers.test_manager import CHEAP, FEW, learn, make_engine, roll_out, toggled
+from tests.speculation.test_head_drafting import HEAD
 from tests.tiny_policy import CONFIG, SLOTS, make_params, make_requests
 
-EAGLE = {"variant": "eagle", "depths": [2], "slices": 1, "train_below": 0, "pack_length": 64, "rows": 1}
+EAGLE = HEAD | {"slices": 1, "train_below": 0}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def make_speculator(name):
     choice, names, _ = KEPT[name]
     drafters = {each: make_drafter(each, **(EAGLE if each == "eagle" else {})) for each in names}
     ahead = RunAhead(1, 0.5) if name == "bandit" else None
-    engine = make_engine(states_read(drafters, CONFIG))
+    engine = make_engine(states_read(drafters, CONFIG), FEW)
     return Speculator(engine, drafters, SLOTS, ahead, times=CHEAP, strategies=choice())
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from drafters.device import SelfDrafter
 from drafters.registry import make_drafter
+from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
@@ -16,7 +17,9 @@ from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.draft_length import best_length
 from rljax.speculation.speculator import Speculator
 from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+
+BUCKETS = Buckets((2, 4), (128,), (8, 32), 7)
 
 
 @pytest.fixture(scope="module")

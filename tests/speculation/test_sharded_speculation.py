@@ -12,7 +12,6 @@ import pytest
 from tests.devices import run_on_devices
 
 MESHES = {"2 devices": {"data": 2}, "4 devices": {"data": 2, "tensor": 2}}
-DRAFTERS = {"2 devices": ["srt"], "4 devices": ["srt", "quantized"]}
 
 CHECKS = """
 import itertools, json, sys
@@ -55,54 +54,46 @@ outcomes = [
     for request, completion in zip(requests, expected)
 ]
 found = {"devices": jax.device_count(), "tokens": sum(map(len, tokens_of(expected)))}
-for label, axes in json.loads(sys.argv[1]).items():
-    mesh = make_mesh(MeshConfig(**axes))
-    engine, params = make_engine(mesh)
-    plain, _ = Scheduler(engine, SLOTS).run(params, requests)
-    same = tokens_of(plain) == tokens_of(expected)
-    found[label] = {"plain": {"same": same, "logprobs": largest_difference(plain)}}
-    for name in json.loads(sys.argv[2])[label]:
-        turns = itertools.count()
-        shapes = set()
+mesh = make_mesh(MeshConfig(**json.loads(sys.argv[1])))
+engine, params = make_engine(mesh)
+plain, _ = Scheduler(engine, SLOTS).run(params, requests)
+found["plain"] = tokens_of(plain) == tokens_of(expected)
+turns = itertools.count()
+shapes = set()
 
-        def choose(candidates, buckets, times, batch, length):
-            sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)] + [0]
-            rows = sizes[next(turns) % len(sizes)]
-            shapes.add((batch, length, rows))
-            return rows
+def choose(candidates, buckets, times, batch, length):
+    sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)] + [0]
+    rows = sizes[next(turns) % len(sizes)]
+    shapes.add((batch, length, rows))
+    return rows
 
-        choice = StrategyChoice(choose_rows=choose)
-        speculator = Speculator(engine, {name: make_drafter(name)}, SLOTS, strategies=choice)
-        speculator.warm_up(params)
-        (proposer,) = speculator.proposers
-        proposer.choose_length = lambda *_: (1 + next(turns) % 7, 1e9)  # of a self-drafter
-        for overlap in (False, True):
-            done, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
-            found[label][f"{name} overlap" if overlap else name] = {
-                "same": tokens_of(done) == tokens_of(expected),
-                "logprobs": largest_difference(done),
-                "logprobs of plain on this mesh": all(
-                    np.array_equal(one.logprobs, other.logprobs) for one, other in zip(done, plain)
-                ),
-                "accepted": statistics.accepted,
-                "shapes": sorted(shapes),
-            }
-            speculator.learn(outcomes)
+choice, name = StrategyChoice(choose_rows=choose), sys.argv[2]
+speculator = Speculator(engine, {name: make_drafter(name)}, SLOTS, strategies=choice)
+speculator.warm_up(params)
+(proposer,) = speculator.proposers
+proposer.choose_length = lambda *_: (1 + next(turns) % 7, 1e9)  # of a self-drafter
+for overlap in (False, True):
+    done, statistics = Scheduler(engine, SLOTS, None, speculator, overlap).run(params, requests)
+    found["overlapping" if overlap else "in turn"] = {
+        "same": tokens_of(done) == tokens_of(expected),
+        "logprobs": largest_difference(done),
+        "accepted": statistics.accepted,
+        "shapes": sorted(shapes),
+    }
+    speculator.learn(outcomes)
 print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def found():
-    return run_on_devices(CHECKS, 4, json.dumps(MESHES), json.dumps(DRAFTERS))
-
-
-@pytest.mark.parametrize(("mesh", "drafter"), [(mesh, name) for mesh in MESHES for name in DRAFTERS[mesh]])
-def test_drafts_change_no_token_on_a_mesh(found, mesh, drafter):
+@pytest.mark.long  # one batch, with drafters of every kind, is in `test_drafters_on_a_mesh.py`
+@pytest.mark.parametrize(
+    ("mesh", "drafter"), [("2 devices", "srt"), ("4 devices", "srt"), ("4 devices", "quantized")]
+)
+def test_drafts_change_no_token_on_a_mesh(mesh, drafter):
+    found = run_on_devices(CHECKS, 4, json.dumps(MESHES[mesh]), drafter)
     assert found["devices"] == 4 and found["tokens"] > 500
-    assert found[mesh]["plain"]["same"]
-    for name in (drafter, f"{drafter} overlap"):
-        one = found[mesh][name]
+    assert found["plain"]
+    for one in (found["in turn"], found["overlapping"]):
         assert one["same"] and one["logprobs"] < 1e-5
         assert one["accepted"] > 50
         batches, _, rows = (set(sizes) for sizes in zip(*one["shapes"], strict=True))

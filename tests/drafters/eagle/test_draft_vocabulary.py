@@ -1,5 +1,6 @@
 """EAGLE-3 checkpoints with a draft vocabulary: loaded, drafted with, trained on, written again."""
 
+import functools
 import json
 
 import jax
@@ -34,19 +35,31 @@ from tests.drafters.eagle.tiny import (
 
 TOKENS = np.flatnonzero(np.arange(POLICY.vocab_size) % 3 != 1)  # 32 of 48
 LAYOUTS = ("sglang", "vllm")
+STATIC = ("config", "numerics")
+jitted_absorb = jax.jit(absorb, static_argnames=(*STATIC, "attended"))
+jitted_draft = jax.jit(draft, static_argnames=(*STATIC, "strategy", "sampling"))
+jitted_loss = jax.jit(head_loss, static_argnames=(*STATIC, "training"))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def opinions(params, config, batch):
+    """Log-probabilities of the head and probabilities of the policy, at every position."""
+    (outputs,) = unroll(params, config, shared(), batch, ROPE, NUMERICS, 1)
+    q = jax.nn.log_softmax(head_logits(params, config, shared(), outputs, NUMERICS))
+    return q, jax.nn.softmax(transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS))
 
 
 def absorbed(config, params, count=12):
     """The state of a slot that has absorbed `count` pairs, their features, and the tokens behind them."""
-    tokens = jnp.asarray(rollouts(2, 32, 11)[:1])
-    positions = jnp.arange(32, dtype=jnp.int32)[None]
-    states = policy_states(policy_params(), tokens, positions, jnp.ones_like(tokens), config)
-    state = empty_state(config, 1, 64, jnp.float32)
-    following = tokens[:, 1 : count + 1]
-    state = absorb(
-        params, config, shared(), state, states[:, :count], following, jnp.full(1, count), ROPE, NUMERICS
-    )
-    return state, np.asarray(states[0, :count, :3]), np.asarray(following[0])
+    tokens = rollouts(2, 32, 11)[:1]
+    positions = np.arange(32, dtype=np.int32)[None]
+    states = np.asarray(policy_states(policy_params(), tokens, positions, np.ones_like(tokens), config))
+    following, counts = tokens[:, 1 : count + 1], np.full(1, count, np.int32)
+    state = jitted_absorb(
+        params, config, shared(), empty_state(config, 1, 64, jnp.float32), states[:, :count], following,
+        counts, ROPE, numerics=NUMERICS,
+    )  # fmt: skip
+    return state, states[0, :count, :3], following[0]
 
 
 @pytest.mark.parametrize("layers", [None, (1, 2, 4)])
@@ -56,9 +69,9 @@ def test_a_published_head_drafts_as_plain_numpy_does(layout, layers, tmp_path):
     config, params = load_head(tmp_path / "head", POLICY)
     assert config == HeadConfig("eagle3", POLICY, layers or (), DraftVocabulary(TOKENS))
     state, features, tokens = absorbed(config, params)
-    drafted = draft(
-        params, config, shared(), state, jnp.full(1, len(tokens)), None, ROPE,
-        DraftStrategy(5, 1, 5), SamplingParams(temperature=0.0), NUMERICS,
+    drafted = jitted_draft(
+        params, config, shared(), state, np.full(1, len(tokens), np.int32), None, ROPE,
+        strategy=DraftStrategy(5, 1, 5), sampling=SamplingParams(temperature=0.0), numerics=NUMERICS,
     )  # fmt: skip
     embed = np.asarray(policy_params()["embed"])
     expected = greedy_chain(tensors, POLICY, embed, features, tokens, 5)
@@ -70,10 +83,10 @@ def test_drafts_are_ranked_under_the_noise_of_the_policys_tokens(tmp_path):
     write_eagle3(tmp_path / "head", POLICY, TOKENS)
     config, params = load_head(tmp_path / "head", POLICY)
     state, _, tokens = absorbed(config, params)
-    keys, positions = jnp.asarray(np.stack([request_key(1, 2)])), jnp.full(1, len(tokens))
-    drafted = draft(
+    keys, positions = np.stack([request_key(1, 2)]), np.full(1, len(tokens), np.int32)
+    drafted = jitted_draft(
         params, config, shared(), state, positions, keys, ROPE,
-        DraftStrategy(1, 4, 4), SamplingParams(), NUMERICS,
+        strategy=DraftStrategy(1, 4, 4), sampling=SamplingParams(), numerics=NUMERICS,
     )  # fmt: skip
     logits = head_logits(params, config, shared(), state.outputs, NUMERICS)[0]
     noise = gumbel(keys, positions + 1, jnp.arange(POLICY.vocab_size, dtype=jnp.uint32)[None])[0]
@@ -85,18 +98,17 @@ def test_the_loss_is_over_the_draft_vocabulary():
     config = HeadConfig("eagle3", POLICY, vocabulary=DraftVocabulary(TOKENS))
     params = init_head(config, policy_params(), 0)
     batch = packed_batch(config, list(rollouts(4, 24)), [[0, 1], [2, 3]], 50)
-    _, metrics = head_loss(params, config, HeadTraining(), shared(), batch, ROPE, NUMERICS)
-    (outputs,) = unroll(params, config, shared(), batch, ROPE, NUMERICS, 1)
-    q = jax.nn.log_softmax(head_logits(params, config, shared(), outputs, NUMERICS))
-    target = transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)
+    _, metrics = jitted_loss(params, config, HeadTraining(), shared(), batch, ROPE, NUMERICS)
+    q, p = map(np.asarray, opinions(params, config, batch))
+    segments, responses = np.asarray(batch.segment_ids), np.asarray(batch.response_mask)
     loss, acceptance, agreement, outside = [], [], [], 0
-    for row, start in np.argwhere(batch.segment_ids > 0):
+    for row, start in np.argwhere(segments > 0):
         after = min(start + 1, 49)
-        if after == start or batch.segment_ids[row, after] != batch.segment_ids[row, start]:
+        if after == start or segments[row, after] != segments[row, start]:
             continue
-        if not batch.response_mask[row, after]:
+        if not responses[row, after]:
             continue
-        p_all, drafts = np.asarray(jax.nn.softmax(target[row, after])), np.asarray(q[row, start])
+        p_all, drafts = p[row, after], q[row, start]
         acceptance.append(np.minimum(p_all[TOKENS], np.exp(drafts)).sum())
         agreement.append(p_all.argmax() == TOKENS[drafts.argmax()])
         if p_all.argmax() not in TOKENS:
@@ -119,7 +131,7 @@ def test_training_goes_on_from_a_published_head(tmp_path):
     for _ in range(30):
         state, metrics = jitted_train_step(
             state, batch, shared(), ROPE,
-            config=config, training=HeadTraining(steps=2), optimizer=optimizer, numerics=NUMERICS,
+            config=config, training=HeadTraining(), optimizer=optimizer, numerics=NUMERICS,
         )  # fmt: skip
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.7 * losses[0]

@@ -71,7 +71,7 @@ def test_nothing_to_train_on():
     assert trainer.slice(shared()) is None and trainer.updates == 0
 
 
-@pytest.mark.parametrize("variant", ["eagle", "eagle3"])
+@pytest.mark.parametrize("variant", ["eagle", pytest.param("eagle3", marks=pytest.mark.long)])
 def test_slices_learn_and_touch_nothing_else(variant):
     """The policy's arrays, the params handed out before, and those the trainer was given keep their bits."""
     policy, given = policy_params(), init_head(HeadConfig(variant, POLICY), policy_params(), 0)

@@ -20,6 +20,9 @@ from rljax.models import transformer
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 
 STEPS = 3
+EVERY_VARIANT = pytest.mark.parametrize(
+    "variant", [pytest.param(each, marks=pytest.mark.long) for each in ("eagle", "hass")] + ["eagle3"]
+)
 ROWS = [[2 * r, 2 * r + 1] for r in range(8)]
 
 
@@ -78,7 +81,7 @@ def test_an_untrained_head_answers_one_token_late():
     assert here < 0.7 * later
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_segments_do_not_see_each_other(variant):
     """Poison one segment, tokens and states; outputs and gradients of the others stay the same bits."""
     config, params = head_of(variant)
@@ -131,11 +134,17 @@ def test_the_head_does_not_see_what_it_should_predict():
         assert not np.array_equal(reference[j][:, s], changed[j][:, s])
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def _log_softmax(config, params, states, outputs):
+    logits = [transformer.logits(shared(), POLICY, states, NUMERICS)]
+    logits += [head_logits(params, config, shared(), output, NUMERICS) for output in outputs]
+    return [jax.nn.log_softmax(each) for each in logits]
+
+
 def log_probabilities(config, params, batch, outputs):
     """Of the policy at every position, and of the head at every start, one array a step."""
-    logits = [transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)]
-    logits += [head_logits(params, config, shared(), output, NUMERICS) for output in outputs]
-    policys, *heads = (np.asarray(jax.nn.log_softmax(each), np.float64) for each in logits)
+    found = _log_softmax(config, params, batch.states[:, :, -1], outputs)
+    policys, *heads = (np.asarray(each, np.float64) for each in found)
     return policys, heads
 
 
@@ -177,7 +186,7 @@ def test_the_loss_by_a_plain_loop():
     assert metrics["starts"] == len(lengths)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_the_policy_is_not_touched(variant):
     """All of the head learns, no gradient reaches the shared weights, a step leaves their bits alone."""
     config, params = head_of(variant)
@@ -207,7 +216,7 @@ def train(config, params, training, updates):
     return state, metrics
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_a_head_learns_its_policy(variant):
     """On rollouts it has not seen: the next token, and as many behind it as it was trained for."""
     config, params = head_of(variant)
@@ -223,8 +232,9 @@ def test_a_head_learns_its_policy(variant):
 
 
 def test_training_is_deterministic():
-    config, params = head_of("eagle")
-    first, second = (train(config, params, published_training("eagle"), 3) for _ in range(2))
+    config, params = head_of("eagle3")
+    training = dataclasses.replace(published_training("eagle3"), steps=2)
+    first, second = (train(config, params, training, 3) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
@@ -232,10 +242,10 @@ def test_training_is_deterministic():
 def test_blocks_of_queries_change_nothing(block, monkeypatch):
     config, params = head_of("hass")
     batch = packed_batch(config, sequences(), [[0, 2]], 64)
-    run = functools.partial(unroll, config=config, rope=ROPE, numerics=NUMERICS, steps=2)
-    whole = run(params, shared=shared(), batch=batch)[1]
+    whole = unrolled(config, 2)(params, batch)[1]
     monkeypatch.setattr(unrolling_module, "_QUERY_BLOCK", block)
-    np.testing.assert_allclose(whole, run(params, shared=shared(), batch=batch)[1], atol=2e-5)
+    in_blocks = unrolled.__wrapped__(config, 2)(params, batch)[1]
+    np.testing.assert_allclose(whole, in_blocks, atol=2e-5)
 
 
 def test_eagle3_has_no_hidden_loss():

@@ -36,9 +36,11 @@ from rljax.speculation.proposals import ActiveSlots, Proposal
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
 from tests.rollout.test_scheduler import assert_same
+from tests.speculation.test_head_drafting import HEAD
 from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
+FEW = Buckets((4,), (128,), (16,), 7)  # where drafters on the device have programs for every shape
 POOL = ExecutablePool(row_invariant=True)
 CHEAP = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft=0.05)
 BANDIT = StrategyChoice("bandit", epsilon=0.3, window=8)
@@ -67,10 +69,10 @@ def expected(params, requests):
     return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
 
 
-def make_speculator(names, choice, **arguments):
+def make_speculator(names, choice, buckets=BUCKETS, **arguments):
     drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in names}
     return Speculator(
-        make_engine(states_read(drafters, CONFIG)), drafters, SLOTS, times=CHEAP, strategies=choice
+        make_engine(states_read(drafters, CONFIG), buckets), drafters, SLOTS, times=CHEAP, strategies=choice
     )
 
 
@@ -158,19 +160,19 @@ def small_model(tmp_path_factory):
 def test_the_roofline_gates_any_drafter(params, requests, expected, small_model, drafter, overlap):
     """Where it always pays, every drafter is switched on; where it never does, none. The tokens stay."""
     arguments = {
-        "eagle": {"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
+        "eagle": HEAD | {"slices": 1},
         "small_model": {"path": small_model},
     }
     never = dataclasses.replace(toggled(), toggle=ToggleConfig(margin=100.0))
     for choice, switched_on in ((toggled(), True), (never, False)):
-        speculator = make_speculator((drafter,), choice, **arguments)
+        speculator = make_speculator((drafter,), choice, FEW, **arguments)
         for step in range(2):
             own = [dataclasses.replace(each, step=step) for each in requests]
             completions, statistics = roll_out(speculator, params, own, overlap)
             assert_same(completions, expected)
             learn(speculator, own, completions)
         assert (statistics.verified > 0) == switched_on
-        again = make_speculator((drafter,), choice, **arguments)
+        again = make_speculator((drafter,), choice, FEW, **arguments)
         again.load_state(speculator.state())
         for name, array in speculator.manager.state().items():
             np.testing.assert_array_equal(again.manager.state()[name], array)
@@ -650,8 +652,8 @@ def test_without_strategies_every_drafter_has_some(params, mix):
 def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
     strategy = Strategy(3, 1, 3, drafter)
     choice = StrategyChoice("fixed", strategies=(strategy,))
-    eagle = {"depths": [1, 3], "top_k": 1, "slices": 1, "unrolled_steps": 1}
-    speculator = make_speculator(("prompt_lookup", drafter), choice, eagle=eagle)
+    eagle = HEAD | {"top_k": 1, "slices": 1}
+    speculator = make_speculator(("prompt_lookup", drafter), choice, FEW, eagle=eagle)
     other, own = (listen(each) for each in speculator.drafters.values())
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests)
@@ -820,7 +822,7 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
     speculator = make_speculator(
         names,
         StrategyChoice(choose_rows=choose),
-        eagle={"depths": [1, 3], "slices": 1, "unrolled_steps": 1},
+        eagle=HEAD | {"slices": 1},
         small_model={"path": str(tmp_path)},
     )
     turns = itertools.cycle(rng.integers(0, len(names), 64).tolist())
