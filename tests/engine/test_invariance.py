@@ -52,7 +52,7 @@ def test_row_counts_are_those_of_the_engine():
     assert counts.passes == ((2, 7), (4, 7), (8, 3), (8, 7))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_processor_with_lone_rows_and_rests_gets_padding(dtype):
     with replaced(lone_rows_and_rests):
         found = measure(POLICY, Numerics(compute_dtype=dtype), COUNTS)
