@@ -80,7 +80,13 @@ _SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.long if shape in ("nothing", "one node") else ())
+        for shape in _SHAPES
+    ],
+)
 @pytest.mark.parametrize("implementation", _BACKENDS)
 def test_writes_the_path_and_nothing_else(implementation, shape):
     _check(implementation, _case(*_SHAPES[shape], dim=_WIDE if implementation == "interpret_tpu" else 64))
@@ -140,7 +146,14 @@ def _check_in_place(program, kv_heads, dim):
     assert memory.temp_size_in_bytes < cache / 8
 
 
-@pytest.mark.parametrize("policy", [name for name, (_, dim) in _POLICIES.items() if dim == _WIDE])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name == "Qwen2.5-7B" else pytest.mark.long)
+        for name, (_, dim) in _POLICIES.items()
+        if dim == _WIDE
+    ],
+)
 @pytest.mark.parametrize("device", TPUS)
 def test_compiles_for_tpus_in_place(device, policy):
     shapes = _shapes(*_POLICIES[policy])
@@ -148,7 +161,13 @@ def test_compiles_for_tpus_in_place(device, policy):
     compile_for(device, mosaic_tpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
 
 
-@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name in ("SmolLM2-135M", "Qwen2.5-7B") else pytest.mark.long)
+        for name in _POLICIES
+    ],
+)
 def test_compiles_for_hopper_in_place(policy):
     shapes = _shapes(*_POLICIES[policy])
     _check_in_place(compile_for(HOPPER, mosaic_gpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
