@@ -196,7 +196,11 @@ def world_of(name, dtype):
     return World(engine, params, asked, decode(engine, params, asked, capacity=LONGEST))
 
 
-@pytest.fixture(scope="module", params=POLICIES, ids=" ".join)
+@pytest.fixture(
+    scope="module",
+    params=[*POLICIES[:3], pytest.param(POLICIES[3], marks=pytest.mark.long)],
+    ids=" ".join,
+)
 def world(request):
     return world_of(*request.param)
 

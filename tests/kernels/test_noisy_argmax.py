@@ -18,7 +18,7 @@ from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling import noise
 from rljax.sampling.distribution import SamplingParams
-from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+from tests.kernels.compilation import HOPPER, USUAL_DEVICES, compile_for
 
 NUMERICS = Numerics()
 KERNELS = ["interpret_gpu", "interpret_tpu"]
@@ -240,7 +240,7 @@ SIZES = {"Qwen2.5": 151_936, "SmolLM2": 49_152, "GPT-2, odd": 50_257}
     [pytest.param(size, marks=() if "odd" in name else pytest.mark.long) for name, size in SIZES.items()],
     ids=SIZES,
 )
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", USUAL_DEVICES)
 def test_compiles_for_the_device(device, vocab_size):
     function = (mosaic_gpu if device == HOPPER else mosaic_tpu).noisy_argmax
 

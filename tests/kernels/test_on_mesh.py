@@ -24,7 +24,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import named, param_shardings
 from tests.devices import run_on_devices
-from tests.kernels.compilation import DEVICES, HOPPER, absent_mesh
+from tests.kernels.compilation import DEVICES, HOPPER, USUAL_DEVICES, absent_mesh
 
 # All three ways of splitting at once, and some of them.
 MESHES = [{"8 devices": {"data": 2, "fsdp": 2, "tensor": 2}}]
@@ -272,7 +272,7 @@ def _collectives(program):
     return largest
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", USUAL_DEVICES)
 def test_attention_and_compaction_compile(device):
     batch, nodes, capacity = 16, 16, 4096
     with absent_mesh(device) as mesh:

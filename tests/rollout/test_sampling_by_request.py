@@ -62,7 +62,8 @@ def params(engine):
 def requests():
     """Prompts in groups of three, the settings of neighbours all different."""
     return [
-        dataclasses.replace(request, sampling=SETTINGS[i % len(SETTINGS)]) for i, request in enumerate(make_requests())
+        dataclasses.replace(request, sampling=SETTINGS[i % len(SETTINGS)])
+        for i, request in enumerate(make_requests())
     ]
 
 
