@@ -51,7 +51,7 @@ class World:
 
 @functools.lru_cache
 def world_of(config=CONFIGS["three"], buckets=BUCKETS, dtype="float32", rule="coupled"):
-    numerics = exact_numerics(CONFIGS["three"], dtype, BUCKETS)
+    numerics = exact_numerics(CONFIGS["three"], dtype, BUCKETS)  # for OTHER any would do
     engine = DecodeEngine(config, numerics, SAMPLING, buckets, (), 64, pool=POOL, verification=rule)
     return World(engine, engine.load_params(lively_params(config)))
 

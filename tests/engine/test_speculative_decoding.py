@@ -383,17 +383,16 @@ def test_plain_and_speculative_decoding_take_turns():
         assert (tokens, logprobs) == (plain[0][: len(tokens)], plain[1][: len(tokens)])
 
 
-# -- on one layer: sampling distributions, ends, capacity --------------------------------------------------
+# -- sampling distributions, ends, capacity ----------------------------------------------------------------
 
-ONE_LAYER = CONFIGS[GROUPED]
 SMALL = Buckets((2,), (64, 128))
 ROOM = 128  # programs for the smaller cache are compiled for the one test of it
 
 
 @functools.lru_cache
 def small_of(sampling=SAMPLING, eos=(), rule="coupled"):
-    engine = engine_of(ONE_LAYER, SMALL, sampling=sampling, eos=eos, rule=rule)
-    return engine, engine.load_params(lively_params(ONE_LAYER))
+    engine = engine_of(CONFIGS[GROUPED], SMALL, sampling=sampling, eos=eos, rule=rule)
+    return engine, engine.load_params(lively_params(CONFIGS[GROUPED]))
 
 
 @pytest.mark.parametrize(

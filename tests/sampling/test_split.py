@@ -113,7 +113,10 @@ from rljax.sharding import make_mesh
 from tests.sampling.test_split import DISTRIBUTIONS, make_logits, with_ties
 
 usual = sys.argv[1] == "usual"
-found = {"devices": jax.device_count(), "sampling": {}, "tokens": {}, "collectives": {}}
+meshes = ["2 x 4"] if usual else ["2", "8"]
+found = {
+    "devices": jax.device_count(), "meshes": meshes, "sampling": {}, "tokens": {}, "collectives": {}
+}
 MESHES = {str(size): make_mesh(MeshConfig(tensor=size)) for size in (2, 4, 8)}
 MESHES["2 x 4"] = make_mesh(MeshConfig(data=2, tensor=4))
 
@@ -126,7 +129,7 @@ for dtype in ("float32", "bfloat16"):
         params = DISTRIBUTIONS[name]
         draw = jax.jit(sample, static_argnums=(3, 4, 5))
         expected, expected_logprobs = draw(logits, keys, positions, params, Numerics(), None)
-        for label in ("2 x 4",) if usual else ("2", "8"):
+        for label in found["meshes"]:
             mesh = MESHES[label]
             placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "tensor")))
             tokens, logprobs = draw(placed, keys, positions, params, Numerics(), mesh)
@@ -259,16 +262,13 @@ def found(request):
 
 
 def test_the_same_logits_give_the_same_tokens(found):
-    assert found["devices"] == 8 and len(found["sampling"]) in (
-        len(DISTRIBUTIONS) + 2,
-        2 * (len(DISTRIBUTIONS) + 2),
-    )
+    assert found["devices"] == 8 and len(found["sampling"]) == (len(DISTRIBUTIONS) + 2) * len(found["meshes"])
     for label, one in found["sampling"].items():
         assert one["same"] and one["logprobs"] < 5e-6 and one["distinct"] > 30, label
 
 
 def test_responses_are_those_of_one_device(found):
-    assert len(found["tokens"]) in (2, 3)
+    assert len(found["tokens"]) >= 2
     for label, one in found["tokens"].items():
         assert one["tokens"] > 250 and one["accepted"] > 150, label
         assert one["plain"], f"plain decoding: {label}"
@@ -285,7 +285,7 @@ def test_the_vocabulary_is_really_split_and_padded(found):
 
 
 def test_no_logits_travel(found):
-    assert len(found["collectives"]) in (3, 6)
+    assert len(found["collectives"]) >= 3
     for label, one in found["collectives"].items():
         assert 0 < one["largest"] < one["logits"], label
         assert one["whole rows"] == [], label
