@@ -18,10 +18,19 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
-from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params
+from tests.engine.test_engine import (
+    BUCKETS,
+    CONFIGS,
+    LONGEST,
+    SAMPLING,
+    VOCAB,
+    ask,
+    decode,
+    lively_params,
+)
+from tests.exactness import exact_numerics
 
-NODES = 7
-BUCKETS = Buckets((2, 5), (64, 512), (20, 40), NODES)
+NODES = BUCKETS.max_drafts
 OTHER = ModelConfig("llama", VOCAB, 32, 1, 2, 1, 32, 64)
 ASKED = ask([3, 200, 63, 40], [90, 80, 60, 30])
 POOL = ExecutablePool()
@@ -36,16 +45,13 @@ class World:
 
     @functools.cached_property
     def plain(self):
-        """What requests get by plain decoding, in one state from beginning to end."""
-        engine = DecodeEngine(
-            self.engine.config, self.engine.numerics, SAMPLING, Buckets((5,), (512,)), (), 64, pool=POOL
-        )
-        return [tokens for tokens, _ in decode(engine, self.params, ASKED)]
+        """What requests get by plain decoding."""
+        return [tokens for tokens, _ in decode(self.engine, self.params, ASKED, capacity=LONGEST)]
 
 
 @functools.lru_cache
 def world_of(config=CONFIGS["three"], buckets=BUCKETS, dtype="float32", rule="coupled"):
-    numerics = Numerics(True, dtype)
+    numerics = exact_numerics(CONFIGS["three"], dtype, BUCKETS)  # for OTHER any would do
     engine = DecodeEngine(config, numerics, SAMPLING, buckets, (), 64, pool=POOL, verification=rule)
     return World(engine, engine.load_params(lively_params(config)))
 

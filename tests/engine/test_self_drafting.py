@@ -9,21 +9,35 @@ import numpy as np
 import pytest
 
 from drafters.quantized import QuantizedPolicy, WeightFormat
-from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.engine.self_drafting import draft_keys
 from rljax.sampling.distribution import SamplingParams
-from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
+from tests.engine.test_engine import (
+    BUCKETS,
+    CONFIGS,
+    LONGEST,
+    SAMPLING,
+    VOCAB,
+    ask,
+    decode,
+    lively_params,
+    poison,
+)
 from tests.exactness import exact_numerics
 
-LONGEST, NODES = 512, 7
+NODES = BUCKETS.max_drafts
 POLICIES = [
     ("three", "float32"),
     ("three", "bfloat16"),
     ("one", "float32"),
 ]
 FORMATS = {"w4": WeightFormat(4, 128), "w8": WeightFormat(8, 0), "w8a8": WeightFormat(8, 0, "int8")}
+FORMATTED = list(zip(POLICIES, ("w4", "w8a8", "w4"), strict=True))
+FORMATTED += [
+    pytest.param(policy, fmt, marks=pytest.mark.long)
+    for policy, fmt in zip(POLICIES, ("w8a8", "w4", "w8a8"), strict=True)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +64,11 @@ class World:
 
 @functools.lru_cache
 def world_of(name, dtype, rule="coupled", eos=(), temperature=SAMPLING.temperature):
-    buckets = Buckets((5,), (64, LONGEST), (20, 40), NODES)
     engine = DecodeEngine(
         CONFIGS[name],
-        exact_numerics(CONFIGS[name], dtype, buckets),
+        exact_numerics(CONFIGS[name], dtype, BUCKETS),
         SamplingParams(temperature),
-        buckets,
+        BUCKETS,
         eos,
         64,
         verification=rule,
@@ -185,11 +198,10 @@ def test_margins_are_how_far_the_noise_is_from_another_token():
 # -- what is left behind -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ["w4", "w8a8"])
-def test_the_state_decodes_on_as_if_nothing_had_been_drafted(world, fmt):
+@pytest.mark.parametrize(("policy", "fmt"), FORMATTED)
+def test_the_state_decodes_on_as_if_nothing_had_been_drafted(policy, fmt):
     """Also when everything that was written provisionally is poison."""
-    name = next(name for name, config in CONFIGS.items() if config == world.engine.config)
-    drafter = quantized(name, world.engine.numerics.compute_dtype, fmt)
+    world, drafter = world_of(*policy), quantized(*policy, fmt)
     for poisoned in (None, 1e4):
         state = world.state()
         outputs = [([], []) for _ in world.asked]
@@ -226,10 +238,9 @@ def test_only_positions_behind_the_committed_ones_change():
     assert (np.asarray(drafts.tokens)[:4] >= 0).all()
 
 
-@pytest.mark.parametrize("fmt", ["w4", "w8a8"])
-def test_drafts_verified_from_the_device_give_the_bits_of_plain_decoding(world, fmt):
-    name = next(name for name, config in CONFIGS.items() if config == world.engine.config)
-    drafter = quantized(name, world.engine.numerics.compute_dtype, fmt)
+@pytest.mark.parametrize(("policy", "fmt"), FORMATTED)
+def test_drafts_verified_from_the_device_give_the_bits_of_plain_decoding(policy, fmt):
+    world, drafter = world_of(*policy), quantized(*policy, fmt)
     state, emitted, passes = world.state(), [([], []) for _ in world.asked], 0
     while np.asarray(state.active).any():
         nodes = (3, NODES)[passes % 2]

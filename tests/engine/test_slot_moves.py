@@ -28,7 +28,7 @@ from rljax.engine.kv_cache import KVCache
 from rljax.models.config import ModelConfig
 from rljax.sharding import constrain, make_mesh, replicated_sharding
 
-LAYERS, HEADS, DIM, SLOTS, LENGTH, PROMPTS, PROMPT = 8, 4, 16, 32, 512, 16, 128
+LAYERS, HEADS, DIM, SLOTS, LENGTH, PROMPTS, PROMPT = 4, 4, 16, 32, 512, 16, 128
 config = ModelConfig("qwen2", 96, 48, LAYERS, num_heads=12, num_kv_heads=HEADS, head_dim=DIM, mlp_size=96)
 rng = np.random.default_rng(0)
 
@@ -108,6 +108,6 @@ def results():
 def test_slots_move_between_devices(results, mesh, move):
     found = results[f"{mesh} {move}"]
     assert found["same"]
-    # In shards of one array of one layer, of which a device holds 16 in all.
+    # In shards of one array of one layer, of which a device holds 8 in all.
     assert found["temporaries"] < 4
     assert found["communicated"] < 1

@@ -19,10 +19,19 @@ from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
-from tests.engine.test_engine import CONFIGS, SAMPLING, VOCAB, ask, decode, lively_params, poison
+from tests.engine.test_engine import (
+    BUCKETS,
+    CONFIGS,
+    LONGEST,
+    SAMPLING,
+    VOCAB,
+    ask,
+    decode,
+    lively_params,
+    poison,
+)
 from tests.exactness import check_same, exact_numerics
 
-LONGEST = 512
 GROUPED, SINGLE = "three", "one"
 POLICIES = [(GROUPED, "float32"), (SINGLE, "float32"), (GROUPED, "bfloat16"), (SINGLE, "bfloat16")]
 
@@ -181,15 +190,17 @@ class World:
 
 @functools.lru_cache
 def world_of(name, dtype):
-    # The other policies are not compiled for what does not depend on them: compaction and growth.
-    buckets = Buckets((2, 5), (64, LONGEST)) if (name, dtype) == POLICIES[0] else Buckets((4,), (LONGEST,))
-    engine = engine_of(CONFIGS[name], buckets, dtype)
+    engine = engine_of(CONFIGS[name], BUCKETS, dtype)
     params = engine.load_params(lively_params(CONFIGS[name]))
     asked = ask([3, 200, 63, 40], [280, 80, 60, 30])
     return World(engine, params, asked, decode(engine, params, asked, capacity=LONGEST))
 
 
-@pytest.fixture(scope="module", params=POLICIES, ids=" ".join)
+@pytest.fixture(
+    scope="module",
+    params=[*POLICIES[:3], pytest.param(POLICIES[3], marks=pytest.mark.long)],
+    ids=" ".join,
+)
 def world(request):
     return world_of(*request.param)
 
@@ -207,24 +218,25 @@ def test_trees_give_the_bits_of_plain_decoding(world):
     check_sped_up(emitted, world.plain, 2.0)
 
 
-@pytest.mark.accelerator(needed=False)
-@pytest.mark.parametrize("nodes", [1, 3, 15, 31, pytest.param(63, marks=pytest.mark.long)])
-def test_trees_of_any_size(nodes):
-    world = world_of(*POLICIES[0])
-    asked, plain = world.asked[:2], world.plain[:2]
-    truth = world.truth
-    emitted = speculate(world.engine, world.params, asked, tangled(truth, nodes), nodes, capacity=LONGEST)
-    check_same(emitted.outputs, plain)
-    check_sped_up(emitted, plain, {1: 1.3, 3: 1.8}.get(nodes, 4.0))
+# Every policy has trees of 7 nodes above.
+SIZES = [
+    pytest.param(POLICIES[0], nodes, marks=pytest.mark.accelerator(needed=False)) for nodes in (1, 3, 15, 31)
+]
+SIZES += [pytest.param(policy, 63, marks=pytest.mark.long) for policy in POLICIES]
+SIZES += [
+    pytest.param(policy, nodes, marks=pytest.mark.long) for policy in POLICIES[1:] for nodes in (1, 3, 15, 31)
+]
 
 
-@pytest.mark.parametrize("nodes", [1, 3, 15, 31, 63])
-def test_trees_of_any_size_in_any_policy(world, nodes):
+@pytest.mark.parametrize(("policy", "nodes"), SIZES)
+def test_trees_of_any_size(policy, nodes):
+    world = world_of(*policy)
     for seed in range(3):
         emitted = speculate(
             world.engine, world.params, world.asked, tangled(world.truth, seed), nodes, capacity=LONGEST
         )
         check_same(emitted.outputs, world.plain)
+        check_sped_up(emitted, world.plain, {1: 1.3, 3: 1.8}.get(nodes, 4.0))
 
 
 def test_chains_across_every_position_of_the_chunk_boundary():
@@ -274,7 +286,7 @@ def test_some_nodes_of_some_slots():
 
     def take(active, tree):
         part = rng.permutation(active)[: rng.integers(1, len(active) + 1)]
-        size = int(rng.choice([6, 12, 24]))
+        size = int(rng.choice([6, 24]))
         room = size - len(part)
         for slot in part:  # a prefix of each tree, so that no node is without its parent
             kept = int(rng.integers(0, room + 1))
@@ -289,7 +301,7 @@ def test_some_nodes_of_some_slots():
         world.engine, world.params, world.asked, tangled(world.truth, 5), 7, capacity=LONGEST, take=take
     )
     check_same(emitted.outputs, world.plain)
-    assert sizes == {6, 12, 24} and len(shares) > 3 and max(emitted.counts) > 4
+    assert sizes == {6, 24} and len(shares) > 3 and max(emitted.counts) > 4
 
 
 @pytest.mark.accelerator(needed=False)
@@ -371,17 +383,16 @@ def test_plain_and_speculative_decoding_take_turns():
         assert (tokens, logprobs) == (plain[0][: len(tokens)], plain[1][: len(tokens)])
 
 
-# -- on one layer: sampling distributions, ends, capacity --------------------------------------------------
+# -- sampling distributions, ends, capacity ----------------------------------------------------------------
 
-ONE_LAYER = dataclasses.replace(CONFIGS[GROUPED], num_layers=1)
 SMALL = Buckets((2,), (64, 128))
 ROOM = 128  # programs for the smaller cache are compiled for the one test of it
 
 
 @functools.lru_cache
 def small_of(sampling=SAMPLING, eos=(), rule="coupled"):
-    engine = engine_of(ONE_LAYER, SMALL, sampling=sampling, eos=eos, rule=rule)
-    return engine, engine.load_params(lively_params(ONE_LAYER))
+    engine = engine_of(CONFIGS[GROUPED], SMALL, sampling=sampling, eos=eos, rule=rule)
+    return engine, engine.load_params(lively_params(CONFIGS[GROUPED]))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,21 @@ def rule_program(rule, params):
     return run
 
 
+PADDED = max(map(len, SHAPES.values()))
+
+
+def padded(tree, states, *others):
+    """Trees with as many nodes as the largest shape, of which those behind their own are invalid, so that one
+    program serves all shapes; the other arrays [B, M, ...] as long as their `states`.
+    """
+    missing = PADDED - tree.tokens.shape[1]
+    if missing in (0, PADDED) or missing < 0:  # trees of no node stay what they are
+        return tree, states, *others
+    longer = lambda x, fill: np.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)  # noqa: E731
+    tree = DraftTree(longer(tree.tokens, 0), longer(tree.parents, -1), longer(tree.valid, False))
+    return tree, *(longer(x, 0) for x in (states, *others))
+
+
 _rooted, _accepted = jax.jit(with_root), jax.jit(accepted_path)
 
 
@@ -140,7 +155,7 @@ def decode(make_tree, choose, requests=REQUESTS, emitted=EMITTED, seed=0):
     chosen = np.zeros((requests, emitted), np.float32)
     accepted = []
     while done.min() < emitted:
-        tree, states = make_tree(state, keys, (START + done).astype(np.int32), rng)
+        tree, states = padded(*make_tree(state, keys, (START + done).astype(np.int32), rng))
         rooted = _rooted(tree, last)
         positions = (START + done[:, None]).astype(np.int32) + np.asarray(rooted.depth)
         sampled, logprobs = choose(jnp.asarray(TABLE[states]), rooted, keys, positions)
@@ -279,8 +294,10 @@ def decode_drawn(make, choose, valid=1.0, **options):
 
     def make_tree(state, keys, positions, rng):
         tree, states, proposal = make(state, rng)
+        tree = tree.replace(valid=rng.random(tree.valid.shape) < valid)
+        tree, states, proposal = padded(tree, states, proposal)
         proposals.append(jnp.asarray(proposal))
-        return tree.replace(valid=rng.random(tree.valid.shape) < valid), states
+        return tree, states
 
     return decode(make_tree, lambda *args: choose(*args, proposals[-1]), **options)
 

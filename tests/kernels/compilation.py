@@ -26,6 +26,8 @@ from rljax import target
 TPUS = ("v5e", "v6e")
 HOPPER = "hopper"
 DEVICES = (*TPUS, HOPPER)
+USUAL_TPUS = [TPUS[0], pytest.param(TPUS[1], marks=pytest.mark.long)]  # parameters of tests
+USUAL_DEVICES = [*USUAL_TPUS, HOPPER]
 
 # Of an H200, as XLA's own compiler wants to know them (xla/backends/gpu/target_config).
 _H200 = """

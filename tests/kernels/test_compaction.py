@@ -20,7 +20,7 @@ from rljax.numerics.rows import Numerics
 from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
 from tests.engine.test_speculative_decoding import speculate, tangled
 from tests.exactness import check_same
-from tests.kernels.compilation import HOPPER, TPUS, compile_for
+from tests.kernels.compilation import HOPPER, USUAL_DEVICES, USUAL_TPUS, compile_for
 
 _BLOCK = 64
 _NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
@@ -80,7 +80,13 @@ _SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.long if shape in ("nothing", "one node") else ())
+        for shape in _SHAPES
+    ],
+)
 @pytest.mark.parametrize("implementation", _BACKENDS)
 def test_writes_the_path_and_nothing_else(implementation, shape):
     _check(implementation, _case(*_SHAPES[shape], dim=_WIDE if implementation == "interpret_tpu" else 64))
@@ -140,22 +146,35 @@ def _check_in_place(program, kv_heads, dim):
     assert memory.temp_size_in_bytes < cache / 8
 
 
-@pytest.mark.parametrize("policy", [name for name, (_, dim) in _POLICIES.items() if dim == _WIDE])
-@pytest.mark.parametrize("device", TPUS)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name == "Qwen2.5-7B" else pytest.mark.long)
+        for name, (_, dim) in _POLICIES.items()
+        if dim == _WIDE
+    ],
+)
+@pytest.mark.parametrize("device", USUAL_TPUS)
 def test_compiles_for_tpus_in_place(device, policy):
     shapes = _shapes(*_POLICIES[policy])
     _check_in_place(compile_for(device, mosaic_tpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
     compile_for(device, mosaic_tpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
 
 
-@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name in ("SmolLM2-135M", "Qwen2.5-7B") else pytest.mark.long)
+        for name in _POLICIES
+    ],
+)
 def test_compiles_for_hopper_in_place(policy):
     shapes = _shapes(*_POLICIES[policy])
     _check_in_place(compile_for(HOPPER, mosaic_gpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
     compile_for(HOPPER, mosaic_gpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
 
 
-@pytest.mark.parametrize("device", [*TPUS, HOPPER])
+@pytest.mark.parametrize("device", USUAL_DEVICES)
 def test_decoding_copies_no_cache(device, monkeypatch):
     """Steps in a loop: writing a token and attending agree about how the cache lies in memory."""
     module = "mosaic_gpu" if device == HOPPER else "mosaic_tpu"

@@ -18,7 +18,7 @@ from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling import noise
 from rljax.sampling.distribution import SamplingParams
-from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+from tests.kernels.compilation import HOPPER, USUAL_DEVICES, compile_for
 
 NUMERICS = Numerics()
 KERNELS = ["interpret_gpu", "interpret_tpu"]
@@ -64,7 +64,7 @@ def reference(logits, params, seed=0):
     with np.errstate(over="ignore"):
         words = noise.token_bits(keys, positions, np.arange(logits.shape[1], dtype=np.uint32)[None])
     u = np.minimum((words >> 1).astype(np.float64) * 2.0**-31 + 2.0**-33, 1 - 2.0**-24)
-    least = race.threshold(jnp.asarray(logits), params, NUMERICS)
+    least = jax.jit(race.threshold, static_argnums=(1, 2))(logits, params, NUMERICS)
     x = logits.astype(np.float64) / params.temperature
     if least is not None:
         x = np.where(logits * np.float32(1 / params.temperature) >= np.asarray(least)[:, None], x, -np.inf)
@@ -81,7 +81,13 @@ def assert_sampled(tokens, logprobs, logits, params, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("batch", "vocab_size", "temperature"), [(1, 5, 0.6), (3, 97, 1.0), (2, 128, 1.7), (9, 2049, 0.6)]
+    ("batch", "vocab_size", "temperature"),
+    [
+        (1, 5, 0.6),
+        pytest.param(3, 97, 1.0, marks=pytest.mark.long),
+        pytest.param(2, 128, 1.7, marks=pytest.mark.long),
+        (9, 2049, 0.6),
+    ],
 )
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_samples_and_logprobs(implementation, batch, vocab_size, temperature):
@@ -131,12 +137,12 @@ def test_a_large_noise_beats_a_large_logit(implementation):
     """The winner by noise alone is not passed over, however the rest of its tile looks."""
     vocab_size = 9000
     keys, positions = identities(8)
-    every = noise.gumbel_rows(jnp.asarray(keys), jnp.asarray(positions), vocab_size)
-    loudest = np.asarray(jnp.argmax(every, axis=1))
+    every = np.asarray(jax.jit(noise.gumbel_rows, static_argnums=2)(keys, positions, vocab_size))
+    loudest = every.argmax(axis=1)
     logits = np.zeros((8, vocab_size), np.float32)
     tokens, _ = computed(implementation, logits, SamplingParams())
     np.testing.assert_array_equal(tokens, loudest)
-    logits[:, 4000] = np.asarray(every.max(axis=1)) - np.asarray(every[:, 4000]) - 0.01  # just not enough
+    logits[:, 4000] = every.max(axis=1) - every[:, 4000] - 0.01  # just not enough
     tokens, _ = computed(implementation, logits, SamplingParams())
     np.testing.assert_array_equal(tokens, loudest)
     logits[:, 4000] += 0.02
@@ -229,8 +235,12 @@ def test_logarithm_of_a_device_without_log1p():
 SIZES = {"Qwen2.5": 151_936, "SmolLM2": 49_152, "GPT-2, odd": 50_257}
 
 
-@pytest.mark.parametrize("vocab_size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "vocab_size",
+    [pytest.param(size, marks=() if "odd" in name else pytest.mark.long) for name, size in SIZES.items()],
+    ids=SIZES,
+)
+@pytest.mark.parametrize("device", USUAL_DEVICES)
 def test_compiles_for_the_device(device, vocab_size):
     function = (mosaic_gpu if device == HOPPER else mosaic_tpu).noisy_argmax
 
@@ -267,7 +277,7 @@ def rollout(implementation, temperature):
     return np.asarray(result.tokens), np.asarray(result.logprobs)
 
 
-@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("implementation", [*KERNELS, *NATIVE])
 def test_the_engine_decodes_the_same(implementation, temperature):
     skip_where_it_does_not_run(implementation)

@@ -10,7 +10,7 @@ import pytest
 from drafters.quantized import WeightFormat, clipped
 from rljax.kernels.round_to_nearest import base, mosaic_gpu, mosaic_tpu, round_to_nearest
 from rljax.numerics.kernel_choice import Refused
-from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+from tests.kernels.compilation import HOPPER, USUAL_DEVICES, compile_for
 
 KERNELS = {"interpret_gpu": mosaic_gpu, "interpret_tpu": mosaic_tpu}
 NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
@@ -145,8 +145,8 @@ def test_what_kernels_refuse():
 MATRICES = [(192, 576), (200, 896), (1536, 8960), (18_944, 3584), (3584, 18_944), (14_336, 4096)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("bits", "group"), [(4, 128), (8, 0)])
+@pytest.mark.parametrize("device", USUAL_DEVICES)
+@pytest.mark.parametrize(("bits", "group"), [(4, 128), pytest.param(8, 0, marks=pytest.mark.long)])
 def test_compiles_for_real_policies(device, bits, group):
     """And nothing but the kernel itself touches the matrix, which so is read once."""
     if device == HOPPER:

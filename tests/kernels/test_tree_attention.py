@@ -117,7 +117,11 @@ _TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
     ("dtype", "shape"),
     [
         *(("float32", shape) for shape in _SHAPES),
-        *(("bfloat16", shape) for shape in ("grouped heads", "several chunks", "wide heads")),
+        ("bfloat16", "grouped heads"),
+        *(
+            pytest.param("bfloat16", shape, marks=pytest.mark.long)
+            for shape in ("several chunks", "wide heads")
+        ),
     ],
 )
 @pytest.mark.parametrize("implementation", ["xla", "interpret_tpu"])
@@ -128,7 +132,13 @@ def test_against_float64(implementation, dtype, shape):
     assert _relative_error(_run(implementation, case), _expected(*case)) < _TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.long if shape in ("full", "grouped heads") else ())
+        for shape in _SHAPES
+    ],
+)
 def test_gpu_against_float64(shape):
     case = _case(*_SHAPES[shape], dtype="bfloat16")
     assert _relative_error(_run("interpret_gpu", case), _expected(*case)) < _TOLERANCE["bfloat16"]

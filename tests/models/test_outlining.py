@@ -25,7 +25,7 @@ from tests.engine.test_speculative_decoding import speculate, tangled
 from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config
 
-DEPTH = 3
+DEPTH = 2
 BUCKETS = Buckets((4,), (256,), (12,), 3)
 POLICIES = [("three", "float32"), ("one", "bfloat16")]
 LAYOUTS = ["inlined", "called"]
@@ -47,7 +47,7 @@ def layout_by_name(monkeypatch):
 def engine_of(name, dtype, layout):
     config = dataclasses.replace(CONFIGS[name], num_layers=DEPTH)
     numerics = dataclasses.replace(exact_numerics(config, dtype, BUCKETS), outline_layers=layout)
-    return DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], 64, hidden_layers=(0, 2))
+    return DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], 64, hidden_layers=(0, 1))
 
 
 @functools.lru_cache
@@ -78,7 +78,7 @@ def test_drafted_and_plain_decoding_have_the_same_bits(policy):
 
 
 @functools.lru_cache
-def _gradient_program(name, dtype, layout, remat):
+def _lowered_gradient(name, dtype, layout, remat):
     config = engine_of(name, dtype, layout).config
     numerics = engine_of(name, dtype, layout).numerics
     rope = jnp.asarray(rope_table(config, 64))
@@ -94,12 +94,23 @@ def _gradient_program(name, dtype, layout, remat):
     tokens = rng.integers(0, config.vocab_size, (2, 64)).astype(np.int32)
     segment_ids = np.repeat(np.array([[1, 2], [3, 3]], np.int32), 32, axis=1)
     arguments = lively_params(config), tokens, segment_ids
-    lowered = jax.jit(jax.value_and_grad(loss)).lower(*arguments)
-    return lowered, lowered.compile(row_invariant_compiler_options()), arguments
+    return jax.jit(jax.value_and_grad(loss)).lower(*arguments), arguments
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@functools.lru_cache
+def _gradient_program(*which):
+    return _lowered_gradient(*which)[0].compile(row_invariant_compiler_options())
+
+
+@pytest.mark.parametrize(
+    ("layout", "remat"),
+    [
+        ("inlined", False),
+        ("called", True),
+        pytest.param("inlined", True, marks=pytest.mark.long),
+        pytest.param("called", False, marks=pytest.mark.long),
+    ],
+)
 def test_gradients_are_those_of_layers_written_out(layout, remat):
     (loss, gradients), (expected_loss, expected) = (
         _gradients(*POLICIES[0], each, remat) for each in (layout, "written out")
@@ -109,7 +120,7 @@ def test_gradients_are_those_of_layers_written_out(layout, remat):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
 def test_gradients_in_bfloat16_are_as_good_as_those_of_inlined_layers(remat):
     """The compiler leaves out roundings between layers that it can see at once, so the two differ."""
     name, dtype = POLICIES[1]
@@ -121,8 +132,8 @@ def test_gradients_in_bfloat16_are_as_good_as_those_of_inlined_layers(remat):
 
 
 def _gradients(name, dtype, layout, remat):
-    _, program, arguments = _gradient_program(name, dtype, layout, remat)
-    return program(*arguments)
+    which = name, dtype, layout, remat
+    return _gradient_program(*which)(*_lowered_gradient(*which)[1])
 
 
 def _distance(gradients, exact):
@@ -170,15 +181,15 @@ def test_layers_are_not_outlined_on_a_gpu(tmp_path):
 @pytest.mark.parametrize("remat", [False, True])
 def test_all_layers_are_calls_of_one_function(remat):
     for layout in LAYOUTS:
-        calls = _calls(_gradient_program(*POLICIES[0], layout, remat)[0])
+        calls = _calls(_lowered_gradient(*POLICIES[0], layout, remat)[0])
         found = calls.pop(layout == "inlined")
         assert len(found) == 2 * DEPTH and len(set(found)) == 2, found  # forward and backward
-    assert not any(_calls(_gradient_program(*POLICIES[0], "written out", remat)[0]).values())
+    assert not any(_calls(_lowered_gradient(*POLICIES[0], "written out", remat)[0]).values())
 
 
 def test_recomputing_keeps_no_activations():
     def temporaries(remat):
-        return _gradient_program(*POLICIES[0], "called", remat)[1].memory_analysis().temp_size_in_bytes
+        return _gradient_program(*POLICIES[0], "called", remat).memory_analysis().temp_size_in_bytes
 
     assert temporaries(True) < 0.7 * temporaries(False)
 

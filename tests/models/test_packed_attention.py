@@ -1,5 +1,7 @@
 """Attention of packed rows, held against plain softmax attention in float64."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from rljax.engine.executables import row_invariant_compiler_options
 from rljax.models import packed_attention
 from rljax.models.packed_attention import PackedAttention
 from rljax.numerics.rows import Numerics
+
+HEADS = {"grouped": (6, 2, 64), "narrow": (2, 2, 32)}
 
 
 def rows_of(*rows: list[int], length: int) -> np.ndarray:
@@ -34,15 +38,23 @@ CASES = {
 }
 
 
-def plain(q, k, v, segment_ids):
-    """[N, T, H, D] with every score at once."""
-    length, group = q.shape[1], q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    scores = jnp.einsum("nqhd,nshd->nhqs", q, k) * (q.shape[-1] ** -0.5)
+def plain(q, k, v, segment_ids, weights):
+    """[N, T, H, D] in float64 with every score at once, and the gradients of `sum(weights * outputs)`."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v, weights = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v, weights))
+    keys, values = (np.repeat(x, group, axis=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
     mask = segment_ids[:, :, None] == segment_ids[:, None, :]
-    mask &= np.tri(length, dtype=bool)[None]
-    shares = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("nhqs,nshd->nqhd", shares, v)
+    mask &= np.tri(segment_ids.shape[1], dtype=bool)[None]
+    scores = np.where(mask[:, None], q @ keys.swapaxes(2, 3) * scale, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    out = shares @ values
+    d_scores = weights @ values.swapaxes(2, 3) - (weights * out).sum(-1, keepdims=True)
+    d_scores *= shares * scale
+    grouped = lambda x: x.reshape(*k.shape[:2], group, *k.shape[2:]).sum(2)  # noqa: E731
+    d_keys, d_values = (grouped(x.swapaxes(2, 3) @ y) for x, y in ((d_scores, q), (shares, weights)))
+    return out.swapaxes(1, 2), [x.swapaxes(1, 2) for x in (d_scores @ keys, d_keys, d_values)]
 
 
 def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int):
@@ -52,28 +64,30 @@ def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int):
     return tuple(rng.standard_normal(each, dtype=np.float32) for each in (shape, kv_shape, kv_shape, shape))
 
 
-@pytest.mark.parametrize("heads", [(6, 2, 64), (2, 2, 32)], ids=["grouped", "narrow"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("row_invariant", [True, False])
+USUAL = [(case, heads, True) for case, heads in zip(CASES, ["grouped", "narrow"] * 3, strict=False)]
+USUAL += [("a sequence over several chunks beside short ones", "narrow", False)]
+
+
+@pytest.mark.parametrize(
+    ("case", "heads", "row_invariant"),
+    [
+        pytest.param(*each, marks=() if each in USUAL else pytest.mark.long)
+        for each in itertools.product(CASES, HEADS, (True, False))
+    ],
+)
 def test_outputs_and_gradients_are_those_of_plain_attention(case, heads, row_invariant):
     segment_ids = CASES[case]
-    q, k, v, weights = random_inputs(segment_ids, *heads)
+    q, k, v, weights = random_inputs(segment_ids, *HEADS[heads])
     weights *= (segment_ids > 0)[:, :, None, None]  # the outputs of padding mean nothing
 
     def ours(q, k, v):
         out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(row_invariant))(None, q, k, v)
         return jnp.sum(weights * out), out
 
-    def reference(q, k, v):
-        out = plain(q, k, v, segment_ids)
-        return jnp.sum(jnp.asarray(weights, out.dtype) * out), out
-
     gradients, out = jax.jit(jax.grad(ours, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-    with jax.enable_x64(True):
-        exact = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
-        exact_gradients, exact_out = jax.grad(reference, argnums=(0, 1, 2), has_aux=True)(*exact)
+    exact_out, exact_gradients = plain(q, k, v, segment_ids, weights)
     real = segment_ids > 0
-    np.testing.assert_allclose(out[real], exact_out[real], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(out)[real], exact_out[real], rtol=1e-5, atol=1e-5)
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         np.testing.assert_allclose(gradient, exact_gradient, rtol=1e-4, atol=1e-4)
 
@@ -95,24 +109,27 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
     assert temporaries(4096) < 2.2 * temporaries(2048)
 
 
-@pytest.mark.parametrize("case", ["one chunk", "a sequence over several chunks beside short ones"])
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+    ("platform", "case"),
+    [
+        ("tpu", "a sequence over several chunks beside short ones"),
+        ("gpu", "one chunk"),
+        pytest.param("gpu", "a sequence over several chunks beside short ones", marks=pytest.mark.long),
+        pytest.param("tpu", "one chunk", marks=pytest.mark.long),
+    ],
+)
 def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
     """Every product takes bfloat16 as it is, gradients included; only the shares are rounded."""
     segment_ids = CASES[case]
     q, k, v, weights = (
-        jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for x in random_inputs(segment_ids, 4, 2, 128)
+        x.astype(jnp.bfloat16).astype(np.float32) for x in random_inputs(segment_ids, 4, 2, 128)
     )
-    weights *= jnp.asarray(segment_ids > 0, jnp.float32)[:, :, None, None]
+    weights *= (segment_ids > 0)[:, :, None, None]
 
     def ours(q, k, v):
         out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(compute_dtype="bfloat16"))(None, q, k, v)
         assert out.dtype == jnp.bfloat16
         return jnp.sum(weights * out.astype(jnp.float32)), out
-
-    def reference(q, k, v):
-        out = plain(q, k, v, segment_ids)
-        return jnp.sum(weights * out), out
 
     gradient = jax.grad(ours, argnums=(0, 1, 2), has_aux=True)
     rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -122,15 +139,21 @@ def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
         ]
         gradients, out = jax.jit(gradient)(*rounded)
     assert products and not any("HIGHEST" in line for line in products)
-    expected, expected_out = jax.grad(reference, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    expected_out, expected = plain(q, k, v, segment_ids, weights)
     real = segment_ids > 0
-    np.testing.assert_allclose(out[real].astype(np.float32), expected_out[real], rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(np.asarray(out, np.float32)[real], expected_out[real], rtol=0.02, atol=0.02)
     for its, other in zip(gradients, expected, strict=True):
-        error = np.abs(its.astype(np.float32) - other)
+        error = np.abs(np.asarray(its, np.float32) - other)
         assert error.max() < 0.03 * np.abs(other).max() and error.mean() < 0.01 * np.abs(other).mean()
 
 
-@pytest.mark.parametrize("case", ["a sequence over several chunks beside short ones", "an empty row"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a sequence over several chunks beside short ones",
+        pytest.param("an empty row", marks=pytest.mark.long),
+    ],
+)
 def test_rows_one_after_another_have_the_bits_of_all_at_once(case, monkeypatch):
     segment_ids = CASES[case]
     q, k, v, weights = random_inputs(segment_ids, 6, 2, 64)

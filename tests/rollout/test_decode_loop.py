@@ -15,10 +15,11 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.training import assembly
+from tests.rollout.test_penalties import BUCKETS
+from tests.rollout.test_penalties import SAMPLING as PENALTIES
 from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
 
-PENALTIES = SamplingParams(repetition_penalty=1.3, presence_penalty=0.4)
 SERVER = LoopPolicy(sync_at_every_ending=True, most_steps=3)
 
 

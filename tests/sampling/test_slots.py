@@ -3,6 +3,8 @@ with the vocabulary split over devices the same tokens.
 """
 
 import functools
+import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +149,7 @@ def test_what_slots_that_have_ended_had_on_is_off():
 
 
 CHECKS = """
-import json
+import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from rljax.config import MeshConfig
 from rljax.engine.buckets import Buckets
@@ -183,15 +185,19 @@ def responses(axes):
     return tokens
 
 one = responses({})
-found = {
-    label: [row == alone for row, alone in zip(responses(axes), one)]
-    for label, axes in {"vocabulary": {"tensor": 2}, "slots": {"data": 2}}.items()
-}
-print("FOUND" + json.dumps(found))
+split = responses(json.loads(sys.argv[1]))
+print("FOUND" + json.dumps([row == alone for row, alone in zip(split, one)]))
 """
 
 
-def test_split_over_devices_the_tokens_are_the_same():
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tensor": 2, "data": 2},
+        *(pytest.param({axis: 2}, marks=pytest.mark.long) for axis in ("tensor", "data")),
+    ],
+    ids=str,
+)
+def test_split_over_devices_the_tokens_are_the_same(axes):
     """Also where slots move between devices."""
-    found = run_on_devices(CHECKS, 2)
-    assert found == {"vocabulary": [True] * 4, "slots": [True] * 4}
+    assert run_on_devices(CHECKS, math.prod(axes.values()), json.dumps(axes)) == [True] * 4

@@ -4,6 +4,8 @@ Eight devices are forced on the host platform, which must happen before JAX star
 separate process, and the tests here read its results.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,9 +85,12 @@ def test_a_row_with_nan_is_told_as_by_the_reference(name):
     logits = make_logits(rows=2)
     logits[0, 5] = np.nan
     keys = np.stack([request_key(0, row) for row in range(2)])
-    args = (jnp.asarray(logits), jnp.asarray(keys), jnp.arange(2), DISTRIBUTIONS[name], NUMERICS)
-    tokens, logprobs = split.noisy_argmax(*args)
-    np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(base.noisy_argmax(*args)[1]))
+    positions = np.arange(2, dtype=np.int32)
+    (tokens, logprobs), (_, expected_logprobs) = (
+        jax.jit(lambda *args, f=f: f(*args, DISTRIBUTIONS[name], NUMERICS))(logits, keys, positions)
+        for f in (split.noisy_argmax, base.noisy_argmax)
+    )
+    np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(expected_logprobs))
     assert 0 <= int(tokens[0]) < logits.shape[1]
 
 
@@ -107,7 +112,11 @@ from rljax.sampling.noise import request_key
 from rljax.sharding import make_mesh
 from tests.sampling.test_split import DISTRIBUTIONS, make_logits, with_ties
 
-found = {"devices": jax.device_count(), "sampling": {}, "tokens": {}, "collectives": {}}
+usual = sys.argv[1] == "usual"
+meshes = ["2 x 4"] if usual else ["2", "8"]
+found = {
+    "devices": jax.device_count(), "meshes": meshes, "sampling": {}, "tokens": {}, "collectives": {}
+}
 MESHES = {str(size): make_mesh(MeshConfig(tensor=size)) for size in (2, 4, 8)}
 MESHES["2 x 4"] = make_mesh(MeshConfig(data=2, tensor=4))
 
@@ -120,7 +129,7 @@ for dtype in ("float32", "bfloat16"):
         params = DISTRIBUTIONS[name]
         draw = jax.jit(sample, static_argnums=(3, 4, 5))
         expected, expected_logprobs = draw(logits, keys, positions, params, Numerics(), None)
-        for label in ("2", "8", "2 x 4"):
+        for label in found["meshes"]:
             mesh = MESHES[label]
             placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "tensor")))
             tokens, logprobs = draw(placed, keys, positions, params, Numerics(), mesh)
@@ -191,14 +200,16 @@ def compare(label, meshes, *args, **options):
             "drafted as plain": drafted == sharded,
         }
 
-compare("plain", ["4"], "plain")
-compare("greedy", ["4"], "greedy")
-compare("all", ["2 x 4"], "all")
-compare("odd vocabulary", ["8"], "all", vocab_size=259)
-compare("bfloat16", ["2"], "all", dtype="bfloat16")
-one, _ = decode_drafts("plain", None, rule="rejection", vocab_size=259)
-four, accepted = decode_drafts("plain", MESHES["4"], rule="rejection", vocab_size=259)
-found["rejection"] = {"same": one == four, "accepted": accepted}
+if usual:
+    compare("odd vocabulary", ["8"], "all", vocab_size=259)
+    compare("bfloat16", ["2"], "all", dtype="bfloat16")
+    one, _ = decode_drafts("plain", None, rule="rejection", vocab_size=259)
+    four, accepted = decode_drafts("plain", MESHES["4"], rule="rejection", vocab_size=259)
+    found["rejection"] = {"same": one == four, "accepted": accepted}
+else:
+    compare("plain", ["4"], "plain")
+    compare("greedy", ["4"], "greedy")
+    compare("all", ["2 x 4"], "all")
 _, params, state = make_engine("all", MESHES["8"], vocab_size=259)
 found["shapes"] = {
     name: x.addressable_shards[0].data.shape
@@ -215,7 +226,7 @@ def sizes(text):
         for result in re.findall(COLLECTIVE, text) for dims in re.findall(r"\\w+\\[([0-9,]*)\\]", result)
     ]
 
-for label, name in (("8", "plain"), ("8", "all"), ("2 x 4", "filters")):
+for label, name in (("8", "all"),) if usual else (("8", "plain"), ("2 x 4", "filters")):
     mesh, config = MESHES[label], make_config(VOCAB, kv_heads=8)
     engine = DecodeEngine(config, Numerics(), POLICIES[name], buckets, (EOS,), 64, mesh=mesh)
     weights = engine.param_shapes(engine.load_params(init_params(engine.config, 0)))
@@ -237,27 +248,36 @@ print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def found():
-    return run_on_devices(CHECKS, 8)
+@functools.lru_cache
+def checked(part):
+    return run_on_devices(CHECKS, 8, part)
+
+
+PARTS = ["usual", pytest.param("others", marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def found(request):
+    return checked(request.param)
 
 
 def test_the_same_logits_give_the_same_tokens(found):
-    assert found["devices"] == 8 and len(found["sampling"]) == (len(DISTRIBUTIONS) + 2) * 3
+    assert found["devices"] == 8 and len(found["sampling"]) == (len(DISTRIBUTIONS) + 2) * len(found["meshes"])
     for label, one in found["sampling"].items():
         assert one["same"] and one["logprobs"] < 5e-6 and one["distinct"] > 30, label
 
 
 def test_responses_are_those_of_one_device(found):
-    assert len(found["tokens"]) == 5
+    assert len(found["tokens"]) >= 2
     for label, one in found["tokens"].items():
         assert one["tokens"] > 250 and one["accepted"] > 150, label
         assert one["plain"], f"plain decoding: {label}"
         assert one["drafted"], f"drafts verified: {label}"
 
 
-def test_rejection_gathers_the_logits_and_samples_the_same(found):
-    assert found["rejection"]["same"] and found["rejection"]["accepted"] > 100
+def test_rejection_gathers_the_logits_and_samples_the_same():
+    found = checked("usual")["rejection"]
+    assert found["same"] and found["accepted"] > 100
 
 
 def test_the_vocabulary_is_really_split_and_padded(found):
@@ -265,7 +285,7 @@ def test_the_vocabulary_is_really_split_and_padded(found):
 
 
 def test_no_logits_travel(found):
-    assert len(found["collectives"]) == 9
+    assert len(found["collectives"]) >= 3
     for label, one in found["collectives"].items():
         assert 0 < one["largest"] < one["logits"], label
         assert one["whole rows"] == [], label
