@@ -211,7 +211,7 @@ def test_run_ahead_in_a_further_round_changes_no_number(tmp_path, monkeypatch):
     """
     keys = ["algorithm.dynamic_sampling=true", "evaluation.problems=0", "training.steps=4"]
     keys += ["engine.max_slots=16", "engine.batch_buckets=[16]"]  # idle slots from the beginning
-    ahead = ["speculation.drafter=srt", "speculation.run_ahead_below=16"]
+    ahead = ["speculation.drafter=srt", "speculation.run_ahead_below=16", "speculation.verify_buckets=[32]"]
     plan_ahead, plans = loop.plan_ahead, []
 
     def plan_without_limit(run, round_):
