@@ -48,16 +48,21 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.name=ppo", "speculation.drafter=quantized", "speculation.verify_buckets=[8]"],
+        [
+            "algorithm.name=ppo",
+            "training.rows_per_microbatch=1",
+            "speculation.drafter=quantized",
+            "speculation.verify_buckets=[8]",
+        ],
         [
             "policy.lora={rank: 4}",
             "algorithm.kl_coefficient=0.1",
+            "training.rows_per_microbatch=1",
             "speculation.drafter=srt",
             "speculation.verify_buckets=[8,16]",
             "engine.cache_buckets=[64,128]",
         ],
         [
-            "algorithm.kl_coefficient=0.1",
             "speculation.drafter=eagle",
             "speculation.verify_buckets=[8]",
             "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",

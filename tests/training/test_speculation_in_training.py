@@ -56,7 +56,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
     if drafter is not None:
         overrides += (
             f"speculation.drafter={drafter}",
-            "speculation.verify_buckets=[16, 32]",
+            "speculation.verify_buckets=[16]",
             "speculation.max_drafts=3",
         )
     with pytest.MonkeyPatch.context() as patch:

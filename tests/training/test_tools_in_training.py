@@ -37,7 +37,7 @@ def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
         assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
         assert line["gradient_norm"] > 0 and line["critic/gradient_norm"] > 0
     assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
-    drafted = [*tools, "speculation.drafter=srt"]
+    drafted = [*tools, "speculation.drafter=srt", "speculation.verify_buckets=[8]"]
     train(tmp_path / "drafted", *drafted, "training.steps=1")
     resumed = train(tmp_path / "drafted", *drafted)
     assert resumed[-1]["speculation/accepted"] >= 0
