@@ -49,7 +49,8 @@ packing = pack_sequences(lengths, 64)
 training = TrainingConfig(pack_length=64, rows_per_microbatch=4, logprob_chunk=128)
 # Adam divides by the gradient's size: without an epsilon above rounding, that would be blown up.
 rule = OptimizerConfig(learning_rate=1e-3, clip_norm=0.5, epsilon=1e-5)
-optimizer = make_optimizer(**rule.model_dump(), total_updates=9)
+# Its state has the gradients of the last update.
+optimizer = optax.chain(optax.trace(decay=0.0), make_optimizer(**rule.model_dump(), total_updates=9))
 
 def shapes(tree):
     return {
@@ -75,13 +76,11 @@ def train(mesh, adapter=None):
         trainer.warm_up_reference(state.params)
     compiled = trainer.pool.compilations
     logprobs = trainer.score(state.params, batches)
-    args = (trainer._put(batches[0]), None, trainer._rope)
-    args = (state.params, *args) if adapter is None else (state.factors, *args, state.params)
-    gradients = jax.jit(trainer._policy_step)(*args)[0]
-    metrics = []
+    metrics, gradients = [], []
     for _ in range(2):
         state, each = trainer.update(state, batches, logprobs)
         metrics.append(each)
+        gradients.append(jax.device_get(optax.tree.get(state.optimizer_state, "trace")))
     if mesh is not None:
         results["compiled_late"] = max(results.get("compiled_late", 0), trainer.pool.compilations - compiled)
     return logprobs, gradients, metrics, state
@@ -111,7 +110,8 @@ def decode(mesh):
     buckets = make_buckets(8, 128, True, (4, 8), (64, 128), row_multiple(mesh))
     engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], mesh=mesh)
     weights = engine.load_params(params)
-    engine.warm_up(weights, 8, 64)
+    if mesh is not None:
+        engine.warm_up(weights, 8, 64)
     compiled = engine.pool.compilations
     results["decoding_shapes"] = shapes(weights)
     prompts = [[1 + i, 2, 3 + i] for i in range(5)]

@@ -37,7 +37,9 @@ HAS_CUDA = pytest.mark.skipif(
 
 
 def _config(directory, *overrides):
-    return load_config(write_config(directory), ["warm_start=null", "evaluation.problems=0", *overrides])
+    """The tiny run with one size of micro-batches."""
+    small = ["warm_start=null", "evaluation.problems=0", "training.rows_per_microbatch=1"]
+    return load_config(write_config(directory), [*small, *overrides])
 
 
 def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
@@ -50,14 +52,12 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
     [
         [
             "algorithm.name=ppo",
-            "training.rows_per_microbatch=1",
             "speculation.drafter=quantized",
             "speculation.verify_buckets=[8]",
         ],
         [
             "policy.lora={rank: 4}",
             "algorithm.kl_coefficient=0.1",
-            "training.rows_per_microbatch=1",
             "speculation.drafter=srt",
             "speculation.verify_buckets=[8,16]",
             "engine.cache_buckets=[64,128]",
@@ -72,9 +72,10 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "speculation.args={path: SMALL_MODEL}",
             "speculation.verify_buckets=[8]",
             "engine.batch_buckets=[2,4]",
+            "training.rows_per_microbatch=2",
         ],
     ],
-    ids=["quantized, critic", "srt, lora, several buckets", "eagle", "small model, several batches"],
+    ids=["quantized, critic", "srt, lora, several buckets", "eagle", "small model, several sizes"],
 )
 def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):
     if any("SMALL_MODEL" in override for override in overrides):
@@ -236,6 +237,7 @@ def test_lengths_that_do_not_fit(tmp_path):
 @HAS_TPU
 def test_a_mesh_of_tpus(tmp_path):
     overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
+    overrides += ["training.rows_per_microbatch=2"]
     config = _config(tmp_path, *overrides)
     plan = _plan(config, "v5e:2x4", hardware=None)
     text = as_text(plan)
@@ -263,7 +265,7 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     monkeypatch.setattr(planner, "hardware_of", lambda topology, dtype: ROOMY)
     file, out = write_config(tmp_path), tmp_path / "plan.json"
     overrides = [f"mesh.data={jax.device_count()}", "speculation.drafter=srt", "training.steps=7"]
-    overrides += ["speculation.verify_buckets=[8]"]
+    overrides += ["speculation.verify_buckets=[8]", f"training.rows_per_microbatch={jax.device_count()}"]
     with _compilation_cache():
         status = load_script("train").main(["--config", str(file), "--plan", "--json", str(out), *overrides])
     assert status == 0
