@@ -116,7 +116,7 @@ def decode(mesh):
     results["decoding_shapes"] = shapes(weights)
     prompts = [[1 + i, 2, 3 + i] for i in range(5)]
     prefix = engine.prefill(weights, prompts)
-    assignments = [Assignment(i, 6 - i, request_key(0, i), 30 if i < 4 else 70) for i in range(5)]
+    assignments = [Assignment(i, 6 - i, request_key(15, i), 30 if i < 4 else 70) for i in range(5)]
     state = engine.bulk_insert(prefix, engine.init_state(8, 64), assignments)
     results["cache_shapes"] = []
     order = np.arange(8)
