@@ -9,13 +9,14 @@ import openai
 
 
 def client_of(base_url, api_key):
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=connections())
+    settings = {"base_url": base_url, "api_key": api_key, "max_retries": 0, "timeout": 60}
+    return openai.OpenAI(**settings, http_client=connections())
 
 
 @functools.cache
 def connections():
     """One for all: making it reads all certificates."""
-    return httpx.Client(timeout=60)
+    return httpx.Client()
 
 
 def twice(base_url, model, api_key, problem, log=None, stream=False):
