@@ -1,5 +1,6 @@
 """The count of flips: it finds none, finds those of a broken verification, and goes on where it stopped."""
 
+import functools
 import json
 
 import jax.numpy as jnp
@@ -26,14 +27,9 @@ _TINY = (
 )
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch):
-    """Mixes of fewer buckets than those that are counted with."""
-    monkeypatch.setattr(flips, "BUCKET_MIXES", {"a": ((2, 8), (16, 24), (3, 8)), "b": ((8,), (20,), (8, 5))})
-
-
-def count(directory, tokens, mechanisms="SRT;quantized"):
-    """Runs the script; its exit status and what it wrote."""
+def count(directory, monkeypatch, tokens, mixes, mechanisms="SRT;quantized"):
+    """Runs the script with mixes of fewer buckets than its own; its exit status and what it wrote."""
+    monkeypatch.setattr(flips, "BUCKET_MIXES", mixes)
     arguments = ["--tokens", str(tokens), "--steps", "2", "--dtypes", "float32", "--mechanisms", mechanisms]
     arguments += ["--parts", str(directory / "parts.jsonl"), "--output", str(directory / "flips.json")]
     status = count_flips.main([*arguments, *_TINY])
@@ -41,16 +37,19 @@ def count(directory, tokens, mechanisms="SRT;quantized"):
 
 
 @pytest.mark.long
-def test_nothing_flips_and_a_second_start_goes_on(tmp_path):
-    status, result = count(tmp_path, 600)
+def test_nothing_flips_and_a_second_start_goes_on(tmp_path, monkeypatch):
+    count_all = functools.partial(
+        count, tmp_path, monkeypatch, 600, {"a": ((2, 8), (16, 24), (3, 8)), "b": ((8,), (20,), (8, 5))}
+    )
+    status, result = count_all()
     assert status == 0 and [row["mechanism"] for row in result["rows"]] == ["SRT", "quantized"]
     assert all(row["tokens"] >= 300 and row["flips"] == row["logprobs"] == 0 for row in result["rows"])
     assert all(row["drafted"] > 0 for row in result["rows"])
     lines = (tmp_path / "parts.jsonl").read_text().splitlines()
-    assert count(tmp_path, 600)[0] == 0
+    assert count_all()[0] == 0
     assert (tmp_path / "parts.jsonl").read_text().splitlines() == lines  # nothing is counted twice
     (tmp_path / "parts.jsonl").write_text("\n".join(lines[:2]) + "\n")  # stopped before the second mechanism
-    status, again = count(tmp_path, 600)
+    status, again = count_all()
     assert status == 0 and again["rows"] == result["rows"]
 
 
@@ -62,7 +61,7 @@ def test_a_broken_verification_is_counted(tmp_path, monkeypatch):
 
     programs_accepted = programs.accepted_path
     monkeypatch.setattr(programs, "accepted_path", first_child)
-    status, result = count(tmp_path, 300, "SRT")
+    status, result = count(tmp_path, monkeypatch, 300, {"a": ((8,), (24,), (8, 5))}, "SRT")
     (row,) = result["rows"]
     assert status == 1 and row["flips"] > 0
     assert {"step", "request", "position", "tokens", "drift_before"} <= row["shown"][0].keys()

@@ -1,13 +1,22 @@
 """Agents as a user may write them, with OpenAI's client."""
 
+import functools
 import json
 import time
 
+import httpx
 import openai
 
 
 def client_of(base_url, api_key):
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
+    settings = {"base_url": base_url, "api_key": api_key, "max_retries": 0, "timeout": 60}
+    return openai.OpenAI(**settings, http_client=connections())
+
+
+@functools.cache
+def connections():
+    """One for all: making it reads all certificates."""
+    return httpx.Client()
 
 
 def twice(base_url, model, api_key, problem, log=None, stream=False):

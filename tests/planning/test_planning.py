@@ -20,7 +20,7 @@ from rljax.models.huggingface import load_model_config, load_params, save_model
 from rljax.models.transformer import init_params
 from rljax.planning.hardware import GIB, Hardware
 from rljax.planning.planner import default_lengths, make_plan
-from rljax.planning.programs import PlanningPool, program_name
+from rljax.planning.programs import PlanningPool, Program, program_name
 from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
 from rljax.training.policy import TOKENIZER_VOCAB, shape_config
@@ -37,7 +37,9 @@ HAS_CUDA = pytest.mark.skipif(
 
 
 def _config(directory, *overrides):
-    return load_config(write_config(directory), ["warm_start=null", "evaluation.problems=0", *overrides])
+    """The tiny run with one size of micro-batches."""
+    small = ["warm_start=null", "evaluation.problems=0", "training.rows_per_microbatch=1"]
+    return load_config(write_config(directory), [*small, *overrides])
 
 
 def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
@@ -48,23 +50,32 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["speculation.drafter=srt", "speculation.verify_buckets=[8,16]", "engine.cache_buckets=[64,128]"],
-        ["algorithm.kl_coefficient=0.1", "speculation.drafter=quantized", "speculation.verify_buckets=[8]"],
-        ["algorithm.name=ppo"],
+        [
+            "algorithm.name=ppo",
+            "speculation.drafter=quantized",
+            "speculation.verify_buckets=[8]",
+        ],
+        [
+            "policy.lora={rank: 4}",
+            "algorithm.kl_coefficient=0.1",
+            "speculation.drafter=srt",
+            "speculation.verify_buckets=[8,16]",
+            "engine.cache_buckets=[64,128]",
+        ],
         [
             "speculation.drafter=eagle",
             "speculation.verify_buckets=[8]",
             "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
-            "engine.batch_buckets=[2,4]",
         ],
-        ["policy.lora={rank: 4}", "algorithm.kl_coefficient=0.1"],
         [
             "speculation.drafter=small_model",
             "speculation.args={path: SMALL_MODEL}",
             "speculation.verify_buckets=[8]",
             "engine.batch_buckets=[2,4]",
+            "training.rows_per_microbatch=2",
         ],
     ],
+    ids=["quantized, critic", "srt, lora, several buckets", "eagle", "small model, several sizes"],
 )
 def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):
     if any("SMALL_MODEL" in override for override in overrides):
@@ -81,7 +92,9 @@ def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, over
         patched.setattr(ExecutablePool, "get", recorded)
         run(config)
     names = {program_name(key) for key in run_keys}
-    plan = _plan(config)
+    with monkeypatch.context() as patched:
+        patched.setattr(PlanningPool, "_compiled", _uncompiled)
+        plan = _plan(config)
     # The pool of a run knows a program's architecture, and not whose it is.
     owners = {program.drafter for program in plan.programs} - {None}
     planned = {_without(owners, program.name) for program in plan.programs}
@@ -95,11 +108,23 @@ def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, over
     assert counts == kinds
 
 
-def test_a_small_model_keeps_its_depth_in_the_plan_of_a_deeper_policy(tmp_path):
+def _uncompiled(pool, key, lowered, tracing):
+    """A program without its figures: which there are is known before any compiles."""
+    named = pool._named
+    return Program(named(program_name(key)), named(key[0]), pool._drafter, 1, 1, 1, tracing, 1.0, 1.0)
+
+
+def test_a_small_model_keeps_its_depth_in_the_plan_of_a_deeper_policy(tmp_path, monkeypatch):
     """Also with as many layers as the deeper of the two depths at which the policy is compiled."""
+    compiled = PlanningPool._compiled
+    monkeypatch.setattr(
+        PlanningPool,
+        "_compiled",
+        lambda pool, *args: (compiled if pool._drafter else _uncompiled)(pool, *args),
+    )
     model = _small_model(tmp_path, layers=4)
     drafting = ["speculation.drafter=small_model", f"speculation.args={{path: {model}}}"]
-    overrides = ["policy.shape.num_layers=12", "engine.batch_buckets=[4]", "speculation.verify_buckets=[8]"]
+    overrides = ["policy.shape.num_layers=12", "speculation.verify_buckets=[8]"]
     plan = _plan(_config(tmp_path, *overrides, *drafting))
     assert plan.depths == (2, 4)
     assert len(plan.run.small_models["small_model"].weights["layers"]) == 4
@@ -140,12 +165,12 @@ def test_bytes_are_those_of_the_arrays(tmp_path):
 
 
 def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path):
-    one_shape = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[8]")
-    config = _config(tmp_path, "policy.shape.num_layers=6", "speculation.drafter=srt", *one_shape)
+    drafting = ("speculation.drafter=srt", "speculation.verify_buckets=[8]")
+    config = _config(tmp_path, "policy.shape.num_layers=5", *drafting)
     whole = _plan(config, full_depth=True)
     short = _plan(config, full_depth=False)
     assert (whole.depths, short.depths) == (None, (2, 4))
-    assert "extrapolated to 6 layers" in as_text(short)
+    assert "extrapolated to 5 layers" in as_text(short)
     assert "extrapolated" not in as_text(whole)
     for a, b in zip(whole.programs, short.programs, strict=True):
         assert (a.name, a.arguments, a.outputs) == (b.name, b.arguments, b.outputs)
@@ -212,6 +237,7 @@ def test_lengths_that_do_not_fit(tmp_path):
 @HAS_TPU
 def test_a_mesh_of_tpus(tmp_path):
     overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
+    overrides += ["training.rows_per_microbatch=2"]
     config = _config(tmp_path, *overrides)
     plan = _plan(config, "v5e:2x4", hardware=None)
     text = as_text(plan)
@@ -239,6 +265,7 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     monkeypatch.setattr(planner, "hardware_of", lambda topology, dtype: ROOMY)
     file, out = write_config(tmp_path), tmp_path / "plan.json"
     overrides = [f"mesh.data={jax.device_count()}", "speculation.drafter=srt", "training.steps=7"]
+    overrides += ["speculation.verify_buckets=[8]", f"training.rows_per_microbatch={jax.device_count()}"]
     with _compilation_cache():
         status = load_script("train").main(["--config", str(file), "--plan", "--json", str(out), *overrides])
     assert status == 0
@@ -253,7 +280,7 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
 def test_eight_cpu_devices_and_a_wrong_name_from_the_command_line(tmp_path):
     file = write_config(tmp_path)
     command = [sys.executable, ROOT / "scripts" / "plan.py", "--config", file, "--topology"]
-    overrides = ["mesh={data: 2, fsdp: 2, tensor: 2}", "engine.max_slots=8", "engine.batch_buckets=[4,8]"]
+    overrides = ["mesh={data: 2, fsdp: 2, tensor: 2}", "engine.max_slots=8", "engine.batch_buckets=[8]"]
     overrides += ["training.rows_per_microbatch=4", "policy.shape.num_kv_heads=2"]
     done = subprocess.run([*command, "cpu:8", *overrides], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from rljax.errors import ConfigError, UserError
+from tests.training.test_saved_policy import write_run
 from tests.training.tiny_run import train
 
 
@@ -17,17 +18,13 @@ def _production_promotion():
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A run whose policy has learned more, with one layer more."""
-    directory = tmp_path_factory.mktemp("teacher")
-    keys = ("policy.shape.num_layers=2", "warm_start.steps=40", "training.steps=1", "evaluation.problems=0")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        train(directory, *keys)
-    return directory / "run"
+    """A run whose policy has other weights, with one layer more."""
+    return write_run(tmp_path_factory.mktemp("teacher"), "policy.shape.num_layers=2", steps=(1,))[0]
 
 
 def distil(directory, teacher, *overrides):
     keys = ("algorithm.name=distillation", "algorithm.kl_coefficient=1.0", f"algorithm.teacher={teacher}")
-    return train(directory, *keys, "evaluation.problems=0", *overrides)
+    return train(directory, *keys, "evaluation.problems=0", "training.rows_per_microbatch=1", *overrides)
 
 
 def test_the_policy_nears_its_teacher(tmp_path, teacher):

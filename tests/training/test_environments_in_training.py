@@ -21,6 +21,7 @@ GUESS = (
     "warm_start.steps=20",
     "rollout.max_prompt_length=32",
     "training.minibatches_per_step=2",
+    "training.rows_per_microbatch=1",
 )
 VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 VOLATILE += ("engine/", "speculation/", "environment/seconds", "environment/waiting")
@@ -41,8 +42,9 @@ def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path, cap
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["reward/solved"] == 1.0 - line["environment/cut_off"]
         assert line["environment/tokens"] > 0 and line["reward/timeouts"] == 0.0
-    train(tmp_path / "drafted", *GUESS, "speculation.drafter=srt", "training.steps=1")
-    drafted = train(tmp_path / "drafted", *GUESS, "speculation.drafter=srt")
+    drafting = ("speculation.drafter=srt", "speculation.verify_buckets=[8]")
+    train(tmp_path / "drafted", *GUESS, *drafting, "training.steps=1")
+    drafted = train(tmp_path / "drafted", *GUESS, *drafting)
     assert drafted[-1]["speculation/accepted"] >= 0
     for line, other in zip(drafted, plain, strict=True):
         shared = [name for name in line if name in other and not name.startswith(VOLATILE)]

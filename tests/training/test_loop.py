@@ -76,7 +76,8 @@ def test_the_training_pass_has_the_rollouts_logprobs(plain):
 
 
 def test_the_training_pass_has_the_rollouts_logprobs_in_bfloat16(tmp_path):
-    lines = train(tmp_path, "policy.compute_dtype=bfloat16", SHRINKING)
+    small = ("warm_start=null", "evaluation.problems=0", "training.rows_per_microbatch=1")
+    lines = train(tmp_path, "policy.compute_dtype=bfloat16", SHRINKING, *small)
     for line in lines[1:]:
         assert line["mismatch/logprob_abs_max"] == 0.0
 
@@ -167,6 +168,7 @@ def test_reference_overlong_and_several_epochs(tmp_path, monkeypatch):
         "algorithm.kl_coefficient=0.1",
         "algorithm.overlong_buffer=8",
         "training.minibatches_per_step=2",
+        "training.rows_per_microbatch=1",  # one size of micro-batches
         "training.epochs_per_step=2",
         "rollout.top_p=0.95",
         "rollout.temperature=0.9",
@@ -211,7 +213,7 @@ def test_run_ahead_in_a_further_round_changes_no_number(tmp_path, monkeypatch):
     """
     keys = ["algorithm.dynamic_sampling=true", "evaluation.problems=0", "training.steps=4"]
     keys += ["engine.max_slots=16", "engine.batch_buckets=[16]"]  # idle slots from the beginning
-    ahead = ["speculation.drafter=srt", "speculation.run_ahead_below=16"]
+    ahead = ["speculation.drafter=srt", "speculation.run_ahead_below=16", "speculation.verify_buckets=[32]"]
     plan_ahead, plans = loop.plan_ahead, []
 
     def plan_without_limit(run, round_):

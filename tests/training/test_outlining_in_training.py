@@ -11,6 +11,7 @@ _FROM_TIMES = ("speculation/", "rollout/occupancy", "rollout/decode_steps")
 _DEEPER = ("policy.shape.num_layers=2", "speculation.drafter=srt", "speculation.verify_buckets=[8]")
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_other_setting(tmp_path):
     whole, mixed = tmp_path / "whole", tmp_path / "mixed"
     for directory in (whole, mixed):

@@ -21,7 +21,7 @@ from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import request_key
 from rljax.training.scoring import score_packed
 
-CONFIG = ModelConfig("qwen3", 41, 48, 2, 4, 2, 16, 64, tie_embeddings=True, qk_norm=True, max_positions=512)
+CONFIG = ModelConfig("qwen3", 41, 48, 1, 4, 2, 16, 64, tie_embeddings=True, qk_norm=True, max_positions=512)
 FILTERED = SamplingParams(temperature=0.7, top_k=12, top_p=0.9, min_p=0.01)
 WHOLE = 10**9  # a chunk that holds every token
 
@@ -74,8 +74,11 @@ def score(params, batch, chunk, sampling=SamplingParams(), config=CONFIG):  # no
     return jax.device_get(compiled(run, params, batch)(params, batch))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
-@pytest.mark.parametrize("lengths", [[50, 40, 30, 20, 60, 64], [90]], ids=["3 rows", "1 row"])
+@pytest.mark.parametrize(
+    ("lengths", "chunk"),
+    [([50, 40, 30, 20, 60, 64], 7), ([50, 40, 30, 20, 60, 64], 100), ([90], 1), ([90], 64)],
+    ids=["3 rows-7", "3 rows-100", "1 row-1", "1 row-64"],
+)
 def test_chunks_have_the_bits_of_the_whole(params, lengths, chunk):
     batch = packed(0, lengths, 98)
     whole, chunked = score(params, batch, WHOLE), score(params, batch, chunk)
@@ -106,7 +109,7 @@ def test_against_the_textbook(params, sampling):
     )
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
 def test_gradients_do_not_depend_on_chunks_or_remat(params, remat):
     batch = packed(2, [50, 40, 30], 98)
 

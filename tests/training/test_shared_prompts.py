@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
@@ -40,10 +41,12 @@ def params():
 
 @pytest.fixture(scope="module")
 def sequences():
-    """Groups with prompts within a chunk of keys and beyond, one that is not shared, and one too short to."""
+    """Groups with prompts within a chunk of keys and beyond, one that is not shared, and one too short to:
+    as many as one micro-batch holds, since each takes programs of its own.
+    """
     rng = np.random.default_rng(0)
     sequences = []
-    for num_prompt, count in ((300, 4), (100, 5), (512, 2), (180, 1), (20, 3)):
+    for num_prompt, count in ((300, 2), (100, 4), (512, 2), (180, 1), (20, 3)):
         prompt = rng.integers(0, CONFIG.vocab_size, num_prompt)
         for length in rng.integers(5, 90, count):
             sampled = rng.random(length) < 0.8 if num_prompt == 100 else None
@@ -85,7 +88,7 @@ def scores(params, batch, numerics, sampling):
 @pytest.mark.parametrize(
     ("compute_dtype", "sampling"),
     [
-        ("float32", SamplingParams()),
+        pytest.param("float32", SamplingParams(), marks=pytest.mark.long),  # also below, penalized
         ("bfloat16", SamplingParams(temperature=0.8, top_k=30)),
         ("float32", SamplingParams(repetition_penalty=1.2)),
     ],
@@ -121,37 +124,44 @@ def test_every_token_is_computed_once_and_copies_read_the_first(sequences):
     assert copied or num_copies == 0
 
 
-def trainer(dtype="float32", remat=False, mesh=None, entropy=0.01, **training):
+def trainer(dtype="float32", remat=False, mesh=None, **training):
     training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=ROWS, remat=remat, **training)
-    algorithm = AlgorithmConfig(entropy_coefficient=entropy)
+    algorithm = AlgorithmConfig(entropy_coefficient=0.01)
     optimizer = make_optimizer(**OptimizerConfig(learning_rate=1e-2).model_dump(), total_updates=10)
+    keeping = optax.chain(optax.trace(decay=0.0), optimizer)  # its state has the gradients
     numerics = Numerics(compute_dtype=dtype)
-    return Trainer(CONFIG, numerics, SamplingParams(), algorithm, training, optimizer, POOL, mesh)
-
-
-def sums_of(step_trainer, params, batches):
-    """Gradients and metrics summed over micro-batches."""
-    total = None
-    for batch in batches:
-        sums = compiled(step_trainer._policy_step, params, batch, None, step_trainer._rope)
-        total = sums if total is None else jax.tree.map(np.add, total, sums)
-    return total
+    return Trainer(CONFIG, numerics, SamplingParams(), algorithm, training, keeping, POOL, mesh)
 
 
 @pytest.mark.parametrize(
     ("dtype", "remat", "tolerance"),
-    [("float32", False, 2e-6), ("float32", True, 2e-6), ("bfloat16", False, 2e-2)],
+    [
+        pytest.param("float32", False, 2e-6, marks=pytest.mark.long),
+        ("float32", True, 2e-6),
+        pytest.param("bfloat16", False, 2e-2, marks=pytest.mark.long),
+    ],
 )
-def test_gradients_agree_up_to_rounding(params, sequences, dtype, remat, tolerance):
-    side = trainer(dtype, remat)
-    expected, expected_metrics = sums_of(side, params, batches_of(sequences, False))
-    found, metrics = sums_of(side, params, batches_of(sequences, True))
-    for leaf, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+def test_an_update_with_shared_prompts_is_the_same_update(params, sequences, dtype, remat, tolerance):
+    """Its gradients, summed over two micro-batches, agree up to rounding."""
+    side, updates = trainer(dtype, remat), []
+    for share_prompts in (False, True):
+        (batch,) = batches_of(sequences, share_prompts)
+        other = batch.replace(advantages=0.5 * batch.advantages)
+        updates.append(side.update(side.init(params), [batch, other]))
+    (state, metrics), (shared_state, shared_metrics) = updates
+    gradients = [optax.tree.get(each.optimizer_state, "trace") for each in (state, shared_state)]
+    for leaf, other in zip(*map(jax.tree.leaves, gradients), strict=True):
         np.testing.assert_allclose(other, leaf, rtol=0, atol=tolerance * np.abs(leaf).max())
-    for name, value in expected_metrics.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(shared_metrics[name], value, rtol=1e-5, err_msg=name)
+    if dtype == "float32":  # Adam's first step is nearly a sign
+        for leaf, other in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(shared_state.params), strict=True
+        ):
+            np.testing.assert_allclose(other, leaf, atol=1e-3)
 
 
+@pytest.mark.long
 def test_the_critic_shares_too(params, sequences):
     trunk = critic_params(params)
     trunk["head"]["weight"] = jnp.asarray(np.random.default_rng(1).standard_normal(CONFIG.hidden_size))
@@ -165,17 +175,6 @@ def test_the_critic_shares_too(params, sequences):
         expected, found = (compiled(jax.grad(loss), trunk, each) for each in (batch, shared))
         for leaf, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             np.testing.assert_allclose(other, leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
-
-
-def test_an_update_with_shared_prompts_is_the_same_update(params, sequences):
-    runs = []
-    for share_prompts in (False, True):
-        side = trainer()
-        runs.append(side.update(side.init(params), batches_of(sequences, share_prompts)))
-    (state, metrics), (shared_state, shared_metrics) = runs
-    assert shared_metrics == pytest.approx(metrics, rel=1e-4)
-    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(shared_state.params), strict=True):
-        np.testing.assert_allclose(other, leaf, atol=1e-3)
 
 
 def step_groups(num_prompt, count=3, samples=4):

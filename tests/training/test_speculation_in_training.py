@@ -50,13 +50,14 @@ def run(world, name, *overrides, drafter=None, verified=None):
         "evaluation.problems=2",
         "evaluation.every=2",
         "rollout.temperature=0.7",  # more that comes back
+        "training.rows_per_microbatch=1",  # one size of micro-batches
         f"warm_start.cache_dir={world}/warm_start",
         *overrides,
     )
     if drafter is not None:
         overrides += (
             f"speculation.drafter={drafter}",
-            "speculation.verify_buckets=[16, 32]",
+            "speculation.verify_buckets=[16]",
             "speculation.max_drafts=3",
         )
     with pytest.MonkeyPatch.context() as patch:

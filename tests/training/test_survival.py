@@ -164,6 +164,7 @@ def whole(sessions):
     return run, seconds
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_at_random_ends_as_one_that_was_not(sessions, whole):
     expected, to_first_line = whole
     run = sessions.world / "killed"
@@ -221,17 +222,28 @@ def fill_disk(sessions: Sessions, run: Path) -> None:
     assert line.endswith(f"could not be written (File too large); that of step {before[-1]} is still good")
 
 
-def test_a_run_may_go_on_without_checkpoints_while_the_disk_is_full(sessions, whole):
-    run, steps = sessions.world / "going on", "training.steps=4"
+def test_a_killed_run_goes_on_and_a_full_disk_may_cost_checkpoints_only(sessions):
+    """Both have the numbers of a run that nothing happens to: the second, before it is started again."""
+    killed, full = sessions.world / "killed once", sessions.world / "going on"
+    short = ("training.steps=4", "warm_start=null", "evaluation.problems=0")
+    sessions.start(killed, *short)
+    sessions.wait_until(lambda: complete(killed), time.perf_counter())
+    assert sessions.end(kill=True) == -signal.SIGKILL, sessions.errors.read_text()
+    assert num_lines(killed) < 5
+    sessions.start(killed, *short)
+    assert sessions.end() == 0, sessions.errors.read_text()
+    assert RunDirectory(killed).read_sessions()[-1]["step"] > 0
+
     sessions.errors.unlink(missing_ok=True)
-    sessions.start(run, steps, "checkpoint.on_failure=go_on", file_size=SMALL)
+    sessions.start(full, *short, "checkpoint.on_failure=go_on", file_size=SMALL)
     assert sessions.end() == 2  # what counts is that the last one is there
     assert "the checkpoint of step 4 could not be written" in sessions.errors.read_text()
     assert sessions.errors.read_text().count("\n") == 1
-    assert num_lines(run) == 5 and complete(run) == []
-    sessions.start(run, steps)
+    assert num_lines(full) == 5 and complete(full) == []
+    assert numbers(full) == numbers(killed)
+    sessions.start(full, *short)
     assert sessions.end() == 0
-    assert num_lines(run) == 5 and complete(run) == [3, 4]
+    assert num_lines(full) == 5 and complete(full) == complete(killed) == [3, 4]
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
     # With a critic: values, returns and a KL in the reward, all of single tokens. What is so little trained
     # differs in reward by its length only.
     tools = [TOOLS, "warm_start.steps=20", "algorithm.name=ppo", "algorithm.kl_coefficient=0.02"]
-    tools.append("algorithm.overlong_buffer=40")
+    tools += ["algorithm.overlong_buffer=40", "training.rows_per_microbatch=1"]
     plain = train(tmp_path / "plain", *tools)
     for line in plain[1:]:
         assert line["tools/calls"] >= line["tools/errors"] >= 0 and line["tools/tokens"] > 0
@@ -37,7 +37,7 @@ def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
         assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
         assert line["gradient_norm"] > 0 and line["critic/gradient_norm"] > 0
     assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
-    drafted = [*tools, "speculation.drafter=srt"]
+    drafted = [*tools, "speculation.drafter=srt", "speculation.verify_buckets=[8]"]
     train(tmp_path / "drafted", *drafted, "training.steps=1")
     resumed = train(tmp_path / "drafted", *drafted)
     assert resumed[-1]["speculation/accepted"] >= 0
