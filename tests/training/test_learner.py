@@ -1,6 +1,7 @@
 """From rewarded groups to updates: what each algorithm makes of them, and that GRPO's numbers are as ever."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
-from rljax.config import ExperimentConfig
+from rljax.config import ExperimentConfig, OptimizerConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
@@ -45,7 +46,15 @@ def groups(params):
     return make_groups(params)
 
 
+PLAIN = {"name": "dapo", "dynamic_sampling": False}
+CORRECTED = PLAIN | {
+    "correction_cap": 2.0,
+    "correction_mask": "token",
+    "correction_low": 0.5,
+    "correction_high": 2.0,
+}
 WITH_CRITIC = {"name": "ppo", "correction_cap": 2.0, "entropy_coefficient": 0.01}
+OPTIMIZER = {"learning_rate": 1e-2}
 
 
 def make_params():
@@ -67,18 +76,23 @@ def experiment(algorithm, **training):
                 "max_response_length": LONGEST,
             },
             "algorithm": {"skip_zero_advantages": False} | algorithm,
-            "optimizer": {"learning_rate": 1e-2},
+            "optimizer": OPTIMIZER,
             "training": {"pack_length": 32, "rows_per_microbatch": 2} | training,
         }
     )
 
 
+@functools.cache
+def optimizer():
+    """One for all learners, since their programs are looked up by it."""
+    return make_optimizer(**OptimizerConfig(**OPTIMIZER).model_dump(), total_updates=10)
+
+
 def make_learner(params, algorithm, pool=POOL, mesh=None, **training):
     config = experiment(algorithm, **training)
-    optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=10)
     numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh(mesh))
-    arguments = (CONFIG, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh)
-    return Learner(config, CONFIG, numerics, Trainer(*arguments), pool, params)
+    arguments = (SamplingParams(), config.algorithm, config.training, optimizer(), pool, mesh)
+    return Learner(config, CONFIG, numerics, Trainer(CONFIG, numerics, *arguments), pool, params)
 
 
 def make_groups(params):
@@ -222,8 +236,8 @@ def test_tokens_come_back_from_where_they_were_laid(params, groups):
     "algorithm",
     [
         {"name": "grpo", "kl_coefficient": 0.0},
-        {"name": "dapo", "dynamic_sampling": False, "correction_cap": 2.0, "correction_mask": "token"},
-        pytest.param({"name": "dapo", "dynamic_sampling": False}, marks=pytest.mark.long),
+        CORRECTED,
+        pytest.param(PLAIN, marks=pytest.mark.long),
         pytest.param({"name": "dr_grpo", "kl_coefficient": 0.0}, marks=pytest.mark.long),
         pytest.param({"name": "gspo", "kl_coefficient": 0.0}, marks=pytest.mark.long),
     ],
@@ -262,8 +276,8 @@ def test_responses_without_advantage_are_left_out_and_nothing_else_changes(param
 
 def test_a_step_without_any_advantage_is_an_update_without_gradient(params, groups):
     equal = [dataclasses.replace(group, rewards=[{"reward": 1.0}] * 2) for group in groups]
-    keys = {"name": "dapo", "dynamic_sampling": False, "overlong_buffer": 0}
-    learner = make_learner(params, keys | {"skip_zero_advantages": True})
+    keys = PLAIN | {"overlong_buffer": 0, "skip_zero_advantages": True}
+    learner = make_learner(params, keys)
     state, metrics = learner.learn(learner.init(params), equal, 0)
     assert metrics["gradient_norm"] == 0.0
     assert 0 < metrics["update/tokens"] <= LONGEST
@@ -274,7 +288,7 @@ def test_a_step_without_any_advantage_is_an_update_without_gradient(params, grou
     "keys",
     [
         {"name": "grpo", "kl_coefficient": 0.1},
-        {"name": "dapo", "dynamic_sampling": False, "entropy_coefficient": 0.1},
+        PLAIN | {"entropy_coefficient": 0.1},
         {"name": "ppo"},
     ],
     ids=["kl", "entropy", "critic"],
@@ -288,11 +302,8 @@ def test_nothing_is_left_out_where_the_loss_has_other_terms(params, groups, keys
 
 def test_an_undisturbed_rollout_needs_no_correction(params, groups):
     """pi_old is the rollout's own policy here: factors of 1, nothing left out, the update of before."""
-    keys = {"name": "dapo", "dynamic_sampling": False}
-    plain = make_learner(params, keys)
-    corrected = make_learner(params, keys | {"correction_cap": 2.0, "correction_mask": "token"})
     found = []
-    for learner in (plain, corrected):
+    for learner in (make_learner(params, PLAIN), make_learner(params, CORRECTED)):
         state, metrics = learner.learn(learner.init(params), groups, 0)
         found.append((jax.device_get(state.params), metrics))
     (expected, before), (same, after) = found
@@ -309,9 +320,7 @@ def test_a_disturbed_rollout_is_corrected_token_by_token(params, groups):
     in the first update, whose weights are those of the scoring pass.
     """
     wrong = disturbed(groups, RATIOS)
-    keys = {"name": "dapo", "dynamic_sampling": False, "correction_cap": 2.0}
-    masking = {"correction_mask": "token", "correction_low": 0.5, "correction_high": 2.0}
-    learner = make_learner(params, keys | masking)
+    learner = make_learner(params, CORRECTED)
     minibatches, metrics = prepared(learner, params, wrong)
     lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
     ratios = np.split(RATIOS[: sum(lengths)], np.cumsum(lengths)[:-1])
@@ -336,7 +345,7 @@ def test_a_disturbed_rollout_is_corrected_token_by_token(params, groups):
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert first["policy/clip_fraction_low"] == first["policy/clip_fraction_high"] == 0
     assert first["mismatch/logprob_abs_max"] == pytest.approx(np.log(5.0), rel=1e-3)  # still told
-    uncorrected = make_learner(params, {"name": "dapo", "dynamic_sampling": False})
+    uncorrected = make_learner(params, PLAIN)
     _, other = uncorrected.learn(uncorrected.init(params), wrong, 0)
     assert other["policy/ratio_mean"] == pytest.approx(used.mean(), rel=1e-4)
     assert other["policy/clip_fraction_low"] + other["policy/clip_fraction_high"] > 0
@@ -392,9 +401,8 @@ def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
 def test_the_reference_is_scored_without_filters(params, groups):
     """Its own top-k would say -inf of what the policy has come to like, and no KL how far that is."""
     config = experiment({"name": "grpo"})
-    optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=10)
-    arguments = (CONFIG, Numerics(), SamplingParams(top_k=2), config.algorithm, config.training, optimizer)
-    filtered = Trainer(*arguments, POOL)
+    arguments = (CONFIG, Numerics(), SamplingParams(top_k=2), config.algorithm, config.training)
+    filtered = Trainer(*arguments, optimizer(), POOL)
     learner = make_learner(params, {"name": "grpo"})
     (minibatch,) = learner._pack(groups, 0)
     expected = learner._trainer.score(params, minibatch.batches)
@@ -414,8 +422,7 @@ def test_a_gradient_that_is_no_number_stops_before_anything_is_saved(params, gro
 
 def test_nothing_left_is_an_update_without_gradient(params, groups):
     wrong = disturbed(groups, np.full(6 * LONGEST, 9.0))
-    keys = {"name": "dapo", "dynamic_sampling": False, "correction_mask": "token"}
-    learner = make_learner(params, keys)
+    learner = make_learner(params, CORRECTED)
     _, metrics = learner.learn(learner.init(params), wrong, 0)
     assert metrics["correction/masked"] == 1.0 and metrics["gradient_norm"] == 0.0
 

@@ -89,21 +89,25 @@ def test_chunks_have_the_bits_of_the_whole(params, lengths, chunk):
 @pytest.mark.parametrize("sampling", [SamplingParams(), FILTERED], ids=["plain", "filtered"])
 def test_against_the_textbook(params, sampling):
     batch = packed(1, [30, 25, 20], 98)
-    rope = jnp.asarray(rope_table(CONFIG, 98))
-    attention = PackedAttention(jnp.asarray(batch.segment_ids), Numerics(row_invariant=False))
-    hidden, _ = transformer.forward(
-        params, CONFIG, batch.tokens, batch.positions, attention, rope, attention.numerics
-    )
-    logits = transformer.logits(params, CONFIG, hidden, attention.numerics)
-    transformed = transform_logits(logits, sampling, attention.numerics)
-    expected = jnp.take_along_axis(jax.nn.log_softmax(transformed), jnp.asarray(batch.targets)[..., None], 2)
+
+    @jax.jit
+    def textbook(params, batch):
+        rope = jnp.asarray(rope_table(CONFIG, 98))
+        attention = PackedAttention(batch.segment_ids, Numerics(row_invariant=False))
+        hidden, _ = transformer.forward(
+            params, CONFIG, batch.tokens, batch.positions, attention, rope, attention.numerics
+        )
+        logits = transformer.logits(params, CONFIG, hidden, attention.numerics)
+        return jax.nn.log_softmax(transform_logits(logits, sampling, attention.numerics))
+
+    whole = np.asarray(textbook(params, batch))
+    expected = np.take_along_axis(whole, batch.targets[..., None], axis=2)[..., 0]
     logprobs, entropies = score(params, batch, 32, sampling)
     mask = batch.response_mask
     excluded = np.isneginf(logprobs[mask])
     assert excluded.any() == (sampling is FILTERED) and not excluded.all()
-    np.testing.assert_array_equal(excluded, np.isneginf(expected[..., 0][mask]))
-    np.testing.assert_allclose(logprobs[mask], expected[..., 0][mask], atol=2e-5)
-    whole = np.asarray(jax.nn.log_softmax(transformed))
+    np.testing.assert_array_equal(excluded, np.isneginf(expected[mask]))
+    np.testing.assert_allclose(logprobs[mask], expected[mask], atol=2e-5)
     np.testing.assert_allclose(
         entropies, -np.sum(np.exp(whole) * np.where(np.isfinite(whole), whole, 0.0), axis=-1), atol=2e-5
     )

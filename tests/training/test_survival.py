@@ -225,7 +225,7 @@ def fill_disk(sessions: Sessions, run: Path) -> None:
 def test_a_killed_run_goes_on_and_a_full_disk_may_cost_checkpoints_only(sessions):
     """Both have the numbers of a run that nothing happens to: the second, before it is started again."""
     killed, full = sessions.world / "killed once", sessions.world / "going on"
-    short = ("training.steps=4", "warm_start=null", "evaluation.problems=0")
+    short = ("training.steps=4", "warm_start=null")
     sessions.start(killed, *short)
     sessions.wait_until(lambda: complete(killed), time.perf_counter())
     assert sessions.end(kill=True) == -signal.SIGKILL, sessions.errors.read_text()
