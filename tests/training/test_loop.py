@@ -212,8 +212,8 @@ def test_run_ahead_in_a_further_round_changes_no_number(tmp_path, monkeypatch):
     from the first one after a stop, the first round samples ahead for the second one.
     """
     keys = ["algorithm.dynamic_sampling=true", "evaluation.problems=0", "training.steps=4"]
-    keys += ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=2"]  # idle slots from the beginning
-    ahead = ["speculation.drafter=srt", "speculation.run_ahead_below=4", "speculation.verify_buckets=[8]"]
+    keys += ["engine.max_slots=16", "engine.batch_buckets=[16]"]  # idle slots from the beginning
+    ahead = ["speculation.drafter=srt", "speculation.run_ahead_below=16", "speculation.verify_buckets=[32]"]
     plan_ahead, plans = loop.plan_ahead, []
 
     def plan_without_limit(run, round_):
@@ -227,7 +227,7 @@ def test_run_ahead_in_a_further_round_changes_no_number(tmp_path, monkeypatch):
         calls = itertools.count()
 
         def reward(self, problem, text, calls=calls):
-            group, sample = divmod(next(calls), 2)
+            group, sample = divmod(next(calls), 4)
             return {"reward": float(group % 2 == 1 and sample == 0), "text": zlib.crc32(text.encode()) % 1000}
 
         monkeypatch.setattr(ChainArithmetic, "reward", reward)
@@ -250,7 +250,7 @@ def test_run_ahead_in_a_further_round_changes_no_number(tmp_path, monkeypatch):
     last = [(2, 0, {2}), (2, 1, {3}), (3, 0, {3}), (3, 1, set())]
     stopped = [(1, 0, {1}), (1, 1, set())]
     assert plans == [*first, *second, *last, *first, *stopped, *last]
-    assert [line["rollout/groups_sampled"] for line in runs["plain"]] == [2] * 4
+    assert [line["rollout/groups_sampled"] for line in runs["plain"]] == [4] * 4
 
 
 def test_a_reward_that_raises_is_one_line_and_costs_no_step(plain, tmp_path, monkeypatch):
