@@ -1,4 +1,4 @@
-"""A stand-in of the hub's HTTP interface on this machine: what `huggingface_hub` asks to read a repository."""
+"""A stand-in of the hub on this machine: what `huggingface_hub` asks by HTTP to read a repository."""
 
 import contextlib
 import hashlib

@@ -153,10 +153,14 @@ def _from_run(path: Path, step: int | None) -> SavedPolicy:
             " (checkpoint.keep says how many stay)"
         )
     source = experiment.policy.path
-    if source is not None and not local_directory(source, weights=False).is_dir():
+    try:
+        there, why = source is None or local_directory(source, weights=False).is_dir(), ""
+    except CheckpointError as error:
+        there, why = False, f" ({error})"
+    if not there:
         raise CheckpointError(
             f"{path} holds weights only; architecture and tokenizer come from the policy.path of its"
-            f" config.yaml, {source}, which is not there"
+            f" config.yaml, {source}, which is not there{why}"
         )
     config, tokenizer, source, eos_token_ids = _parts_of_run(path, experiment)
     if experiment.policy.lora is not None:
