@@ -68,34 +68,26 @@ def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files))
     except Exception as error:  # several libraries raise errors of many types
-        raise CheckpointError(f"{shown}: {reason(error, 'model')}") from error
+        raise CheckpointError(f"{shown}: {_reason(error)}") from error
 
 
-def reason(error: BaseException, kind: str) -> str:
-    """Returns in words why the hub's "model" or "dataset" cannot be had."""
+def _reason(error: Exception) -> str:
+    """Returns in words why a model cannot be had."""
     from huggingface_hub import constants, errors
 
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-
-    def raised(kind: type[BaseException]) -> bool:
-        return any(isinstance(cause, kind) for cause in causes)
-
-    if raised(errors.GatedRepoError):
-        return f"the {kind} is gated; accept its terms at {constants.ENDPOINT}, and log in (hf auth login)"
-    if raised(errors.RevisionNotFoundError):
-        return f"the {kind} has no such revision at {constants.ENDPOINT}"
-    if raised(errors.RepositoryNotFoundError):
-        return (
-            f"there is no such directory here, and no such {kind} at {constants.ENDPOINT}, or it is private"
-            " (hf auth login)"
-        )
-    if constants.is_offline_mode():
-        return f"there is no such directory here, and no such {kind} in the cache; HF_HUB_OFFLINE is set"
-    if raised(errors.LocalEntryNotFoundError):
-        return f"there is no such directory here or in the cache, and {constants.ENDPOINT} cannot be reached"
-    return " ".join(str(error).split())[:300]
+    hub, here = constants.ENDPOINT, "there is no such directory here"
+    match error:
+        case errors.GatedRepoError():
+            return f"it is gated; accept its terms at {hub}, and log in (hf auth login)"
+        case errors.RevisionNotFoundError():
+            return f"there is no such revision at {hub}"
+        case errors.RepositoryNotFoundError():
+            return f"{here}, and no such model at {hub}, or it is private (hf auth login)"
+        case errors.LocalEntryNotFoundError() if constants.is_offline_mode():
+            return f"{here}, nor model in the cache, and HF_HUB_OFFLINE is set"
+        case errors.LocalEntryNotFoundError():
+            return f"{here}, nor model in the cache, and {hub} cannot be reached"
+    return f"it cannot be fetched: {' '.join(str(error).split())[:300]}"
 
 
 def pinned(path: str, recorded: str | None = None) -> str:

@@ -49,7 +49,7 @@ class Hub:
         """Returns status, headers and body."""
         parts = urllib.parse.unquote(urllib.parse.urlsplit(path).path).strip("/").split("/")
         is_api = parts[0] == "api"
-        parts = parts[2:] if is_api else parts
+        parts = parts[2:] if is_api else parts[parts[0] == "datasets" :]
         name = "/".join(parts[:2])
         if name not in self._refs:
             return 401, {"X-Error-Code": "RepoNotFound"}, b""
@@ -66,7 +66,9 @@ class Hub:
             return 200, {}, json.dumps(entries if what == "tree" else {"id": name, "sha": commit}).encode()
         if name in self.gated and not has_token:
             return 403, {"X-Error-Code": "GatedRepo"}, b""
-        content = files["/".join(parts[4:])]
+        content = files.get("/".join(parts[4:]))
+        if content is None:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b""
         return 200, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}, content
 
 
@@ -93,7 +95,7 @@ def running() -> Iterator[Hub]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield hub

@@ -15,7 +15,6 @@ from rljax.errors import CheckpointError, ConfigError
 from rljax.evaluation.records import default_output
 from rljax.models.peft import CONFIG as ADAPTER
 from rljax.run_directory import RunDirectory, check_holds_policy
-from rljax.tasks.rows import read_hub
 from rljax.training.policy import make_policy
 from rljax.training.saved_policy import load_saved_policy
 from tests.hub_stand_in import running
@@ -97,12 +96,12 @@ def test_only_what_is_read_is_fetched_and_only_once(stand_in, files, policy):
     assert hub.local_directory(f"org/tiny@{commit}") == whole and stand_in.asked == []  # a commit stays
 
 
-def test_shards_and_adapters_are_weights(stand_in, files):
-    shards = {f"model-0000{number}-of-00002.safetensors": b"1" for number in (1, 2)}
-    content = {"model.safetensors.index.json": b"{}", ADAPTER: b"{}", "adapter_model.safetensors": b"2"}
-    stand_in.push("org/parts", shards | content)
+def test_shards_and_adapters_are_weights(stand_in):
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    names = [*shards, "model.safetensors.index.json", ADAPTER, "adapter_model.safetensors"]
+    stand_in.push("org/parts", {name: name.encode() for name in names})
     hub.local_directory("org/parts")
-    assert stand_in.fetched() == sorted(shards | content)
+    assert stand_in.fetched() == sorted(names)
 
 
 def test_a_revision_and_a_process_that_sees_one_commit(stand_in, files):
@@ -126,7 +125,7 @@ def test_offline_takes_what_is_cached(stand_in, files, monkeypatch):
     stand_in.asked.clear()
     for path in ("org/tiny", "org/tiny@v1", f"org/tiny@{commit}"):
         assert hub.local_directory(path, weights=False).name == commit
-    wanted = "{}: there is no such directory here, and no such model in the cache; HF_HUB_OFFLINE is set"
+    wanted = "{}: there is no such directory here, nor model in the cache, and HF_HUB_OFFLINE is set"
     for path in ("org/tiny", "org/none"):  # the weights of the former were not needed
         assert error_of(hub.local_directory, path) == wanted.format(path)
     assert stand_in.asked == []
@@ -140,9 +139,9 @@ def test_what_cannot_be_had_is_one_line(stand_in, files, monkeypatch):
     wanted = {
         "org/none": f"there is no such directory here, and no such model at {url}, or it is private"
         " (hf auth login)",
-        "org/tiny@v9": f"the model has no such revision at {url}",
-        f"org/tiny@{'0' * 40}": f"the model has no such revision at {url}",
-        "org/gated": f"the model is gated; accept its terms at {url}, and log in (hf auth login)",
+        "org/tiny@v9": f"there is no such revision at {url}",
+        f"org/tiny@{'0' * 40}": f"there is no such revision at {url}",
+        "org/gated": f"it is gated; accept its terms at {url}, and log in (hf auth login)",
     }
     for path, text in wanted.items():
         for ask in (hub.local_directory, hub.pinned, check_holds_policy):
@@ -154,7 +153,8 @@ def test_what_cannot_be_had_is_one_line(stand_in, files, monkeypatch):
 def test_a_hub_that_does_not_answer(stand_in, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert error_of(hub.local_directory, "org/none") == (
-        "org/none: there is no such directory here or in the cache, and http://127.0.0.1:1 cannot be reached"
+        "org/none: there is no such directory here, nor model in the cache, and http://127.0.0.1:1 cannot be"
+        " reached"
     )
 
 
@@ -224,20 +224,41 @@ def test_a_command_reads_the_environment(stand_in, files, tmp_path):
     assert "GET /api/models/org/tiny/revision/main" in stand_in.asked
 
 
-def test_datasets_have_revisions_and_the_same_errors(stand_in, tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    asked = []
+_READ = """
+import sys
+from rljax.errors import ConfigError
+from rljax.tasks.rows import read_hub
+for name in sys.argv[1:]:
+    try:
+        print(*read_hub(name, None, "train", "task.args.hub"))
+    except ConfigError as error:
+        print(error)
+"""
 
-    def load(name, subset, split, revision):
-        asked.append((name, subset, split, revision))
-        return [{"question": "1+1="}]
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    rows = read_hub("org/sums@v1", None, "train", "task.args.hub")
-    assert list(rows) == [("sums@v1/train:0", {"question": "1+1="})]
-    read_hub("sums", None, "train", "task.args.hub")
-    assert asked == [("org/sums", None, "train", "v1"), ("sums", None, "train", None)]
-    monkeypatch.undo()
+def test_datasets_have_revisions_too(stand_in, tmp_path):
+    pytest.importorskip("datasets")
+    stand_in.push("org/sums", {"train.jsonl": b'{"question": "1+1="}\n'}, "v1")
+    stand_in.push("org/sums", {"train.jsonl": b'{"question": "2+2="}\n'})
+    stand_in.push("org/gated", {"train.jsonl": b'{"question": "3+3="}\n'})
+    stand_in.gated.add("org/gated")
+    settings = {"HF_ENDPOINT": stand_in.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    names = ("org/sums", "org/sums@v1", "org/sums@v9", "org/none", "org/gated")
+    command = [sys.executable, "-c", _READ, *names]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
+    first, second, *errors = done.stdout.splitlines()
+    assert first == "('sums/train:0', {'question': '2+2='})"
+    assert second == "('sums@v1/train:0', {'question': '1+1='})"
+    for line, (name, reason) in zip(
+        errors,
+        {
+            "org/sums@v9": "Revision 'v9' doesn't exist for dataset 'org/sums' on the Hub.",
+            "org/none": "Dataset 'org/none' doesn't exist on the Hub or cannot be accessed.",
+            "org/gated": "Dataset 'org/gated' is a gated dataset on the Hub.",
+        }.items(),
+        strict=True,
+    ):
+        assert line.startswith(f"task.args.hub: cannot load {name!r}, split 'train': {reason}")
 
 
 def test_whether_the_hub_answers(stand_in, monkeypatch):

