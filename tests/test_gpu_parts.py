@@ -1,6 +1,5 @@
 """Functions of the parts of the report on a GPU; `test_gpu_report.py` runs the parts themselves."""
 
-import numpy as np
 import pytest
 
 from rljax.errors import UserError

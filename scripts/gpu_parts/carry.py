@@ -1,8 +1,8 @@
 """Takes a policy to a machine in two halves: `python scripts/gpu_parts/carry.py split FILE.gguf FOLDER`.
 
 What may travel at a time is often less than weights take. `split` writes two halves of the file with their
-digests. On the machine, the report's part `rollout` joins the halves in the folder that `REPORT_POLICY` names,
-for which it needs the library gguf; `join FOLDER` does so before.
+digests. On the machine, the report's part `rollout` joins the halves in the folder that `REPORT_POLICY`
+names, for which it needs the library gguf; `join FOLDER` does so before.
 """
 
 import argparse
@@ -46,9 +46,11 @@ def joined(folder: Path) -> Path:
     Raises:
       UserError: something is missing, or a half is not the one that was split off.
     """
+    if (folder / "config.json").exists():
+        return folder
     policy = folder / "policy"
-    if (folder / "config.json").exists() or policy.exists():
-        return policy if policy.exists() else folder
+    if policy.exists():
+        return policy
     whole = folder / "weights.gguf"
     whole.write_bytes(read_halves(folder))
     try:
