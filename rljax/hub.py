@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rljax.config import ExperimentConfig
 from rljax.errors import CheckpointError
@@ -59,14 +60,20 @@ def local_directory(path: str | os.PathLike[str], weights: bool = True) -> Path:
 def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
     shown = name if revision is None else f"{name}@{revision}"
     try:
-        import huggingface_hub
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import tqdm
     except ImportError as error:
         raise CheckpointError(
             f"{shown}: there is no such directory; a model of the hub needs pip install huggingface_hub"
         ) from error
+
+    class Bar(tqdm):  # for weights alone: the others are there at once
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | ({} if weights else {"disable": True}))
+
     files = [*_SMALL_FILES, *(_WEIGHTS if weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, tqdm_class=Bar))
     except Exception as error:  # several libraries raise errors of many types
         raise CheckpointError(f"{shown}: {_reason(error)}") from error
 
