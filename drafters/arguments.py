@@ -127,7 +127,9 @@ class HistoSpecArguments(SpillArguments, MatchArguments):
 class SmallModelArguments(Arguments):
     """Arguments of `SmallModelDrafter`."""
 
-    path: PathText = Field(description="Hugging Face directory of a model with the policy's vocabulary.")
+    path: PathText = Field(
+        description="Hugging Face directory of a model with the policy's vocabulary, or its name on the hub."
+    )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of its weights and products; null is the policy's."
     )

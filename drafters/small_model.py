@@ -11,7 +11,6 @@ policy's are cut off, and tokens beyond the small model's are never drafted.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +25,7 @@ from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.self_drafting import margin_log_probability
 from rljax.engine.state import DecodeState, Prefix
 from rljax.errors import ConfigError, UserError
+from rljax.hub import local_directory
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.tokenizer import Tokenizer
@@ -51,10 +51,11 @@ class SmallModelDrafter:
     """
 
     def __init__(self, arguments: SmallModelArguments) -> None:
-        self.path = Path(arguments.path)
+        self.name = arguments.path
         self.dtype = arguments.dtype
         self.layout = arguments.layout
         try:
+            self.path = local_directory(self.name, weights=False)
             self.config = load_model_config(self.path)
         except UserError as error:
             raise ConfigError(f"speculation.args.path: {error}") from error
@@ -83,7 +84,8 @@ class SmallModelDrafter:
         mesh = self.mesh(target.mesh)
         numerics = self.numerics(target.numerics, mesh)
         try:
-            params = load_params(self.path, load_model_config(self.path), numerics.compute_dtype)
+            path = local_directory(self.name)
+            params = load_params(path, load_model_config(path), numerics.compute_dtype)
         except UserError as error:
             raise ConfigError(f"speculation.args.path: {error}") from error
         self._companion = self._beside(target, _cut(params, self.config.vocab_size), numerics, mesh)

@@ -33,6 +33,7 @@ from rljax.config import ExperimentConfig, load_config, to_yaml
 from rljax.config.changes import Change, config_changes
 from rljax.durable_files import locked, write_durably, writing
 from rljax.errors import CheckpointError, ConfigError, RunDirectoryError
+from rljax.hub import local_directory
 from rljax.provenance import command_line, git_commit, machine_facts
 
 # Files that get a line of JSON with a `step` at a time, and that resuming cuts back to its checkpoint's.
@@ -121,14 +122,14 @@ class RunDirectory:
         self._changes = self._compare(config, allow_changes)
         return self._changes
 
-    def compute_dtype(self) -> str | None:
-        """Returns the number type of the run that goes on here; None if none does, or if its config is
-        unreadable, which `begin` says.
+    def recorded_config(self) -> ExperimentConfig | None:
+        """Returns the config of the run that goes on here; None if none does, or if its config is unreadable,
+        which `begin` says.
         """
         if not self._has_progress() or not self.config_path.exists():
             return None
         try:
-            return load_config(self.config_path).policy.compute_dtype
+            return load_config(self.config_path)
         except ConfigError:
             return None
 
@@ -373,10 +374,10 @@ def is_run(path: str | os.PathLike[str]) -> bool:
 
 
 def check_holds_policy(path: str | os.PathLike[str]) -> None:
-    """Raises a CheckpointError unless a path is a run directory or a Hugging Face directory. Commands call it
-    before they import JAX.
+    """Raises a CheckpointError unless a path is a run directory or a Hugging Face directory, or names a model
+    of the hub. Commands call it before they import JAX.
     """
-    path = Path(path)
+    path = local_directory(path, weights=False)
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}; give a run directory or a Hugging Face model directory")

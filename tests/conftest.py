@@ -17,6 +17,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else somebody has chosen on
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # small ones are many
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # a mistyped directory is no question to the network
+
 import jax  # noqa: E402  (it reads these variables)
 import pytest  # noqa: E402
 

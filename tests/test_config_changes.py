@@ -74,12 +74,13 @@ def test_the_number_type_of_a_platform(setting, platform, recorded, dtype):
 
 
 def test_a_run_that_goes_on_keeps_its_number_type(run):
-    assert run.compute_dtype() is None
+    assert run.recorded_config() is None
     run.begin(with_compute_dtype(make_config(), "gpu"))
-    assert run.compute_dtype() is None  # nothing to go on from
+    assert run.recorded_config() is None  # nothing to go on from
     run.append_metrics({"step": 0})
-    assert run.compute_dtype() == "bfloat16"
-    resumed = with_compute_dtype(make_config(), "cpu", run.compute_dtype())
+    recorded = run.recorded_config().policy.compute_dtype
+    assert recorded == "bfloat16"
+    resumed = with_compute_dtype(make_config(), "cpu", recorded)
     assert run.begin(resumed) == []
 
 

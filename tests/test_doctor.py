@@ -39,7 +39,7 @@ def test_the_core_works_here(capsys, monkeypatch, tmp_path):
     said = capsys.readouterr()
     lines = said.out.splitlines()
     subjects = [line[5:].split(":")[0] for line in lines]
-    assert subjects[:9] == [
+    assert subjects[:10] == [
         "rljax",
         "Python",
         "JAX",
@@ -49,8 +49,9 @@ def test_the_core_works_here(capsys, monkeypatch, tmp_path):
         "row-invariance",
         "compilation cache",
         "configs",
+        "hub",
     ]
-    assert all(line.startswith("ok   ") for line in lines[:9]) and said.err == ""
+    assert all(line.startswith("ok   ") for line in lines[:10]) and said.err == ""
     assert "(supported: <0.12,>=0.10.2)" in lines[2] and "no compiled programs found" in lines[7]
     assert list(tmp_path.iterdir()) == []  # it writes nothing
 

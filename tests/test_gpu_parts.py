@@ -1,6 +1,5 @@
 """Functions of the parts of the report on a GPU; `test_gpu_report.py` runs the parts themselves."""
 
-import numpy as np
 import pytest
 
 from rljax.errors import UserError
@@ -104,14 +103,6 @@ def test_a_half_that_has_not_arrived(tmp_path, capsys, name, content, error):
     assert carry.main(["join", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert error in message and message.count("\n") == 1
-
-
-def test_rotary_pairs_lie_in_halves_again():
-    """llama.cpp's conversion, of heads with 4 rows, and back."""
-    weight = np.arange(2 * 4 * 3).reshape(8, 3)
-    side_by_side = weight.reshape(2, 2, 2, 3).swapaxes(1, 2).reshape(8, 3)
-    assert not np.array_equal(side_by_side, weight)
-    np.testing.assert_array_equal(carry._halved_rotation(side_by_side, 2), weight)
 
 
 def test_a_policy_that_cannot_be_split(tmp_path):

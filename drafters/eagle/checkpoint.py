@@ -32,6 +32,7 @@ import safetensors.numpy
 from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
 from drafters.eagle.saving import holds_saved, load_saved
 from rljax.errors import CheckpointError
+from rljax.hub import local_directory
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import read_json_object
 from rljax.models.transformer import Params
@@ -186,14 +187,14 @@ def _at(params: Params, path: tuple[str, ...]) -> Any:
 
 def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, Params]:
     """Loads a head and its float32 weights, written by `save_head` or by others in the same layout, or by a
-    run to its `save_dir` (`saving.py`).
+    run to its `save_dir` (`saving.py`); the directory may be a name on the hub.
 
     An EAGLE head is loaded as `eagle`; to train it as HASS, replace `variant`.
 
     Raises:
       CheckpointError: it is no such head, or not one for this policy.
     """
-    directory = Path(directory)
+    directory = local_directory(directory)
     if holds_saved(directory):
         config, saved = load_saved(directory, policy)
         return config, jax.block_until_ready(jax.tree.map(jnp.asarray, saved))

@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "serve a policy by OpenAI's HTTP interface",
     "generate": "stream a policy's response to a prompt",
     "export": "write a run's policy as a Hugging Face directory",
+    "import": "write the policy in a GGUF file as a Hugging Face directory",
     "report": "write the report of one run or several",
     "plan": "print memory, compile time and speed of a run, for devices that need not be here",
     "doctor": "say what this installation can do, and what installs the rest",

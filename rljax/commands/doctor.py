@@ -1,7 +1,7 @@
 """What this installation can do, and what installs the rest: `rljax doctor`.
 
-A line each on Python, JAX, the devices, number types, row-invariance and the compilation cache, then on every
-extra. The exit status is 0 when the core works: a missing extra is no failure.
+A line each on Python, JAX, the devices, number types, row-invariance, the compilation cache and the hub, then
+on every extra. The exit status is 0 when the core works: a missing extra is no failure.
 """
 
 import argparse
@@ -41,6 +41,7 @@ EXTRAS = {
     "jetstream": Extra("JetStream's interfaces", ("jetstream",)),
     "datasets": Extra("tasks from data sets", ("datasets", "pyarrow")),
     "endpoints": Extra("rewards by a judge or a reward model behind HTTP", ("httpx",)),
+    "gguf": Extra("rljax import", ("gguf",)),
     "math": Extra("rewards for mathematics", ("math_verify",)),
     "reasoning-gym": Extra("tasks of Reasoning Gym", ("reasoning_gym",)),
     "wandb": Extra("Weights & Biases", ("wandb",)),
@@ -219,6 +220,10 @@ def findings() -> Iterator[Finding]:
         yield from device_lines()
         yield _cache()
     yield _configs()
+    if not _missing(["huggingface_hub"]):
+        from rljax.hub import state
+
+        yield Finding("hub", state())
     yield from extra_lines(extras)
 
 

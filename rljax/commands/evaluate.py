@@ -9,6 +9,7 @@ from drafters.names import check_drafters
 from rljax.accelerators import skip_absent
 from rljax.errors import UserError
 from rljax.evaluation.settings import evaluation_config
+from rljax.hub import pinned
 from rljax.run_directory import check_holds_policy
 from rljax.tasks.registry import check_names
 
@@ -24,7 +25,9 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         " token). `rljax train --help` lists all.",
         allow_abbrev=False,
     )
-    parser.add_argument("policy", metavar="DIR", help="a run, or a Hugging Face model directory")
+    parser.add_argument(
+        "policy", metavar="DIR", help="a run, a Hugging Face model directory, or org/name[@revision]"
+    )
     parser.add_argument(
         "--step", type=int, metavar="N", help="of a run: which checkpoint (default: the newest)"
     )
@@ -52,6 +55,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = _parser(prog).parse_intermixed_args(argv)
     try:
+        arguments.policy = pinned(arguments.policy)
         config = evaluation_config(arguments.policy, arguments.config, arguments.overrides)
         check_holds_policy(arguments.policy)
         check_names(config.task)

@@ -12,6 +12,7 @@ from pathlib import Path
 from drafters.names import check_name
 from rljax.accelerators import skip_absent
 from rljax.errors import ConfigError, UserError
+from rljax.hub import pinned
 from rljax.run_directory import check_holds_policy
 
 _MOST_SLOTS = 64  # samples of `-n` decoded at a time
@@ -24,7 +25,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         " the drafter, and from `rljax serve`.",
         allow_abbrev=False,
     )
-    parser.add_argument("policy", help="a run directory or a Hugging Face directory")
+    parser.add_argument("policy", help="a run directory, a Hugging Face directory, or org/name[@revision]")
     parser.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input")
     parser.add_argument("--file", metavar="FILE", help="read the prompt from a file")
     parser.add_argument("--raw", action="store_true", help="the prompt is no chat: apply no template")
@@ -71,7 +72,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_policy_options(arguments: argparse.Namespace) -> None:
-    """Checks what can be checked before JAX is imported.
+    """Checks what can be checked before JAX is imported, and puts the commit into a name of the hub.
 
     Raises:
       UserError: an option that is impossible, or a path that holds no policy.
@@ -84,6 +85,7 @@ def check_policy_options(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: {value}, expected at least 1")
     if arguments.drafter is not None:
         check_name("--drafter", arguments.drafter, "none")
+    arguments.policy = pinned(arguments.policy)
     check_holds_policy(arguments.policy)
 
 

@@ -29,7 +29,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         " SIGTERM finishes what is being answered and leaves.",
         allow_abbrev=False,
     )
-    parser.add_argument("policy", help="a run directory or a Hugging Face directory")
+    parser.add_argument("policy", help="a run directory, a Hugging Face directory, or org/name[@revision]")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free [8000]")
     parser.add_argument("--name", help="what clients call the model [the directory's name]")
@@ -77,6 +77,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError("serving needs uvicorn: pip install 'rljax[serve]'") from error
     listener = _bind(arguments.host, arguments.port)  # before minutes of compiling
+    name = arguments.name or Path(arguments.policy).resolve().name
     check_policy_options(arguments)
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     say(f"loading {arguments.policy}")
@@ -99,7 +100,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.cache,
     )
     served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)
-    name = arguments.name or Path(arguments.policy).resolve().name
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(served, name),

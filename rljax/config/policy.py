@@ -107,7 +107,8 @@ class PolicyConfig(Section):
     path: PathText | None = Field(
         None,
         min_length=1,
-        description="Hugging Face directory of the model to train. Set either this or policy.shape.",
+        description="Hugging Face directory of the model to train, or its name on the hub, org/name or"
+        " org/name@revision. Set either this or policy.shape.",
     )
     shape: ShapeConfig | None = Field(
         None, description="Architecture of a policy made from scratch. Set either this or policy.path."

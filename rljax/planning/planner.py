@@ -18,6 +18,7 @@ from rljax import target
 from rljax.config import ExperimentConfig, check_devices, with_compute_dtype
 from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
+from rljax.hub import local_directory
 from rljax.learning.packing import pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grown_config
@@ -150,7 +151,7 @@ def planned_policy(config: ExperimentConfig) -> tuple[ModelConfig, tuple[int, ..
       UserError: config.json cannot be read, or the policy is too short for the config's sequences.
     """
     if config.policy.path is not None:
-        path = Path(config.policy.path)
+        path = local_directory(config.policy.path, weights=False)
         if (path / "tokenizer.json").exists():
             model, _, _, eos = checkpoint_parts(path)
         else:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -184,7 +183,7 @@ def open_policy(
     """Loads a policy and makes the worker that decodes it.
 
     Args:
-      path: a run directory or a Hugging Face directory.
+      path: a run directory, a Hugging Face directory, or a name on the hub.
       options: changes to the config.
       say: called with a line about each part that is loaded or left out.
       max_waiting, steps_per_sync: see `EngineWorker`.
@@ -317,7 +316,7 @@ def _prompts(state: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
 
 def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say) -> ExperimentConfig:
     """Returns the run's config, or the defaults, with the changes of the options."""
-    config = _defaults(saved.path, say) if saved.experiment is None else saved.experiment
+    config = _defaults(saved, say) if saved.experiment is None else saved.experiment
     changes = {
         "temperature": options.temperature,
         "top_p": options.top_p,
@@ -393,9 +392,9 @@ def _cluster(config: ClusterConfig, options: Options) -> ClusterConfig:
         raise ConfigError(f"--ray: {error.errors()[0]['msg']}") from error
 
 
-def _defaults(path: Path, say: Say) -> ExperimentConfig:
+def _defaults(saved: SavedPolicy, say: Say) -> ExperimentConfig:
     """Returns the config of a Hugging Face directory, with the sampling of its generation_config.json."""
-    generation = load_generation_config(path)
+    generation, path = load_generation_config(saved.policy.tokenizer_directory), str(saved.path)
     if generation.repetition_penalty != 1.0:
         say(
             f"the directory's repetition_penalty {generation.repetition_penalty:g} is left out: it is meant"
@@ -403,8 +402,8 @@ def _defaults(path: Path, say: Say) -> ExperimentConfig:
         )
     sampling = {name: getattr(generation, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     rollout = RolloutConfig().model_copy(update=sampling)
-    policy, task = PolicyConfig(path=str(path)), TaskConfig(name="chain_arithmetic")  # the task is not used
-    return ExperimentConfig(run_dir=str(path), policy=policy, task=task).model_copy(
+    policy, task = PolicyConfig(path=path), TaskConfig(name="chain_arithmetic")  # the task is not used
+    return ExperimentConfig(run_dir=path, policy=policy, task=task).model_copy(
         update={"rollout": rollout}
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.errors import ConfigError
+from rljax.hub import hub_name
 from rljax.tasks.rewards.registry import require_package
 
 Row = tuple[str, dict[str, Any]]
@@ -36,14 +37,15 @@ def read_file(path: str, key: str) -> Iterator[Row]:
 
 
 def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Row]:
-    """Reads the rows of a Hugging Face dataset, by its id on the hub or from a local directory of data
-    files.
+    """Reads the rows of a Hugging Face dataset, by its name on the hub, `org/name` or `org/name@revision`, or
+    from a local directory of data files.
     """
     require_package(("datasets", "datasets"), key)
     import datasets
 
+    dataset, revision = hub_name(name) or (name, None)
     try:
-        loaded = datasets.load_dataset(name, subset, split=split)
+        loaded = datasets.load_dataset(dataset, subset, split=split, revision=revision)
     except Exception as error:  # several libraries raise errors of many types
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{key}: cannot load {name!r}, split {split!r}: {reason}") from error

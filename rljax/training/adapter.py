@@ -15,6 +15,7 @@ import numpy as np
 from rljax import processes
 from rljax.config import ExperimentConfig
 from rljax.errors import CheckpointError
+from rljax.hub import local_directory
 from rljax.models.config import ModelConfig
 from rljax.models.digest import base_digest
 from rljax.models.huggingface import load_params, save_model
@@ -56,7 +57,7 @@ def make_adapter(
     lora = Lora.of(settings, model)
     if settings.path is None:
         return Adapter(lora, init_factors(model, lora, settings.init, config.seed))
-    factors, digest = load_adapter(settings.path, model, settings)
+    factors, digest = load_adapter(local_directory(settings.path), model, settings)
     if None not in (digest, params) and digest != base_digest(params):
         raise CheckpointError(
             f"policy.lora.path: the adapter in {settings.path} was trained on another base than"
@@ -82,7 +83,7 @@ def keeps_base(config: ExperimentConfig) -> bool:
 
 def base_path(config: ExperimentConfig) -> Path:
     """Returns the directory of a run's base."""
-    return Path(config.run_dir) / "base" if keeps_base(config) else Path(config.policy.path)
+    return Path(config.run_dir) / "base" if keeps_base(config) else local_directory(config.policy.path)
 
 
 def write_base(config: ExperimentConfig, model: ModelConfig, base: Params, tokenizer_source: Path) -> None:

@@ -91,7 +91,7 @@ def export_adapter(
     """
     if saved.experiment is None or saved.adapter is None:
         raise CheckpointError(f"{saved.path} has no adapter: it was trained without policy.lora")
-    path, base = check_destination(destination, force, peft.CONFIG), str(saved.adapter.base.resolve())
+    path, base = check_destination(destination, force, peft.CONFIG), saved.adapter.base
     settings, model = saved.experiment.policy.lora, saved.policy.config
     with _replacing(path) as partial:
         factors = saved.adapter.adapter.factors

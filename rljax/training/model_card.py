@@ -13,6 +13,7 @@ from rljax.config import ExperimentConfig
 from rljax.config.yaml_dialect import Dumper
 from rljax.errors import UserError
 from rljax.evaluation.records import default_output
+from rljax.hub import hub_name
 from rljax.models.digest import weights_digest
 from rljax.models.transformer import num_params
 from rljax.provenance import git_commit
@@ -36,7 +37,9 @@ def model_card(saved: SavedPolicy, dtype: str, name: str, adapter_of: str | None
         "pipeline_tag": "text-generation",
         "tags": ["rljax", "reinforcement-learning", config.algorithm.name],
     }
-    start = "made from scratch" if config.policy.path is None else f"from `{Path(config.policy.path).name}`"
+    path, start = config.policy.path, "made from scratch"
+    if path is not None:
+        start = f"from `{path if hub_name(path) else Path(path).name}`"
     what = "A" if adapter_of is None else "The LoRA adapter of a"
     lines = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",

@@ -8,6 +8,7 @@ from rljax import processes
 from rljax.config import ExperimentConfig, GrowthConfig, ShapeConfig
 from rljax.environments.use import training_texts
 from rljax.errors import CheckpointError, ConfigError, TokenizerError
+from rljax.hub import local_directory
 from rljax.models.chat_turns import ChatTurns
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grow
@@ -54,9 +55,10 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
         processes.from_first(lambda: _make_tokenizer(task, directory))
     model_config, tokenizer, source, eos_token_ids = policy_parts(config, directory)
     if config.policy.lora is not None and not keeps_base(config):
-        params = load_in_compute_dtype(source, model_config, config.policy.compute_dtype)
+        weights = local_directory(config.policy.path)
+        params = load_in_compute_dtype(weights, model_config, config.policy.compute_dtype)
     elif config.policy.path is not None:
-        params = load_params(source, model_config, dtype="float32")
+        params = load_params(local_directory(config.policy.path), model_config, dtype="float32")
     else:
         params = init_params(model_config, config.seed)
     return Policy(model_config, params, tokenizer, source, eos_token_ids)
@@ -81,7 +83,9 @@ def policy_parts(
     tokenizer must exist.
     """
     if config.policy.path is not None:
-        model_config, tokenizer, source, eos_token_ids = checkpoint_parts(Path(config.policy.path))
+        model_config, tokenizer, source, eos_token_ids = checkpoint_parts(
+            local_directory(config.policy.path, weights=False)
+        )
     else:
         source, tokenizer = directory, Tokenizer.load(directory)
         model_config = shape_config(config.policy.shape, tokenizer.vocab_size)

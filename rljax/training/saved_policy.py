@@ -1,6 +1,6 @@
 """Loads a saved policy: a checkpoint of a run, or a Hugging Face directory.
 
-    saved = load_saved_policy("runs/quickstart")            # or step=20, or "models/Qwen2.5-0.5B-Instruct"
+    saved = load_saved_policy("runs/quickstart")            # or step=20, or "Qwen/Qwen2.5-0.5B-Instruct"
     saved.policy.params, saved.policy.tokenizer, ...
 
 Evaluation, export, generation and serving begin here. Files of the optimizer state are verified, not loaded.
@@ -17,6 +17,7 @@ import numpy as np
 from rljax.cluster.routing import ROUTING
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import CheckpointError, ConfigError
+from rljax.hub import hub_name, local_directory
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grown_config
 from rljax.models.huggingface import load_model_config, load_params
@@ -29,6 +30,7 @@ from rljax.training.adapter import (
     base_path,
     check_base,
     factor_template,
+    keeps_base,
     load_base,
     merged_in_float32,
 )
@@ -43,12 +45,12 @@ class SavedAdapter:
 
     Attributes:
       adapter: settings and factors.
-      base: directory of the base.
+      base: directory of the base, or its name on the hub.
       base_digest: name of the base, from `base_digest`.
     """
 
     adapter: Adapter
-    base: Path
+    base: str
     base_digest: str
 
 
@@ -57,7 +59,7 @@ class SavedPolicy:
     """A policy that was loaded from disk.
 
     Attributes:
-      path: directory of the run or of the model.
+      path: directory of the run or of the model, or the model's name on the hub.
       policy: the policy, with float32 weights.
       experiment: config of the run, with `path` as `run_dir`; None for a Hugging Face directory.
       step: training step of the checkpoint; None for a Hugging Face directory.
@@ -85,7 +87,7 @@ def load_saved_policy(path: str | os.PathLike[str], step: int | None = None) -> 
     """Loads a policy.
 
     Args:
-      path: a run directory or a Hugging Face model directory.
+      path: a run directory, a Hugging Face model directory, or a name on the hub.
       step: step of the run's checkpoint; None loads the newest.
 
     Raises:
@@ -120,7 +122,7 @@ def saved_steps(path: str | os.PathLike[str]) -> list[int]:
 
 def saved_architecture(path: str | os.PathLike[str]) -> ModelConfig:
     """Returns the architecture of a run's policy, or of that in a Hugging Face directory, without weights."""
-    path = Path(path)
+    path = local_directory(path, weights=False)
     return _parts_of_run(path, run_config(path))[0] if is_run(path) else load_model_config(path)
 
 
@@ -151,10 +153,14 @@ def _from_run(path: Path, step: int | None) -> SavedPolicy:
             " (checkpoint.keep says how many stay)"
         )
     source = experiment.policy.path
-    if source is not None and not Path(source).is_dir():
+    try:
+        there, why = source is None or local_directory(source, weights=False).is_dir(), ""
+    except CheckpointError as error:
+        there, why = False, f" ({error})"
+    if not there:
         raise CheckpointError(
             f"{path} holds weights only; architecture and tokenizer come from the policy.path of its"
-            f" config.yaml, {source}, which is not there"
+            f" config.yaml, {source}, which is not there{why}"
         )
     config, tokenizer, source, eos_token_ids = _parts_of_run(path, experiment)
     if experiment.policy.lora is not None:
@@ -182,10 +188,13 @@ def _merged(
     source = base_path(experiment)
     check_base(checkpoints.directory / str(step), host_state.get(BASE_DIGEST), found, source)
     params = merged_in_float32(base, state["factors"], lora)
-    return step, params, SavedAdapter(Adapter(lora, state["factors"], is_trained=True), source, found)
+    name = None if keeps_base(experiment) else hub_name(experiment.policy.path)
+    base_name = str(source.resolve()) if name is None else name[0]
+    return step, params, SavedAdapter(Adapter(lora, state["factors"], is_trained=True), base_name, found)
 
 
 def _from_huggingface(path: Path) -> SavedPolicy:
-    config, *others = checkpoint_parts(path)
-    params = load_params(path, config, dtype="float32")
+    directory = local_directory(path)
+    config, *others = checkpoint_parts(directory)
+    params = load_params(directory, config, dtype="float32")
     return SavedPolicy(path, Policy(config, params, *others), None, None)

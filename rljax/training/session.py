@@ -17,6 +17,7 @@ from rljax.config.cluster import check_with_workers
 from rljax.config.distributed import check_over_processes
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import ClusterError, Interrupted
+from rljax.hub import with_commits
 from rljax.progress import Progress, silent_progress
 from rljax.run_directory import RunDirectory
 from rljax.training.checkpoint import RunCheckpoints
@@ -52,8 +53,7 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.ended_by_others())
         directory = _locked_directory(config.run_dir, stack)
-        recorded = processes.from_first(directory.compute_dtype)
-        config = with_compute_dtype(config, jax.default_backend(), recorded)
+        config = processes.copied_from_first(lambda: _resolved(config, directory.recorded_config()))
         stop = stack.enter_context(StopRequest(progress.message, first=None))
         changes: list[Change] = []
         processes.from_first(lambda: changes.extend(directory.begin(config, allow_changes)))
@@ -129,6 +129,12 @@ def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCh
     """Returns the checkpoints of a run, with the retention that its config asks for."""
     retention = (config.keep, config.keep_every, config.keep_best)
     return RunCheckpoints(directory.checkpoints_path, *retention)
+
+
+def _resolved(config: ExperimentConfig, recorded: ExperimentConfig | None) -> ExperimentConfig:
+    """Returns the config with what a run keeps when it is resumed: number type and commits of the hub."""
+    dtype = None if recorded is None else recorded.policy.compute_dtype
+    return with_commits(with_compute_dtype(config, jax.default_backend(), dtype), recorded)
 
 
 def _locked_directory(path: str, stack: contextlib.ExitStack) -> RunDirectory:

@@ -1,59 +1,31 @@
 """Takes a policy to a machine in two halves: `python scripts/gpu_parts/carry.py split FILE.gguf FOLDER`.
 
-What may travel at a time is often less than weights take. `split`, where transformers and gguf are installed,
-writes two halves of the file with their digests, and beside them the tokenizer and the config. On the
-machine, the report's part `rollout` joins the halves in the folder that `REPORT_POLICY` names, for which gguf
-is enough; `join FOLDER` does so before.
+What may travel at a time is often less than weights take. `split` writes two halves of the file with their
+digests. On the machine, the report's part `rollout` joins the halves in the folder that `REPORT_POLICY`
+names, for which it needs the library gguf; `join FOLDER` does so before.
 """
 
 import argparse
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-import safetensors.numpy
-
 from rljax.errors import UserError
+from rljax.models.gguf_files import import_gguf
 
 HALVES = ("weights-first-half", "weights-second-half")
 _DIGESTS = "digests.json"
-_WEIGHTS = "model.safetensors"
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
 
 def split(file: Path, folder: Path) -> None:
-    """Writes the halves of a GGUF file, their digests, its config and its tokenizer.
-
-    Raises:
-      UserError: the file cannot be read, or its architecture is another one.
-    """
-    import transformers
-
+    """Writes the halves of a GGUF file and their digests; raises UserError if the file cannot be read."""
     try:
         content = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-    config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    if config.model_type != "llama" or not config.tie_word_embeddings:
-        raise UserError(f"{file}: only tensors of Llama's architecture with tied embeddings are known")
-    config.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     write_halves(content, folder)
 
 
@@ -68,23 +40,24 @@ def write_halves(content: bytes, folder: Path) -> None:
 
 
 def joined(folder: Path) -> Path:
-    """Returns a folder as a Hugging Face directory: joins the halves in it, unless that was done, or it was
-    one to begin with.
+    """Returns the Hugging Face directory in a folder: makes it of the halves, unless that was done, or the
+    folder was one to begin with.
 
     Raises:
       UserError: something is missing, or a half is not the one that was split off.
     """
-    if (folder / _WEIGHTS).exists():
+    if (folder / "config.json").exists():
         return folder
-    content = read_halves(folder)
+    policy = folder / "policy"
+    if policy.exists():
+        return policy
     whole = folder / "weights.gguf"
-    whole.write_bytes(content)
+    whole.write_bytes(read_halves(folder))
     try:
-        tensors = _tensors(whole, json.loads((folder / "config.json").read_bytes()))
+        import_gguf(whole, policy, "bfloat16")
     finally:
         whole.unlink()
-    safetensors.numpy.save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
-    return folder
+    return policy
 
 
 def read_halves(folder: Path) -> bytes:
@@ -108,36 +81,6 @@ def read_halves(folder: Path) -> bytes:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _tensors(file: Path, config: dict) -> dict[str, np.ndarray]:
-    """Returns a GGUF file's tensors by Hugging Face's names, in bfloat16."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise UserError(
-            "gguf is not installed, which reads the weights: bring its wheel, or pip install it"
-        ) from error
-
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    tensors = {}
-    for tensor in gguf.GGUFReader(file).tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
-        if layer is None:
-            name = f"model.{_NAMES[tensor.name.removesuffix('.weight')]}.weight"
-        else:
-            name = f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.weight"
-            if layer[2] in heads:
-                values = _halved_rotation(values, heads[layer[2]])
-        tensors[name] = np.ascontiguousarray(values).astype(ml_dtypes.bfloat16)
-    return tensors
-
-
-def _halved_rotation(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes what llama.cpp does to the rows of queries and keys, whose rotary pairs it puts side by side."""
-    rows, inputs = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

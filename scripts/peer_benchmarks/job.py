@@ -47,7 +47,7 @@ def write_job(run: TrainingRun, prompts: list[dict[str, str]], micro_batch: int,
       micro_batch: sequences of an update that are computed at a time: whole groups.
       directory: must exist.
     """
-    config, tokenizer = run.config, run.config.policy.path or run.directory.path / "tokenizer"
+    config, tokenizer = run.config, run.tokenizer_directory
     save_model(directory / "policy", run.engine.config, run.state.params, "float32", tokenizer)
     job = {
         "policy": str(directory / "policy"),

