@@ -50,6 +50,6 @@ def test_equal_numbers_are_one_vote():
 
 @pytest.mark.parametrize("text", ["1" * 10**6, "1," * 10**6, r"\boxed{" * 10**5, "-" * 10**6, "1." * 10**6])
 def test_long_texts_take_no_longer_than_they_are(text):
-    start = time.perf_counter()
+    start = time.process_time()
     last_answer(text)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
