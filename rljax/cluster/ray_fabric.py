@@ -150,7 +150,8 @@ def _say_if_killed() -> Callable[[], None]:
 
     def end() -> None:
         atexit.unregister(end)
-        speaker.communicate(b".")
+        if not speaker.stdin.closed:  # else it has been called
+            speaker.communicate(b".")
 
     atexit.register(end)
     return end

@@ -262,7 +262,7 @@ def test_a_head_that_has_ended_is_one_line(monkeypatch, address):
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", True),
         ("os._exit(1)", True),
-        ("end(); os._exit(2)", False),
+        ("end(); end(); os._exit(2)", False),
         ("", False),
     ],
 )
