@@ -1,12 +1,12 @@
 """Breaks one mechanism at a time in a copy of the code, and says which breakages no test notices.
 
-    python scripts/mutate.py                            # all of tests/mutations.yaml: about an hour
+    python scripts/mutate.py                            # all of tests/mutations.yaml
     python scripts/mutate.py --only race,tests/cluster  # those with such a text in name, file or tests
 
-Tests of a mutation run until the first one fails, which is what should happen; a mutation whose tests pass
-survives. They are those that `pytest` runs without `--all`. What was found is kept, so the same command goes
-on where it stopped; where the code has changed since, it begins anew. The exit status is 1 if a mutation
-survived, or if its tests fail on the code as it is.
+Tests of a mutation run until the first one fails, which is what should happen and is said; a mutation whose
+tests pass survives. They are those that `pytest` runs without `--all`. What was found is kept, so the same
+command goes on where it stopped; where the code has changed since, it begins anew. The exit status is 1 if a
+mutation survived, or if its tests fail on the code as it is.
 """
 
 import argparse
@@ -40,7 +40,8 @@ class Mutation:
       file: the file, from the repository's root.
       replace: text that occurs in it once.
       by: text in its place.
-      tests: files or folders of tests, one of which should notice.
+      tests: as pytest takes them, one of which should notice: the test where that is known, else a file or
+        folder.
     """
 
     name: str
@@ -62,36 +63,49 @@ def read_mutations(path: Path = MUTATIONS) -> list[Mutation]:
     return [Mutation(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def survives(copy: Path, mutation: Mutation, limit: float) -> bool:
-    """Returns whether the tests of a mutation pass on the broken code; `copy` is left as it was."""
+def noticing_test(copy: Path, mutation: Mutation, limit: float) -> str | None:
+    """Returns the first test of a mutation that fails on the broken code, None if all pass; `copy` is left
+    as it was.
+    """
     path = copy / mutation.file
     text = path.read_text(encoding="utf-8")
     path.write_text(mutation.applied(text), encoding="utf-8")
     try:
-        return passes(copy, mutation.tests, limit)
+        return first_failure(copy, mutation.tests, limit)
     finally:
         path.write_text(text, encoding="utf-8")
 
 
-def passes(copy: Path, tests: Sequence[str], limit: float) -> bool:
-    """Returns whether tests pass in a copy of the repository within `limit` seconds."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    process = subprocess.Popen(
-        command,
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(limit) == 0
-    except subprocess.TimeoutExpired:  # what hangs is noticed
-        return False
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def first_failure(copy: Path, tests: Sequence[str], limit: float) -> str | None:
+    """Returns the first test that fails in a copy of the repository, None if all pass.
+
+    Args:
+      limit: seconds after which they count as failed.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={cache}", *tests]
+        process = subprocess.Popen(
+            command,
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:  # what hangs is noticed
+            return f"nothing ended within {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if status == 0:
+            return None
+        last_failed = Path(cache) / "v" / "cache" / "lastfailed"
+        if last_failed.exists():
+            return next(iter(json.loads(last_failed.read_text(encoding="utf-8"))))
+        return f"pytest ended with {status}"
 
 
 def copy_repository(into: Path) -> None:
@@ -112,18 +126,21 @@ def digest(copy: Path) -> str:
 
 
 class Findings:
-    """What is known of mutations and tests, in a file: {"code": digest, "passed": {tests or name: bool}}."""
+    """The first test that fails, by mutation, and by noticing test on the code as it is; None if all pass.
+
+    Kept in a file: {"code": digest, "failed": {mutation or noticing test: test}}.
+    """
 
     def __init__(self, path: Path, code: str) -> None:
         self._path, self._code = path, code
-        self.passed: dict[str, bool] = {}
+        self.failed: dict[str, str | None] = {}
         if path.exists() and (kept := json.loads(path.read_text(encoding="utf-8")))["code"] == code:
-            self.passed = kept["passed"]
+            self.failed = kept["failed"]
 
-    def add(self, name: str, passed: bool) -> None:
-        self.passed[name] = passed
+    def add(self, name: str, failed: str | None) -> None:
+        self.failed[name] = failed
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"code": self._code, "passed": self.passed}, indent=1) + "\n")
+        self._path.write_text(json.dumps({"code": self._code, "failed": self.failed}, indent=1) + "\n")
 
 
 def chosen(mutations: Sequence[Mutation], only: str | None) -> Iterator[Mutation]:
@@ -153,20 +170,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         findings = Findings(arguments.findings, digest(copy))
         for number, mutation in enumerate(mutations, 1):
-            start, unbroken = time.monotonic(), " ".join(mutation.tests)
-            if mutation.name not in findings.passed:
-                findings.add(mutation.name, survives(copy, mutation, arguments.limit))
-            if not findings.passed[mutation.name] and unbroken not in findings.passed:
-                findings.add(unbroken, passes(copy, mutation.tests, 4 * arguments.limit))
-            outcome = "SURVIVES" if findings.passed[mutation.name] else "noticed"
-            if outcome == "noticed" and not findings.passed[unbroken]:
-                outcome = "ITS TESTS FAIL ANYWAY"
+            start = time.monotonic()
+            if mutation.name not in findings.failed:
+                findings.add(mutation.name, noticing_test(copy, mutation, arguments.limit))
+            noticed = findings.failed[mutation.name]
+            if noticed and noticed not in findings.failed:
+                tests = (noticed,) if "::" in noticed else mutation.tests
+                findings.add(noticed, first_failure(copy, tests, 4 * arguments.limit))
+            outcome = f"noticed by {noticed}" if noticed else "SURVIVES"
+            if noticed and findings.failed[noticed]:
+                outcome = f"FAILS ON THE CODE AS IT IS: {findings.failed[noticed]}"
             seconds = time.monotonic() - start
-            print(f"[{number}/{len(mutations)}] {seconds:5.0f} s  {outcome:9} {mutation.name}", flush=True)
-    survivors = [each.name for each in mutations if findings.passed[each.name]]
-    failing = {
-        " ".join(each.tests) for each in mutations if not findings.passed.get(" ".join(each.tests), True)
-    }
+            print(f"[{number}/{len(mutations)}] {seconds:5.0f} s  {mutation.name}: {outcome}", flush=True)
+    survivors = [each.name for each in mutations if not findings.failed[each.name]]
+    failing = {test for each in mutations if (test := findings.failed.get(findings.failed[each.name]))}
     print(f"{len(mutations) - len(survivors)} of {len(mutations)} noticed")
     for tests in sorted(failing):
         print(f"fail on the code as it is: {tests}")

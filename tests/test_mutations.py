@@ -16,7 +16,12 @@ def test_every_mutation_applies_and_names_tests():
     for mutation in _LIST:
         text = (root / mutation.file).read_text(encoding="utf-8")
         assert mutation.applied(text) != text, mutation.name
-        assert mutation.tests and all((root / test).exists() for test in mutation.tests), mutation.name
+        assert mutation.tests, mutation.name
+        for test in mutation.tests:
+            file, _, function = test.partition("::")
+            assert (root / file).exists(), mutation.name
+            if function:
+                assert f"def {function.partition('[')[0]}(" in (root / file).read_text(encoding="utf-8"), test
     assert len({mutation.name for mutation in _LIST}) == len(_LIST)
 
 
@@ -56,8 +61,13 @@ def test_noticed_and_survived_and_remembered(tmp_path, monkeypatch, capsys):
     findings = tmp_path / "found.json"
     assert mutate.main(["--findings", str(findings)]) == 1
     said = capsys.readouterr().out
-    assert "noticed   one is wrong" in said and "SURVIVES  two is wrong" in said and "1 of 2 noticed" in said
-    kept = json.loads(findings.read_text())["passed"]
-    assert kept == {"one is wrong": False, "tests/test_code.py": True, "two is wrong": True}
+    assert "one is wrong: noticed by tests/test_code.py::test_one\n" in said
+    assert "two is wrong: SURVIVES\n" in said and "1 of 2 noticed" in said
+    kept = json.loads(findings.read_text())["failed"]
+    assert kept == {
+        "one is wrong": "tests/test_code.py::test_one",
+        "tests/test_code.py::test_one": None,
+        "two is wrong": None,
+    }
     assert mutate.main(["--findings", str(findings), "--only", "one is"]) == 0
     assert "1 of 1 noticed" in capsys.readouterr().out
