@@ -1,18 +1,25 @@
 """A policy of one layer, and requests to it, for tests of how rollouts are decoded."""
 
+import itertools
+
 import jax
 import numpy as np
 
+from drafters.base import Outcome
 from rljax.engine.buckets import Buckets
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.requests import Request
 from rljax.sampling.noise import request_key
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 
 VOCAB, EOS, SLOTS = 64, 1, 4
 CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
 BUCKETS = Buckets((2, 4), (64, 128), (8, 16, 32), 7)
+
+HEAD = {"pack_length": 64, "depths": [3], "slices": 2, "unrolled_steps": 2}  # an EAGLE head of few programs
+ALL_ROWS = [32, 16, 0, 8, 32, 32, 0, 16, 8]
 
 
 def make_params(seed=0):
@@ -29,6 +36,26 @@ def make_requests(lengths=(3, 20, 64, 8, 1, 30), limits=(60, 40, 64, 7, 1, 98)):
         Request(prompt, request_key(0, 0, 0, i, sample), limit)
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
         for sample in range(3)
+    ]
+
+
+def assert_same(completions, expected):
+    assert len(completions) == len(expected)
+    for mine, other in zip(completions, expected, strict=True):
+        np.testing.assert_array_equal(mine.response_ids, other.response_ids)
+        np.testing.assert_array_equal(mine.logprobs, other.logprobs)
+        assert mine.finish_reason == other.finish_reason
+
+
+def spell(ids):
+    """Letters, so that one stop string can be spelled by several tokens."""
+    return "".join("abcd"[i % 4] for i in ids)
+
+
+def outcomes(requests, completions):
+    return [
+        Outcome(request.prompt_ids, completion.response_ids, 0.0)
+        for request, completion in zip(requests, completions, strict=True)
     ]
 
 
@@ -69,3 +96,20 @@ class CheapTimes(PassTimes):
 
     def _add(self, seconds, *key):
         assert seconds > 0
+
+
+class FavouriteRows(CheapTimes):
+    """Rows of passes in turn, whatever they promise; 0 is a plain step."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = itertools.cycle(rows)
+
+    def choose(self, candidates, buckets, times, batch, length):
+        fitting = [rows for rows, _ in BUCKETS.passes(batch) if rows > len(candidates.current)]
+        rows = next(self.rows)
+        return min(rows, fitting[-1]) and max(min(rows, fitting[-1]), fitting[0])
+
+    @property
+    def choice(self):
+        return StrategyChoice(choose_rows=self.choose)

@@ -22,7 +22,7 @@ from rljax.kernels import tuned
 from rljax.models.linear import linear, product
 from rljax.numerics.quantized import dequantize, pack_nibbles, unpack_nibbles
 from rljax.numerics.rows import Numerics
-from tests.engine.test_engine import CONFIGS, lively_params
+from tests.engines import CONFIGS, lively_params
 
 W4, W8, W8A8 = WeightFormat(4, 128), WeightFormat(8, 0), WeightFormat(8, 0, "int8")
 FORMATS = {"w4": W4, "w4, whole rows": WeightFormat(4, 0), "w8": W8, "w8, groups": WeightFormat(8, 64)}

@@ -20,8 +20,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 

@@ -18,16 +18,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
-from tests.engine.test_engine import (
-    BUCKETS,
-    CONFIGS,
-    LONGEST,
-    SAMPLING,
-    VOCAB,
-    ask,
-    decode,
-    lively_params,
-)
+from tests.engines import BUCKETS, CONFIGS, LONGEST, SAMPLING, VOCAB, ask, decode, lively_params
 from tests.exactness import exact_numerics
 
 NODES = BUCKETS.max_drafts

@@ -14,95 +14,27 @@ from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.host_sync import Assignment
 from rljax.learning.packing import pack_sequences
 from rljax.models import transformer
-from rljax.models.config import ModelConfig, RopeScaling
+from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
+from tests.engines import (
+    BUCKETS,
+    CONFIGS,
+    LONGEST,
+    SAMPLING,
+    VOCAB,
+    Asked,
+    ask,
+    decode,
+    lively_params,
+    poison,
+)
 from tests.exactness import MOST_FLIPS, exact_numerics
 
-VOCAB, LONGEST = 96, 512
 NUMERICS = Numerics()
-SAMPLING = SamplingParams(temperature=0.8)
-BUCKETS = Buckets((2, 5), (64, LONGEST), (20, 40), 7)  # of other files, which so share compiled programs
-CONFIGS = {  # by the number of queries a key; one of them with several layers
-    "three": ModelConfig("qwen3", VOCAB, 64, 1, 6, 2, 64, 160, tie_embeddings=True, qk_norm=True),
-    "one": ModelConfig("qwen2", VOCAB, 64, 2, 2, 2, 64, 160, attention_bias=True),
-    "two": ModelConfig("llama", VOCAB, 64, 1, 4, 2, 64, 160, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)),
-    "all": ModelConfig("llama", VOCAB, 64, 1, 8, 1, 32, 160),
-}
-
-
-def lively_params(config, seed=0):
-    """Weights whose policy is far from uniform, with no norm at 1 and no bias at 0."""
-    rng = np.random.default_rng(seed)
-
-    def stir(leaf):
-        if leaf.ndim > 1:
-            return jnp.asarray(leaf * 3)
-        return jnp.asarray(leaf + np.float32(0.2) * rng.standard_normal(leaf.shape, dtype=np.float32))
-
-    return jax.tree.map(stir, jax.device_get(transformer.init_params(config, seed)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    prompt: list[int]
-    key: np.ndarray
-    limit: int
-
-
-def ask(prompt_lengths, limits, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        Asked(rng.integers(2, VOCAB, length).tolist(), request_key(seed, i), limit)
-        for i, (length, limit) in enumerate(zip(prompt_lengths, limits, strict=True))
-    ]
-
-
-def decode(engine, params, asked, order=None, capacity=0, one_by_one=False, visit_steps=None):
-    """Decodes requests to the end, compacting and growing on the way.
-
-    Args:
-      order: the slot of each request; the order of insertion where inserted one by one.
-      capacity: positions that the cache starts with, at least.
-
-    Returns:
-      a list of (tokens, logprobs), one per request.
-    """
-    order = list(range(len(asked))) if order is None else order
-    prefix = engine.prefill(params, [each.prompt for each in asked])
-    state = engine.init_state(max(order) + 1, max(capacity, *(len(each.prompt) for each in asked)))
-    assignments = [Assignment(i, order[i], each.key, each.limit) for i, each in enumerate(asked)]
-    slots = {order[i]: i for i in range(len(asked))}
-    outputs = [([], []) for _ in asked]
-
-    def visit(state):
-        state, result = engine.generate(params, state, visit_steps)
-        for slot, i in slots.items():
-            valid = result.tokens[slot] >= 0
-            outputs[i][0].extend(result.tokens[slot][valid].tolist())
-            outputs[i][1].extend(result.logprobs[slot][valid].tolist())
-        return state, result
-
-    if one_by_one:  # each joins while those before it are decoding
-        for assignment in sorted(assignments, key=lambda assignment: assignment.slot):
-            state = engine.insert(prefix, state, assignment)
-            state, result = visit(state)
-    else:
-        state = engine.bulk_insert(prefix, state, assignments)
-        state, result = visit(state)
-    while result.active.any():
-        active = [slot for slot in slots if result.active[slot]]
-        longest = result.lengths[active].max()
-        if engine.buckets.batch_for(len(active)) < state.batch:
-            state = engine.compact(state, active)
-            slots = {new: slots[old] for new, old in enumerate(active)}
-        if longest >= state.cache.length:
-            state = engine.grow(state)
-        state, result = visit(state)
-    return outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,27 +156,6 @@ def test_training_recomputes_the_logprobs_bit_for_bit(world):
             mine = recomputed[packing.row[i], first : first + each.limit]
             mismatch = np.abs(mine - np.asarray(world.together[i][1], np.float32))
             assert mismatch.max() == 0.0
-
-
-def poison(state, value=1e4):
-    """Fills what no slot may see: all of inactive slots, and every position from a slot's length on."""
-    visible = np.arange(state.cache.length)[None] < np.asarray(state.lengths)[:, None]
-    visible &= np.asarray(state.active)[:, None]
-    cache = state.cache
-    blocks = cache.keys[0].shape[2]
-    in_keys = jnp.asarray(visible.reshape(state.batch, 1, blocks, 1, -1))
-    in_values = jnp.asarray(visible[:, None, :, None])
-    return state.replace(
-        cache=cache.replace(
-            keys=[
-                jnp.where(jnp.broadcast_to(in_keys, k.shape), k, jnp.full_like(k, value)) for k in cache.keys
-            ],
-            values=[
-                jnp.where(jnp.broadcast_to(in_values, v.shape), v, jnp.full_like(v, value))
-                for v in cache.values
-            ],
-        )
-    )
 
 
 def test_old_and_unwritten_cache_is_invisible(world):

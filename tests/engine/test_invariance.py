@@ -17,7 +17,7 @@ from rljax.models.linear import product
 from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics
 from rljax.training.assembly import make_numerics, numerics_line, stops_unless_exact
-from tests.engine.test_engine import SAMPLING, ask, decode, lively_params
+from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import check_same
 from tests.misbehaving_products import every_count, lone_rows_and_rests, replaced
 from tests.training.tiny_run import write_config

@@ -11,8 +11,7 @@ from rljax.engine.plain_programs import PlainPrograms
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, make_params, make_requests
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, assert_same, make_params, make_requests
 
 SHORT = ((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # lengths of prompts and responses that fit the smallest cache
 

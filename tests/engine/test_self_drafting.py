@@ -13,17 +13,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.engine.self_drafting import draft_keys
 from rljax.sampling.distribution import SamplingParams
-from tests.engine.test_engine import (
-    BUCKETS,
-    CONFIGS,
-    LONGEST,
-    SAMPLING,
-    VOCAB,
-    ask,
-    decode,
-    lively_params,
-    poison,
-)
+from tests.engines import BUCKETS, CONFIGS, LONGEST, SAMPLING, VOCAB, ask, decode, lively_params, poison
 from tests.exactness import exact_numerics
 
 NODES = BUCKETS.max_drafts

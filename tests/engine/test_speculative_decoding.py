@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
+from rljax.engine.draft_tree import DraftTree, empty_tree
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.host_sync import Assignment
@@ -19,7 +18,7 @@ from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
-from tests.engine.test_engine import (
+from tests.engines import (
     BUCKETS,
     CONFIGS,
     LONGEST,
@@ -29,14 +28,13 @@ from tests.engine.test_engine import (
     decode,
     lively_params,
     poison,
+    speculate,
+    tangled,
 )
 from tests.exactness import check_same, exact_numerics
 
 GROUPED, SINGLE = "three", "one"
 POLICIES = [(GROUPED, "float32"), (SINGLE, "float32"), (GROUPED, "bfloat16"), (SINGLE, "bfloat16")]
-
-Draft = Callable[[DraftTree, int, list[int]], None]
-"""Fills in the rows of one request: (its row of the tree, the request, the tokens it has emitted)."""
 
 
 def engine_of(config, buckets, dtype="float32", sampling=SAMPLING, eos=(), rule="coupled"):
@@ -45,25 +43,6 @@ def engine_of(config, buckets, dtype="float32", sampling=SAMPLING, eos=(), rule=
 
 
 # -- drafts that know the answer ---------------------------------------------------------------------------
-
-
-def tangled(truth, seed=0, right=0.95):
-    """Random trees in which the true continuation is embedded, here and there with a wrong token."""
-    rng = np.random.default_rng(seed)
-
-    def draft(row, request, emitted):
-        ahead, tip, depth = truth[request][len(emitted) :], -1, 0
-        for node in range(len(row.tokens)):
-            row.tokens[node] = rng.integers(VOCAB)
-            row.parents[node] = rng.integers(-1, node) if node else -1
-            row.valid[node] = rng.random() < 0.98
-            if rng.random() < 0.7 and depth < len(ahead):
-                row.parents[node] = tip
-                if rng.random() < right:
-                    row.tokens[node] = ahead[depth]
-                tip, depth = node, depth + 1
-
-    return draft
 
 
 def chain(truth, then=0):
@@ -93,82 +72,6 @@ def lies(truth):
                 row.valid[node] = True
 
     return draft
-
-
-@dataclasses.dataclass(frozen=True)
-class Emitted:
-    """What requests got: outputs as from `decode`, passes, and tokens emitted by each slot in each pass."""
-
-    outputs: list
-    passes: int
-    counts: list[int]
-
-
-def speculate(
-    engine,
-    params,
-    asked,
-    draft,
-    nodes,
-    order=None,
-    capacity=0,
-    compacting=True,
-    poisoned=None,
-    most=None,
-    take=None,
-):
-    """`tests.engine.test_engine.decode` by verifying passes over `draft`'s trees.
-
-    Args:
-      take: (active slots, the tree) -> (slots that take part, rows), and makes nodes invalid that have no
-        room; None computes all nodes of all slots.
-      poisoned: what everything that no slot may see is filled with before every pass; None for nothing.
-      most: passes; None for as many as it takes.
-    """
-    order = list(range(len(asked))) if order is None else order
-    prefix = engine.prefill(params, [each.prompt for each in asked])
-    state = engine.init_state(max(order) + 1, max(capacity, *(len(each.prompt) for each in asked)))
-    assignments = [Assignment(i, order[i], each.key, each.limit) for i, each in enumerate(asked)]
-    state = engine.bulk_insert(prefix, state, assignments)
-    slots = {order[i]: i for i in range(len(asked))}
-    outputs, passes, counts = [([], []) for _ in asked], 0, []
-    active = np.isin(np.arange(state.batch), order)
-    while active.any() and passes != most:
-        if poisoned is not None:
-            state = poison(state, poisoned)
-        tree = empty_tree(state.batch, nodes)
-        tree.tokens[:] = 1
-        tree.valid[:] = True  # nor must what stands in slots without a request matter
-        for slot, i in slots.items():
-            row = DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot])
-            row.valid[:] = False
-            draft(row, i, outputs[i][0])
-        rows, part = None, np.flatnonzero(active)
-        if take is not None:
-            part, size = take(part, tree)
-            rows = pack_rows(tree, part, size)
-        state, pending = engine.verify(params, state, tree, rows)
-        result = pending.result()
-        passes += 1
-        for slot in range(state.batch):
-            emitted = result.tokens[slot] >= 0
-            count = int(emitted.sum())
-            assert emitted[:count].all() and (count > 0) == (slot in part)
-            if count:
-                i = slots[slot]
-                outputs[i][0].extend(result.tokens[slot][:count].tolist())
-                outputs[i][1].extend(result.logprobs[slot][:count].tolist())
-                assert result.lengths[slot] == len(asked[i].prompt) - 1 + len(outputs[i][0])
-                counts.append(count)
-        going = [slot for slot in slots if result.active[slot]]
-        active = result.active
-        if going and compacting and engine.buckets.batch_for(len(going)) < state.batch:
-            state = engine.compact(state, going)
-            slots = {new: slots[old] for new, old in enumerate(going)}
-            active = np.arange(state.batch) < len(going)
-        if going and max(result.lengths[going]) >= state.cache.length:
-            state = engine.grow(state)
-    return Emitted(outputs, passes, counts)
 
 
 # -- bit for bit -------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
 from rljax.provenance import machine_facts
 from rljax.training.assembly import make_numerics
-from tests.engine.test_engine import SAMPLING, ask, decode, lively_params
+from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config
 

@@ -17,8 +17,7 @@ from rljax.kernels import switch
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
-from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
-from tests.engine.test_speculative_decoding import speculate, tangled
+from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, tangled
 from tests.exactness import check_same
 from tests.kernels.compilation import HOPPER, USUAL_DEVICES, USUAL_TPUS, compile_for
 

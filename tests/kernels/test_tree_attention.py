@@ -14,8 +14,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.kernels.tree_attention import decode_attention, mosaic_gpu, mosaic_tpu, tree_attention
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
-from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
-from tests.engine.test_speculative_decoding import speculate, tangled
+from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, tangled
 from tests.exactness import check_same
 from tests.kernels.compilation import HOPPER, TPUS, compile_for
 

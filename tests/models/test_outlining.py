@@ -20,8 +20,7 @@ from rljax.models.outlining import traced_once
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.training.assembly import unmeasured_numerics
-from tests.engine.test_engine import CONFIGS, SAMPLING, ask, decode, lively_params
-from tests.engine.test_speculative_decoding import speculate, tangled
+from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, tangled
 from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config
 

@@ -17,8 +17,7 @@ from rljax.speculation.speculator import Speculator
 from rljax.training import assembly
 from tests.rollout.test_penalties import BUCKETS
 from tests.rollout.test_penalties import SAMPLING as PENALTIES
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
 
 SERVER = LoopPolicy(sync_at_every_ending=True, most_steps=3)
 

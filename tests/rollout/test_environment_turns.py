@@ -24,9 +24,16 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.base import Problem
 from rljax.tools.workers import ToolWorkers
-from tests.rollout.test_scheduler import spell
-from tests.speculation.test_speculative_pass import ALL_ROWS, FavouriteRows
-from tests.tiny_policy import BUCKETS, CONFIG, SLOTS, make_params, make_requests
+from tests.tiny_policy import (
+    ALL_ROWS,
+    BUCKETS,
+    CONFIG,
+    SLOTS,
+    FavouriteRows,
+    make_params,
+    make_requests,
+    spell,
+)
 
 EOS = (1, 7, 30, 44)  # so many that episodes have several turns
 MAX_TURNS = 4

@@ -16,8 +16,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, assert_same, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (64, 128), (16,), 7)
 SAMPLING = SamplingParams(

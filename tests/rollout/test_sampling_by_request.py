@@ -21,8 +21,7 @@ from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
 
 ENGINE = SamplingParams(temperature=1.2, top_p=0.95)
 SETTINGS = [

@@ -14,7 +14,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
-from tests.tiny_policy import CONFIG, EOS, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, assert_same, make_params, make_requests, spell
 
 BUCKETS = Buckets((2, 4, 8, 16), (64, 128))
 
@@ -41,14 +41,6 @@ def requests():
 @pytest.fixture(scope="module")
 def expected(engine, params, requests):
     return Scheduler(engine, 16).run(params, requests)[0]
-
-
-def assert_same(completions, expected):
-    assert len(completions) == len(expected)
-    for mine, other in zip(completions, expected, strict=True):
-        np.testing.assert_array_equal(mine.response_ids, other.response_ids)
-        np.testing.assert_array_equal(mine.logprobs, other.logprobs)
-        assert mine.finish_reason == other.finish_reason
 
 
 def test_completions_are_what_was_asked_for(requests, expected):
@@ -118,11 +110,6 @@ def test_every_response_is_handed_out_once_when_it_has_ended(engine, params, req
     Scheduler(engine, max_slots).run(params, requests, look, hand_out)
     assert_same([handed_out[index] for index in range(len(requests))], expected)
     assert all(done == out for done, out in finished) and len({done for done, _ in finished}) > 2
-
-
-def spell(ids):
-    """Letters, so that one stop string can be spelled by several tokens."""
-    return "".join("abcd"[i % 4] for i in ids)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 16])

@@ -28,9 +28,19 @@ from rljax.tools.base import ToolError
 from rljax.tools.markup import Markup
 from rljax.tools.use import ToolUse
 from rljax.tools.workers import ToolWorkers
-from tests.rollout.test_scheduler import assert_same, spell
-from tests.speculation.test_speculative_pass import ALL_ROWS, FavouriteRows
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import (
+    ALL_ROWS,
+    BUCKETS,
+    CONFIG,
+    EOS,
+    SLOTS,
+    CheapTimes,
+    FavouriteRows,
+    assert_same,
+    make_params,
+    make_requests,
+    spell,
+)
 
 OPENING, CLOSING, MAX_CALLS = "a", "cb", 3
 

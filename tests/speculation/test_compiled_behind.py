@@ -16,9 +16,17 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same
-from tests.speculation.test_head_drafting import HEAD, outcomes
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import (
+    CONFIG,
+    EOS,
+    HEAD,
+    SLOTS,
+    CheapTimes,
+    assert_same,
+    make_params,
+    make_requests,
+    outcomes,
+)
 
 BUCKETS = Buckets((SLOTS,), (128,), (16,), 7)
 SHRINKING = Buckets((2, SLOTS), (128,), (16,), 7)

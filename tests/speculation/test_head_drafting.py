@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.base import DraftRequest, Outcome
+from drafters.base import DraftRequest
 from drafters.eagle.head_state import FrozenHead
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import attended_lengths
@@ -30,12 +30,21 @@ from rljax.sampling.noise import request_key
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.warm_up import time_passes
 from tests.drafters.eagle.published import write_eagle3
-from tests.rollout.test_scheduler import assert_same, spell
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import (
+    CONFIG,
+    EOS,
+    HEAD,
+    SLOTS,
+    CheapTimes,
+    assert_same,
+    make_params,
+    make_requests,
+    outcomes,
+    spell,
+)
 
 BUCKETS = Buckets((4,), (128,), (16,), 7)
 GROWING = Buckets((4,), (64, 128), (16,), 7)
-HEAD = {"pack_length": 64, "depths": [3], "slices": 2, "unrolled_steps": 2}  # of few programs
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +168,6 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
     assert 0 < statistics.verified < statistics.steps
     assert POOL.compilations == before
     assert read["draft"] == set(buckets.cache) <= read["pairs"]  # prefilling reads one block alone
-
-
-def outcomes(requests, completions):
-    return [
-        Outcome(request.prompt_ids, completion.response_ids, 0.0)
-        for request, completion in zip(requests, completions, strict=True)
-    ]
 
 
 def test_it_knows_the_policys_states_at_every_token(params, requests):

@@ -19,8 +19,7 @@ from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_choice import Candidates, best_rows
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, assert_same, make_params, make_requests
 
 ROWS = (0, *BUCKETS.verify)
 

@@ -11,8 +11,7 @@ from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from tests.speculation.managers.test_manager import CHEAP, FEW, learn, make_engine, roll_out, toggled
-from tests.speculation.test_head_drafting import HEAD
-from tests.tiny_policy import CONFIG, SLOTS, make_params, make_requests
+from tests.tiny_policy import CONFIG, HEAD, SLOTS, make_params, make_requests
 
 EAGLE = HEAD | {"slices": 1, "train_below": 0}
 

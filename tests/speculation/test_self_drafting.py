@@ -16,8 +16,7 @@ from rljax.speculation import draft_length
 from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.draft_length import best_length
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, assert_same, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (128,), (8, 32), 7)
 

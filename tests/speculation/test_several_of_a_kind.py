@@ -18,8 +18,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.serving.policy import _speculation
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
 
 POOL = ExecutablePool(row_invariant=True)
 BUCKETS = Buckets((4,), (128,), (16,), 7)

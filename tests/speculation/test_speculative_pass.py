@@ -30,17 +30,19 @@ from rljax.speculation import pass_times
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same, spell
 from tests.tiny_policy import (
+    ALL_ROWS,
     BUCKETS,
     CONFIG,
     EOS,
     SLOTS,
     VOCAB,
-    CheapTimes,
+    FavouriteRows,
     FixedTimes,
+    assert_same,
     make_params,
     make_requests,
+    spell,
 )
 
 
@@ -68,26 +70,6 @@ def requests():
 @pytest.fixture(scope="module")
 def expected(engine, params, requests):
     return Scheduler(engine, SLOTS).run(params, requests)[0]
-
-
-class FavouriteRows(CheapTimes):
-    """Rows of passes in turn, whatever they promise; 0 is a plain step."""
-
-    def __init__(self, rows):
-        super().__init__()
-        self.rows = itertools.cycle(rows)
-
-    def choose(self, candidates, buckets, times, batch, length):
-        fitting = [rows for rows, _ in BUCKETS.passes(batch) if rows > len(candidates.current)]
-        rows = next(self.rows)
-        return min(rows, fitting[-1]) and max(min(rows, fitting[-1]), fitting[0])
-
-    @property
-    def choice(self):
-        return StrategyChoice(choose_rows=self.choose)
-
-
-ALL_ROWS = [32, 16, 0, 8, 32, 32, 0, 16, 8]
 
 
 def speculate(

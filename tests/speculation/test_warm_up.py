@@ -13,8 +13,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.speculation import warm_up
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
-from tests.rollout.test_scheduler import assert_same
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (64, 128), (16, 32), 7)
 

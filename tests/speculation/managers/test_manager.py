@@ -35,9 +35,7 @@ from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots, Proposal
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
-from tests.rollout.test_scheduler import assert_same
-from tests.speculation.test_head_drafting import HEAD
-from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, HEAD, SLOTS, FixedTimes, assert_same, make_params, make_requests
 
 BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
 FEW = Buckets((4,), (128,), (16,), 7)  # where drafters on the device have programs for every shape

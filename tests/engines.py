@@ -1,0 +1,216 @@
+"""A decode engine driven step by step: policies of every grouping of heads, plain and drafted decoding.
+
+The rows of buckets are those of other files, which so share compiled programs.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
+from rljax.engine.host_sync import Assignment
+from rljax.models import transformer
+from rljax.models.config import ModelConfig, RopeScaling
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+
+VOCAB, LONGEST = 96, 512
+SAMPLING = SamplingParams(temperature=0.8)
+BUCKETS = Buckets((2, 5), (64, LONGEST), (20, 40), 7)
+CONFIGS = {  # by the number of queries a key; one of them with several layers
+    "three": ModelConfig("qwen3", VOCAB, 64, 1, 6, 2, 64, 160, tie_embeddings=True, qk_norm=True),
+    "one": ModelConfig("qwen2", VOCAB, 64, 2, 2, 2, 64, 160, attention_bias=True),
+    "two": ModelConfig("llama", VOCAB, 64, 1, 4, 2, 64, 160, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)),
+    "all": ModelConfig("llama", VOCAB, 64, 1, 8, 1, 32, 160),
+}
+
+
+def lively_params(config, seed=0):
+    """Weights whose policy is far from uniform, with no norm at 1 and no bias at 0."""
+    rng = np.random.default_rng(seed)
+
+    def stir(leaf):
+        if leaf.ndim > 1:
+            return jnp.asarray(leaf * 3)
+        return jnp.asarray(leaf + np.float32(0.2) * rng.standard_normal(leaf.shape, dtype=np.float32))
+
+    return jax.tree.map(stir, jax.device_get(transformer.init_params(config, seed)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    key: np.ndarray
+    limit: int
+
+
+def ask(prompt_lengths, limits, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Asked(rng.integers(2, VOCAB, length).tolist(), request_key(seed, i), limit)
+        for i, (length, limit) in enumerate(zip(prompt_lengths, limits, strict=True))
+    ]
+
+
+def decode(engine, params, asked, order=None, capacity=0, one_by_one=False, visit_steps=None):
+    """Decodes requests to the end, compacting and growing on the way.
+
+    Args:
+      order: the slot of each request; the order of insertion where inserted one by one.
+      capacity: positions that the cache starts with, at least.
+
+    Returns:
+      a list of (tokens, logprobs), one per request.
+    """
+    order = list(range(len(asked))) if order is None else order
+    prefix = engine.prefill(params, [each.prompt for each in asked])
+    state = engine.init_state(max(order) + 1, max(capacity, *(len(each.prompt) for each in asked)))
+    assignments = [Assignment(i, order[i], each.key, each.limit) for i, each in enumerate(asked)]
+    slots = {order[i]: i for i in range(len(asked))}
+    outputs = [([], []) for _ in asked]
+
+    def visit(state):
+        state, result = engine.generate(params, state, visit_steps)
+        for slot, i in slots.items():
+            valid = result.tokens[slot] >= 0
+            outputs[i][0].extend(result.tokens[slot][valid].tolist())
+            outputs[i][1].extend(result.logprobs[slot][valid].tolist())
+        return state, result
+
+    if one_by_one:  # each joins while those before it are decoding
+        for assignment in sorted(assignments, key=lambda assignment: assignment.slot):
+            state = engine.insert(prefix, state, assignment)
+            state, result = visit(state)
+    else:
+        state = engine.bulk_insert(prefix, state, assignments)
+        state, result = visit(state)
+    while result.active.any():
+        active = [slot for slot in slots if result.active[slot]]
+        longest = result.lengths[active].max()
+        if engine.buckets.batch_for(len(active)) < state.batch:
+            state = engine.compact(state, active)
+            slots = {new: slots[old] for new, old in enumerate(active)}
+        if longest >= state.cache.length:
+            state = engine.grow(state)
+        state, result = visit(state)
+    return outputs
+
+
+def poison(state, value=1e4):
+    """Fills what no slot may see: all of inactive slots, and every position from a slot's length on."""
+    visible = np.arange(state.cache.length)[None] < np.asarray(state.lengths)[:, None]
+    visible &= np.asarray(state.active)[:, None]
+    cache = state.cache
+    blocks = cache.keys[0].shape[2]
+    in_keys = jnp.asarray(visible.reshape(state.batch, 1, blocks, 1, -1))
+    in_values = jnp.asarray(visible[:, None, :, None])
+    return state.replace(
+        cache=cache.replace(
+            keys=[
+                jnp.where(jnp.broadcast_to(in_keys, k.shape), k, jnp.full_like(k, value)) for k in cache.keys
+            ],
+            values=[
+                jnp.where(jnp.broadcast_to(in_values, v.shape), v, jnp.full_like(v, value))
+                for v in cache.values
+            ],
+        )
+    )
+
+
+def tangled(truth, seed=0, right=0.95):
+    """Random trees in which the true continuation is embedded, here and there with a wrong token."""
+    rng = np.random.default_rng(seed)
+
+    def draft(row, request, emitted):
+        ahead, tip, depth = truth[request][len(emitted) :], -1, 0
+        for node in range(len(row.tokens)):
+            row.tokens[node] = rng.integers(VOCAB)
+            row.parents[node] = rng.integers(-1, node) if node else -1
+            row.valid[node] = rng.random() < 0.98
+            if rng.random() < 0.7 and depth < len(ahead):
+                row.parents[node] = tip
+                if rng.random() < right:
+                    row.tokens[node] = ahead[depth]
+                tip, depth = node, depth + 1
+
+    return draft
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What requests got: outputs as from `decode`, passes, and tokens emitted by each slot in each pass."""
+
+    outputs: list
+    passes: int
+    counts: list[int]
+
+
+def speculate(
+    engine,
+    params,
+    asked,
+    draft,
+    nodes,
+    order=None,
+    capacity=0,
+    compacting=True,
+    poisoned=None,
+    most=None,
+    take=None,
+):
+    """`decode` by verifying passes over `draft`'s trees.
+
+    Args:
+      draft: (a request's row of the tree, the request, the tokens it has emitted) -> None; fills in the row.
+      take: (active slots, the tree) -> (slots that take part, rows), and makes nodes invalid that have no
+        room; None computes all nodes of all slots.
+      poisoned: what everything that no slot may see is filled with before every pass; None for nothing.
+      most: passes; None for as many as it takes.
+    """
+    order = list(range(len(asked))) if order is None else order
+    prefix = engine.prefill(params, [each.prompt for each in asked])
+    state = engine.init_state(max(order) + 1, max(capacity, *(len(each.prompt) for each in asked)))
+    assignments = [Assignment(i, order[i], each.key, each.limit) for i, each in enumerate(asked)]
+    state = engine.bulk_insert(prefix, state, assignments)
+    slots = {order[i]: i for i in range(len(asked))}
+    outputs, passes, counts = [([], []) for _ in asked], 0, []
+    active = np.isin(np.arange(state.batch), order)
+    while active.any() and passes != most:
+        if poisoned is not None:
+            state = poison(state, poisoned)
+        tree = empty_tree(state.batch, nodes)
+        tree.tokens[:] = 1
+        tree.valid[:] = True  # nor must what stands in slots without a request matter
+        for slot, i in slots.items():
+            row = DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot])
+            row.valid[:] = False
+            draft(row, i, outputs[i][0])
+        rows, part = None, np.flatnonzero(active)
+        if take is not None:
+            part, size = take(part, tree)
+            rows = pack_rows(tree, part, size)
+        state, pending = engine.verify(params, state, tree, rows)
+        result = pending.result()
+        passes += 1
+        for slot in range(state.batch):
+            emitted = result.tokens[slot] >= 0
+            count = int(emitted.sum())
+            assert emitted[:count].all() and (count > 0) == (slot in part)
+            if count:
+                i = slots[slot]
+                outputs[i][0].extend(result.tokens[slot][:count].tolist())
+                outputs[i][1].extend(result.logprobs[slot][:count].tolist())
+                assert result.lengths[slot] == len(asked[i].prompt) - 1 + len(outputs[i][0])
+                counts.append(count)
+        going = [slot for slot in slots if result.active[slot]]
+        active = result.active
+        if going and compacting and engine.buckets.batch_for(len(going)) < state.batch:
+            state = engine.compact(state, going)
+            slots = {new: slots[old] for new, old in enumerate(going)}
+            active = np.arange(state.batch) < len(going)
+        if going and max(result.lengths[going]) >= state.cache.length:
+            state = engine.grow(state)
+    return Emitted(outputs, passes, counts)
