@@ -41,6 +41,14 @@ def test_rounding_up():
             impossible()
 
 
+def test_a_slot_gets_at_most_twice_its_share_of_a_pass():
+    buckets = Buckets((2, 4), (128,), verify=(4, 8, 16, 64), max_drafts=7)
+    assert buckets.passes(2) == [(4, 3), (8, 7), (16, 7)]  # (rows, drafts of a slot, beside its last token)
+    assert buckets.passes(4) == [(8, 3), (16, 7), (32, 7)]
+    buckets.too_large.add((4, 16))
+    assert buckets.passes(4) == [(8, 3), (32, 7)]
+
+
 def test_explicit_buckets_are_taken_in_order_and_once():
     buckets = make_buckets(6, 500, True, batch_buckets=(8, 1, 4, 4), cache_buckets=(512, 64, 512))
     assert buckets == Buckets(batch=(2, 4, 8), cache=(64, 512))

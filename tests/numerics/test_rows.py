@@ -1,6 +1,7 @@
 """Sums of rows: the same bits beside few rows and beside many, whatever axes the rows lie along."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,6 +67,22 @@ def test_a_norm_does_not_depend_on_the_rows_beside_it():
     whole = compiled(norm, x, weight)
     for rows in (1, 2, 3):
         np.testing.assert_array_equal(compiled(norm, x[:rows], weight), whole[:rows])
+
+
+def test_a_norm_is_rounded_before_it_is_scaled():
+    """As published implementations do; in bfloat16 many entries differ from those that are rounded once."""
+    rng = np.random.default_rng(2)
+    x, weight = rng.standard_normal((16, 192)), 1 + rng.standard_normal(192)
+    x, weight = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+    h = x.astype(np.float32)
+    h /= np.sqrt((h * h).mean(-1, keepdims=True) + np.float32(1e-6))
+    rounded = h.astype(x.dtype).astype(np.float32)
+    expected, once = ((each * weight.astype(np.float32)).astype(x.dtype) for each in (rounded, h))
+    assert (expected != once).mean() > 0.05
+    found = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-6, NUMERICS))
+    # The mean is summed in another order, so a few entries are rounded to the other side.
+    assert found.dtype == x.dtype and (found != expected).mean() < 0.005
+
 
 
 def test_a_tpu_sums_float32_in_parts_that_lose_nothing(monkeypatch):
