@@ -22,6 +22,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.papers import bandit_manager, roofline_manager
 from rljax.speculation.managers.papers.bandit_manager import BanditManager
 from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule
@@ -721,6 +722,40 @@ def active_slots(count, standing_by=0):
     return ActiveSlots(slots, slots, slots + 100, np.ones(count, bool), standing_by)
 
 
+@pytest.mark.parametrize(
+    ("promises", "asked"),
+    [
+        ({"slow": 2.0}, []),  # no more than plain decoding of two slots, at a second a step
+        ({"slow": 3.0}, ["slow"]),
+        ({"slow": 5.0, "free": 1e9}, ["free"]),  # whose drafts promise 6.2
+        ({"slow": 9.0, "free": 1e9}, ["free", "slow"]),
+    ],
+    ids=str,
+)
+def test_only_a_drafter_that_promises_more_than_the_best_so_far_drafts(promises, asked):
+    drafted = []
+
+    def propose(name, state):
+        drafted.append(name)
+        nodes = np.zeros((2, 3), np.int32)
+        probability = 0.9 ** (nodes + np.arange(1, 4))
+        own = SimpleNamespace(name=name)
+        return state, Proposal(own, nodes, nodes + np.arange(-1, 2), nodes == 0, probability, nodes, 0.0)
+
+    proposers = [
+        SimpleNamespace(
+            promise=lambda *_, promise=promise: promise,
+            propose=lambda state, *_, name=name: propose(name, state),
+        )
+        for name, promise in promises.items()
+    ]
+    manager = ExpectedManager(proposers, BUCKETS, CHEAP)
+    state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=128))
+    _, choice = manager.choose(state, active_slots(2), None)
+    assert drafted == asked and bool(choice.rows) == bool(asked)
+    assert choice.expected_rate == pytest.approx(2 * (1 + 0.9 + 0.81 + 0.729) / 1.1 if asked else 2.0)
+
+
 def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
     """However short the most of its responses are."""
     asked = []
@@ -820,6 +855,7 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
     speculator = make_speculator(
         names,
         StrategyChoice(choose_rows=choose),
+        Buckets((4,), (128,), (16, 32), 7),
         eagle=HEAD | {"slices": 1},
         small_model={"path": str(tmp_path)},
     )
