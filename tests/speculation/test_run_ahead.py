@@ -141,6 +141,16 @@ def test_likely_long_ones_come_first():
     assert [request.prompt_ids for request in run_ahead.upcoming[::2]] == [prompts[i] for i in (1, 3, 0, 2)]
 
 
+def test_a_response_is_taken_over_by_a_request_of_its_noise_alone():
+    """Another of the same prompt finds its tokens as drafts."""
+    run_ahead, request, whole = RunAhead(1, 0.5), make_requests(0)[0], object()
+    other = dataclasses.replace(request, noise_key=request_key(0, 0, 1, 0, 0))
+    run_ahead.keep([(request, [5, 6], whole)])
+    run_ahead.match([other, request])
+    assert run_ahead.recall(other.noise_key).tolist() == [5, 6]
+    assert run_ahead.completion(other) is None and run_ahead.completion(request) is whole
+
+
 def test_its_state_comes_back(engine, params):
     run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
     assert RunAhead(1, 0.1).load_state(run_ahead.state() | {"other": np.ones(2)}).keys() == {"other"}
