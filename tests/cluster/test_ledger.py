@@ -84,3 +84,19 @@ def test_the_response_so_far_is_what_another_worker_goes_on_with():
     ledger.add("worker-1", piece(6, 12))
     assert len(ledger[1].tokens) == 14
     assert [ledger[1].writer(position) for position in (0, 7, 8, 13)] == ["worker-0"] * 2 + ["worker-1"] * 2
+
+
+def test_of_a_renewed_response_only_pieces_of_the_last_order_are_taken():
+    """An earlier worker may have gone on under other weights; also a piece that came too early is its own."""
+    ledger = Ledger()
+    ledger.open([1], 0, renewed=True)
+    ledger[1].ordered(1)
+    assert ledger.add("worker-0", dataclasses.replace(piece(0, 4), order=1)) == 4
+    assert ledger.add("worker-0", dataclasses.replace(piece(8, 12), order=1)) == 0 and ledger.has_gap(1)
+    ledger[1].ordered(2)
+    assert not ledger.has_gap(1)
+    late = dataclasses.replace(piece(4, 8), order=1, tokens=(0, 0, 0, 0))
+    assert ledger.add("worker-0", late) == 0
+    assert ledger.add("worker-1", dataclasses.replace(piece(4, 8, version=1), order=2)) == 4
+    entry = ledger[1]
+    assert tuple(entry.tokens) == TOKENS[:8] and entry.versions == [(0, 0), (4, 1)]
