@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rljax.tools.base import ToolError
+from rljax.tools import calculator
 from rljax.tools.calculator import MAX_BITS, MAX_DEPTH, MAX_LENGTH, Calculator, evaluate
 
 NUMBERS = st.one_of(
@@ -128,3 +129,13 @@ def test_any_text_has_a_short_answer_or_an_error(text):
     except ToolError as error:
         assert "\n" not in str(error)
     assert time.process_time() - start < 0.1
+
+
+def test_a_power_that_is_too_large_is_not_computed():
+    class Number(int):
+        def __pow__(self, exponent):
+            pytest.fail("computed")
+
+    for base, exponent in ((2, MAX_BITS + 1), (3, 10**9), (-9, 10**30)):
+        with pytest.raises(OverflowError):
+            calculator._power(Number(base), exponent)
