@@ -47,26 +47,26 @@ def test_noticed_and_survived_and_remembered(tmp_path, monkeypatch, capsys):
 
     def copy_repository(into):
         (into / "tests").mkdir(parents=True)
-        (into / "code.py").write_text("one = 1\ntwo = 2\n")
-        test = "import runpy\n\ndef test_one():\n    assert runpy.run_path('code.py')['one'] == 1\n"
-        (into / "tests" / "test_code.py").write_text(test)
+        (into / "constants.py").write_text("one = 1\ntwo = 2\n")
+        test = "import runpy\n\ndef test_one():\n    assert runpy.run_path('constants.py')['one'] == 1\n"
+        (into / "tests" / "test_constants.py").write_text(test)
         (into / "tests" / "mutations.yaml").write_text("")
 
     entries = [
-        mutate.Mutation("one is wrong", "code.py", "one = 1", "one = 3", ("tests/test_code.py",)),
-        mutate.Mutation("two is wrong", "code.py", "two = 2", "two = 3", ("tests/test_code.py",)),
+        mutate.Mutation("one is wrong", "constants.py", "one = 1", "one = 3", ("tests/test_constants.py",)),
+        mutate.Mutation("two is wrong", "constants.py", "two = 2", "two = 3", ("tests/test_constants.py",)),
     ]
     monkeypatch.setattr(mutate, "copy_repository", copy_repository)
     monkeypatch.setattr(mutate, "read_mutations", lambda: entries)
     findings = tmp_path / "found.json"
     assert mutate.main(["--findings", str(findings)]) == 1
     said = capsys.readouterr().out
-    assert "one is wrong: noticed by tests/test_code.py::test_one\n" in said
+    assert "one is wrong: noticed by tests/test_constants.py::test_one\n" in said
     assert "two is wrong: SURVIVES\n" in said and "1 of 2 noticed" in said
     kept = json.loads(findings.read_text())["failed"]
     assert kept == {
-        "one is wrong": "tests/test_code.py::test_one",
-        "tests/test_code.py::test_one": None,
+        "one is wrong": "tests/test_constants.py::test_one",
+        "tests/test_constants.py::test_one": None,
         "two is wrong": None,
     }
     assert mutate.main(["--findings", str(findings), "--only", "one is"]) == 0
