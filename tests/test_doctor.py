@@ -52,7 +52,7 @@ def test_the_core_works_here(capsys, monkeypatch, tmp_path):
         "hub",
     ]
     assert all(line.startswith("ok   ") for line in lines[:10]) and said.err == ""
-    assert "(supported: <0.12,>=0.10.2)" in lines[2] and "no compiled programs found" in lines[7]
+    assert "(supported: <0.13,>=0.10.2)" in lines[2] and "no compiled programs found" in lines[7]
     assert list(tmp_path.iterdir()) == []  # it writes nothing
 
 

@@ -35,3 +35,13 @@ def gpu_load(ref: Any, layout: Any, interpret: bool) -> Array:
         return ref[...]
     index = () if jax.__version_info__ >= (0, 11) else ((),)
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def gpu_store(ref: Any, value: Array, interpret: bool) -> None:
+    """Stores the whole of `ref`, which is in global memory. What JAX 0.12 stores by `ref[...] =` it loads
+    first, and only whole sectors.
+    """
+    if interpret or jax.__version_info__ < (0, 12):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)

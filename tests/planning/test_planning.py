@@ -160,6 +160,8 @@ def test_bytes_are_those_of_the_arrays(tmp_path):
     cache = plan.run.state
     assert memory.cache == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert memory.decode_weights == 0  # float32 on one device: shared with the trainer
+    held = memory.weights + memory.moments
+    assert memory.least == {"rollout": held + memory.cache, "update": held + memory.gradients}
     assert memory.peak == max(peak for peak, _ in memory.peaks.values())
     assert memory.peak >= max(program.total for program in plan.programs)
 

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rljax.kernels.pallas import gpu_interpreter, gpu_load
+from rljax.kernels.pallas import gpu_interpreter, gpu_load, gpu_store
 from rljax.kernels.round_to_nearest.grid import for_range, grid, nearest
 from rljax.numerics.kernel_choice import Refused
 
@@ -92,7 +92,7 @@ def _kernel(weight: Any, values: Any, *refs: Any, bits: int, group: int, step: i
         low, high = jnp.minimum(jnp.min(x, axis=1), 0.0), jnp.maximum(jnp.max(x, axis=1), 0.0)
         scale, inverse, zero = grid(low, high, bits)
         for ref, of_rows in zip(of_groups, (scale, zero), strict=False):
-            ref.at[rows, lax.div(start, group)][...] = of_rows
+            gpu_store(ref.at[rows, lax.div(start, group)], of_rows, interpret)
         grids.append((inverse, zero))
 
     def over_columns(of_rows: Array) -> Array:
