@@ -1,6 +1,6 @@
 """Breaks one mechanism at a time in a copy of the code, and says which breakages no test notices.
 
-    python scripts/mutate.py                            # all of tests/mutations.yaml
+    python scripts/mutate.py                            # all of tests/mutations.yaml: about twenty minutes
     python scripts/mutate.py --only race,tests/cluster  # those with such a text in name, file or tests
 
 Tests of a mutation run until the first one fails, which is what should happen and is said; a mutation whose
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="texts, separated by commas; one of them is in name, file or tests")
-    parser.add_argument("--limit", type=float, default=600.0, help="most seconds of a mutation's tests")
+    parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a mutation's tests")
     parser.add_argument(
         "--findings", type=Path, default=Path("cache/mutations.json"), help="what was found so far"
     )
