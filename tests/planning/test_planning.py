@@ -67,13 +67,16 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "speculation.verify_buckets=[8]",
             "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
         ],
-        [
-            "speculation.drafter=small_model",
-            "speculation.args={path: SMALL_MODEL}",
-            "speculation.verify_buckets=[8]",
-            "engine.batch_buckets=[2,4]",
-            "training.rows_per_microbatch=2",
-        ],
+        pytest.param(
+            [
+                "speculation.drafter=small_model",
+                "speculation.args={path: SMALL_MODEL}",
+                "speculation.verify_buckets=[8]",
+                "engine.batch_buckets=[2,4]",
+                "training.rows_per_microbatch=2",
+            ],
+            marks=pytest.mark.long,  # 130 programs
+        ),
     ],
     ids=["quantized, critic", "srt, lora, several buckets", "eagle", "small model, several sizes"],
 )
