@@ -8,8 +8,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from rljax.tools.base import ToolError
 from rljax.tools import calculator
+from rljax.tools.base import ToolError
 from rljax.tools.calculator import MAX_BITS, MAX_DEPTH, MAX_LENGTH, Calculator, evaluate
 
 NUMBERS = st.one_of(
