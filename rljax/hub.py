@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from drafters.names import ARGUMENTS
 from rljax.config import ExperimentConfig
 from rljax.errors import CheckpointError
 
@@ -33,7 +34,6 @@ _WEIGHTS = (
     "model.safetensors.index.json",
     "adapter_model.safetensors",
 )
-_WITH_PATH = ("eagle", "small_model")  # kinds of drafters that are read from a directory
 
 
 def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
@@ -137,7 +137,7 @@ def _places(config: ExperimentConfig) -> Iterator[tuple[str, ...]]:
     """Yields the keys that may hold a name of the hub."""
     yield from (("policy", "path"), ("policy", "lora", "path"), ("algorithm", "teacher"))
     for name, kind in config.speculation.kinds.items():
-        if kind in _WITH_PATH:
+        if kind in ARGUMENTS and "path" in ARGUMENTS[kind].model_fields:
             first = name == config.speculation.drafter
             yield ("speculation", *(("args",) if first else ("others", name)), "path")
 
