@@ -418,7 +418,7 @@ def test_shardings_are_the_templates(tmp_path):
         print("same")
         """,
         tmp_path,
-        XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     )
     assert result.returncode == 0, result.stderr
     assert (result.stdout, result.stderr) == ("same\n", "")

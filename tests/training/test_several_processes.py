@@ -27,7 +27,7 @@ def _start(directory: Path, index: int, overrides: Sequence[str], devices: int =
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, "scripts/train.py", "--config", str(directory / "config.yaml"), *overrides]
     with open(directory / f"output{index}.txt", "w") as output:
