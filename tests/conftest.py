@@ -44,8 +44,10 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers():
-    """A worker a core; beyond eight, each compiles what others compile. An accelerator has room for one."""
-    return min(len(os.sched_getaffinity(0)), 8) if jax.default_backend() == "cpu" else 0
+    """One more than cores, since some wait for processes; beyond eight, each compiles what others compile. An
+    accelerator has room for one.
+    """
+    return min(len(os.sched_getaffinity(0)) + 1, 8) if jax.default_backend() == "cpu" else 0
 
 
 def pytest_unconfigure(config):
