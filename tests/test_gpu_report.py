@@ -38,6 +38,7 @@ def report(tmp_path):
     parts.mkdir(parents=True)
     shutil.copy(SCRIPTS / "gpu_report.py", tmp_path / "scripts")
     (tmp_path / "bin").mkdir()
+    (tmp_path / "site" / "jax_plugins").mkdir(parents=True)  # JAX's for a GPU, which need not be here
 
     def run(*arguments, gpu="NVIDIA H100 80GB HBM3, 80000", **behind):
         for part in gpu_report.PARTS:
@@ -48,7 +49,12 @@ def report(tmp_path):
         done = subprocess.run(
             [sys.executable, "scripts/gpu_report.py", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "XLA_FLAGS": ""},
+            env={
+                **os.environ,
+                "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+                "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]),
+                "XLA_FLAGS": "",
+            },
             capture_output=True,
             text=True,
         )
