@@ -6,7 +6,7 @@ next run of the tests finds them, too. Tiny runs keep theirs there and find them
 (`tests/training/tiny_run.py`). To begin without any, delete the directory.
 
 XLA's quicker ways to compile for a CPU (`_QUICK`) halve that time. What is promised holds with either code:
-`XLA_FLAGS= pytest tests/engine` compiles as users do, as does a part of `.ci/run`.
+`XLA_FLAGS= pytest` compiles as users do, and so does `.ci/run`.
 """
 
 import gc
