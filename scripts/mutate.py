@@ -1,6 +1,6 @@
 """Breaks one mechanism at a time in a copy of the code, and says which breakages no test notices.
 
-    python scripts/mutate.py                            # all of tests/mutations.yaml: about twenty minutes
+    python scripts/mutate.py                            # all of tests/mutations.yaml
     python scripts/mutate.py --only race,tests/cluster  # those with such a text in name, file or tests
 
 Tests of a mutation run until the first one fails, which is what should happen and is said; a mutation whose

@@ -1,6 +1,6 @@
 """A decode engine driven step by step: policies of every grouping of heads, plain and drafted decoding.
 
-The rows of buckets are those of other files, which so share compiled programs.
+Files that use these policies and buckets share compiled programs.
 """
 
 import dataclasses

@@ -38,8 +38,8 @@ def gpu_load(ref: Any, layout: Any, interpret: bool) -> Array:
 
 
 def gpu_store(ref: Any, value: Array, interpret: bool) -> None:
-    """Stores the whole of `ref`, which is in global memory. What JAX 0.12 stores by `ref[...] =` it loads
-    first, and only whole sectors.
+    """Stores to the whole of `ref`, in global memory. By `ref[...] =` JAX 0.12 would load the old values
+    first, and refuses parts of 32-byte sectors.
     """
     if interpret or jax.__version_info__ < (0, 12):
         ref[...] = value

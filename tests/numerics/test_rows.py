@@ -84,7 +84,6 @@ def test_a_norm_is_rounded_before_it_is_scaled():
     assert found.dtype == x.dtype and (found != expected).mean() < 0.005
 
 
-
 def test_a_tpu_sums_float32_in_parts_that_lose_nothing(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     rng = np.random.default_rng(2)

@@ -18,7 +18,7 @@ from rljax.speculation.pass_choice import Candidates, best_rows
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, VOCAB, FixedTimes, make_params
+from tests.tiny_policy import CONFIG, EOS, VOCAB, FixedTimes, assert_same, make_params
 
 MAX_SLOTS = 4
 
@@ -49,13 +49,6 @@ def make_requests(step, limits=(60, 9, 7, 30)):
 def make_speculator(engine, run_ahead, name="srt"):
     times = FixedTimes({0: 1.0, 8: 1.1, 16: 1.1})  # verifying is cheap: every draft is tried
     return Speculator(engine, {name: make_drafter(name)}, MAX_SLOTS, run_ahead, times)
-
-
-def assert_same(completions, expected):
-    for mine, other in zip(completions, expected, strict=True):
-        np.testing.assert_array_equal(mine.response_ids, other.response_ids)
-        np.testing.assert_array_equal(mine.logprobs, other.logprobs)
-        assert mine.finish_reason == other.finish_reason
 
 
 def test_the_next_rollout_finds_its_own_tokens_as_drafts(engine, params):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from drafters.base import Outcome
 from drafters.registry import make_drafter, states_read
 from rljax.config.decoding import SpeculationConfig, ToggleConfig
 from rljax.engine.buckets import Buckets
@@ -36,7 +35,17 @@ from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots, Proposal
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
-from tests.tiny_policy import CONFIG, EOS, HEAD, SLOTS, FixedTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import (
+    CONFIG,
+    EOS,
+    HEAD,
+    SLOTS,
+    FixedTimes,
+    assert_same,
+    make_params,
+    make_requests,
+    outcomes,
+)
 
 BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
 FEW = Buckets((4,), (128,), (16,), 7)  # where drafters on the device have programs for every shape
@@ -90,12 +99,7 @@ def roll_out(speculator, params, requests, overlap=False):
 
 
 def learn(speculator, requests, completions):
-    speculator.learn(
-        [
-            Outcome(request.prompt_ids, completion.response_ids, 0.0)
-            for request, completion in zip(requests, completions, strict=True)
-        ]
-    )
+    speculator.learn(outcomes(requests, completions))
 
 
 @pytest.mark.parametrize(
