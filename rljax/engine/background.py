@@ -1,13 +1,19 @@
 """Compiling by decode-state shape in a background thread, while the caller decodes with what is ready."""
 
 import atexit
+import functools
+import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from rljax import processes
 from rljax.engine.buckets import Buckets
+from rljax.engine.executables import in_background
 
 Shape = tuple[int, int]
 """Batch and cache length of a decode state."""
@@ -15,6 +21,25 @@ Shape = tuple[int, int]
 CompileShape = Callable[[Shape, Callable[[], bool]], Callable[[], None] | None]
 """Compiles what a shape needs, unless its second argument says that it should stop. Returns a function that
 is called when the shape is taken over; None for none."""
+
+
+def compile_all(tasks: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Calls functions that compile, in as many threads as there are cores, and returns their results. XLA
+    compiles without the GIL, and keeps little more than one core busy with a program.
+
+    Several processes, which must compile the same programs, call one after the other.
+
+    Raises:
+      Exception: the first error of a function. Functions that have not begun by then are not called.
+    """
+    if processes.several():
+        return [task() for task in tasks]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        try:
+            return [future.result() for future in [threads.submit(task) for task in tasks]]
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 class CompilerThread:
@@ -60,6 +85,18 @@ class CompilerThread:
     def busy(self) -> bool:
         """Whether it compiles."""
         return self._thread is not None
+
+    def finish(self) -> None:
+        """Compiles everything before it returns, by `compile_all`."""
+        with self.changed:
+            left = [(compiler, shape) for compiler in self._alive() for shape in compiler.waiting]
+            for compiler, shape in left:
+                compiler.waiting.remove(shape)
+        try:
+            compile_all(functools.partial(compiler.compile, shape) for compiler, shape in left)
+        except BaseException:  # an interrupt
+            self.stopped = True
+            raise
 
     def close(self) -> None:
         """Ends the thread after the program that it compiles now. Further shapes stay as they are."""
@@ -138,6 +175,7 @@ class BackgroundCompiler:
         self._known = set(self.waiting)
         self._ready: set[Shape] = set()
         self._urgent: Shape | None = None  # the shape that the decoding thread waits for
+        self._hurried = False  # it waits for all of them
         self._compiled: list[tuple[Shape, Callable[[], None] | None]] = []  # not taken over yet
         self._failed: list[tuple[Shape, Exception]] = []  # not taken over yet
         self.thread.add(self)
@@ -220,6 +258,20 @@ class BackgroundCompiler:
             self.mark_ready(shape)
         return time.perf_counter() - start
 
+    def complete(self) -> None:
+        """Compiles all shapes before it returns, in this thread and in the other, which does nothing else."""
+        self._hurried = True
+        while True:
+            with self.thread.changed:
+                if not self.waiting:
+                    break
+                shape = self.waiting.pop(0)
+            self.compile(shape)
+        with self.thread.changed:
+            while not (self.thread.stopped or all(map(self._is_done, self._known))):
+                self.thread.changed.wait()
+        self._take_over()
+
     def wait(self) -> None:
         """Waits until all shapes are compiled."""
         self.thread.start()
@@ -233,7 +285,7 @@ class BackgroundCompiler:
     def rank(self, shape: Shape) -> tuple[bool, int, int, bool]:
         """The order in which shapes are compiled, the smallest first. Called with the thread's lock."""
         steps, backward = self._distance(shape)
-        return shape != self._urgent, steps + self._delay, self._delay, backward
+        return not (self._hurried or shape == self._urgent), steps + self._delay, self._delay, backward
 
     def compile(self, shape: Shape) -> None:
         """Compiles a shape, in the thread."""
@@ -289,5 +341,6 @@ def _close_all() -> None:
 
 def _run(reference: "weakref.ref[CompilerThread]") -> None:
     """Compiles shape after shape until none is left, or nobody holds the thread's object any more."""
-    while (thread := reference()) is not None and thread._compile_next():
-        del thread
+    with in_background():
+        while (thread := reference()) is not None and thread._compile_next():
+            del thread

@@ -123,7 +123,8 @@ class NodeRows:
 
     def gather(self, x: Array) -> Array:
         """Gathers values of nodes [B, M, ...] into rows [R, ...]."""
-        return x[self.slots, self.nodes]
+        index = self.slots * x.shape[1] + self.nodes
+        return jnp.take(x.reshape(-1, *x.shape[2:]), index, axis=0, mode="clip")
 
     def scatter(self, x: Array) -> Array:
         """Scatters values of rows [R, ...] to their nodes [B, M, ...]; other nodes get undefined values."""

@@ -99,6 +99,19 @@ def memory_mappings() -> tuple[int, int] | None:
         return None
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def in_background() -> Iterator[None]:
+    """Context in which this thread's programs count as compiled in the background."""
+    _thread.in_background = True
+    try:
+        yield
+    finally:
+        _thread.in_background = False
+
+
 class ExecutablePool:
     """Compiled programs by key, all compiled with the same options.
 
@@ -111,7 +124,7 @@ class ExecutablePool:
     Attributes:
       compilations: number of programs compiled so far.
       loaded: number of programs loaded from the directory so far.
-      seconds: time spent on both, in the background excluded.
+      seconds: time in which some thread compiled or loaded, in the background excluded.
       behind: number of programs compiled or loaded `in_background` so far.
       seconds_behind: time spent on these.
     """
@@ -120,7 +133,8 @@ class ExecutablePool:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self._under_way: dict[Hashable, Future[Callable[..., Any]]] = {}
         self._lock = threading.Lock()
-        self._thread = threading.local()
+        self._compiling = 0  # threads that compile, in the background excluded
+        self._since = 0.0  # when the first of them began
         self._options = row_invariant_compiler_options() if row_invariant else {}
         self._stored = None if directory is None else StoredPrograms(directory)
         self.compilations = self.loaded = 0
@@ -186,17 +200,25 @@ class ExecutablePool:
         return self._compile(key, future, function, args, donate_argnums)
 
     @contextlib.contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Context in which this thread's programs count as compiled in the background."""
-        self._thread.in_background = True
+    def _timed(self) -> Iterator[None]:
+        """Adds the time within the context to that of compiling; threads that compile together count once."""
+        start, background = time.perf_counter(), getattr(_thread, "in_background", False)
+        if not background:
+            with self._lock:
+                self._since = self._since if self._compiling else start
+                self._compiling += 1
         try:
             yield
         finally:
-            self._thread.in_background = False
-
-    @property
-    def _is_in_background(self) -> bool:
-        return getattr(self._thread, "in_background", False)
+            end = time.perf_counter()
+            with self._lock:
+                if background:
+                    self.behind += 1
+                    self.seconds_behind += end - start
+                else:
+                    self._compiling -= 1
+                    self.seconds += end - self._since
+                    self._since = end
 
     def _compile(
         self,
@@ -210,9 +232,8 @@ class ExecutablePool:
         try:
             if len(self) % _CHECKED_EVERY == 0:
                 self._check_mappings()
-            start = time.perf_counter()
-            program = self._make(key, function, args, donate_argnums)
-            seconds = time.perf_counter() - start
+            with self._timed():
+                program = self._make(key, function, args, donate_argnums)
         except BaseException as error:
             with self._lock:
                 del self._under_way[key]
@@ -222,11 +243,6 @@ class ExecutablePool:
         with self._lock:
             self._programs[key] = program
             del self._under_way[key]
-            if self._is_in_background:
-                self.behind += 1
-                self.seconds_behind += seconds
-            else:
-                self.seconds += seconds
         future.set_result(program)
         return program
 

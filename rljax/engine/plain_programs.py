@@ -116,6 +116,18 @@ class PlainPrograms:
         self._shapes.wait()
         self._prefills.wait()
 
+    def finish(self) -> None:
+        """Compiles everything, and whatever else its thread is to compile, before it returns
+        (`CompilerThread.finish`).
+
+        Raises:
+          Exception: the first error of what plain decoding needs.
+        """
+        self._shapes.thread.finish()
+        for compiler in (self._shapes, self._prefills):
+            if len(compiler.ready) < compiler.total:
+                raise next(iter(compiler.errors.values()))
+
     def close(self) -> None:
         """Ends the thread. What is needed and not compiled is then compiled by the thread that needs it."""
         self._shapes.close()
@@ -181,16 +193,14 @@ class PlainPrograms:
         return next((count for count in rows if count >= prompts), rows[-1])
 
     def _compile_later(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
-        with self._engine.pool.in_background():
-            self._compile_shape(shape, self._prefixes, should_stop)
-            if not should_stop():
-                self._compile_moves(shape, should_stop)
+        self._compile_shape(shape, self._prefixes, should_stop)
+        if not should_stop():
+            self._compile_moves(shape, should_stop)
 
     def _compile_prefill(self, prefix: Shape, should_stop: Callable[[], bool]) -> None:
-        with self._engine.pool.in_background():
-            self._engine.compile_prefill(self._params, *prefix)
-            if not should_stop():  # all other shapes compile all insertions themselves
-                self._compile_insert(prefix, self._first)
+        self._engine.compile_prefill(self._params, *prefix)
+        if not should_stop():  # all other shapes compile all insertions themselves
+            self._compile_insert(prefix, self._first)
 
     def _compile_shape(
         self, shape: Shape, prefixes: Sequence[Shape], should_stop: Callable[[], bool]

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from rljax import target
+
 _MARK = {"inlineable": "false"}
 """For XLA's inliner of calls (xla/service/call_inliner.cc)."""
 
@@ -36,6 +38,15 @@ def traced_once(
     if outlined:
         return _outlined(function, remat)
     return jax.jit(jax.checkpoint(function) if remat else function)
+
+
+def computed_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, whose results the compiler of a CPU keeps as arrays.
+
+    For small integers and masks that every layer reads: the compiler would fuse their computation into every
+    kernel that reads them, which then takes longer to compile and computes them anew for each entry.
+    """
+    return _not_inlined(function) if target.platform() == "cpu" else function
 
 
 def _outlined(function: Callable[..., Any], remat: bool) -> Callable[..., Any]:

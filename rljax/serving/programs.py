@@ -43,7 +43,7 @@ class JoiningPrograms:
         self._compile(shapes[0], lambda: False)
         failure = "are compiled when the first request needs it, since it has failed before"
         self._shapes = BackgroundCompiler(
-            self._compile_later, buckets, shapes[1:], shapes[0], False, thread, failure=failure
+            self._compile, buckets, shapes[1:], shapes[0], False, thread, failure=failure
         )
 
     @property
@@ -55,10 +55,6 @@ class JoiningPrograms:
         """Waits until everything is compiled, or the thread is closed; returns whether everything is."""
         self._shapes.wait()
         return not self._shapes.thread.stopped
-
-    def _compile_later(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
-        with self._engine.pool.in_background():
-            self._compile(shape, should_stop)
 
     def _compile(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
         """Compiles prefill for a state of this shape, insertion, decoding, and the moves out of it."""

@@ -113,10 +113,9 @@ class SelfProposer(_OnDevice):
         shapes = self._engine.param_shapes(params)
 
         def compile_shape(shape: Shape, should_stop: Callable[[], bool]) -> None:
-            with self._engine.pool.in_background():
-                draft_params = ask(self.name, self.drafter, "compile", shapes)
-                if not should_stop():
-                    self._engine.compile_draft(draft_params, *shape)
+            draft_params = ask(self.name, self.drafter, "compile", shapes)
+            if not should_stop():
+                self._engine.compile_draft(draft_params, *shape)
 
         self._compiler = BackgroundCompiler(
             compile_shape,
@@ -212,8 +211,7 @@ class DeviceProposer(_OnDevice):
         def compile_batch(shape: Shape, should_stop: Callable[[], bool]) -> Callable[[], None] | None:
             padded = plan.prefixes_into(shape[0])
             prefixes = [self._engine.prefix_shapes(*prefix) for prefix in padded]
-            with self._engine.pool.in_background():
-                return self.drafter.compile(shape[0], largest, plan.lengths, prefixes, padded, should_stop)
+            return self.drafter.compile(shape[0], largest, plan.lengths, prefixes, padded, should_stop)
 
         def distance(shape: Shape) -> int:
             low, high = sorted((shape[0], plan.thread.near[0]))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from drafters.device import DeviceDrafter, KnowingDrafter
-from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
+from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, compile_all
 from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
@@ -58,7 +58,17 @@ def warm_up(
     _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
     buckets = engine.buckets
     largest = buckets.batch[-1] if slots is None else buckets.batch_for(slots)
-    for batch in buckets.verified_batches(min(max_batch, largest)):
+    batches = buckets.verified_batches(min(max_batch, largest))
+    shapes = engine.param_shapes(params)
+    tasks = [
+        functools.partial(_compile_passes, engine, shapes, (batch, length), lambda: False)
+        for batch in batches
+        for length in buckets.cache_up_to(longest)
+    ]
+    for leave_out in compile_all(tasks):
+        if leave_out is not None:
+            leave_out()
+    for batch in batches:
         for length in buckets.cache_up_to(longest):
             if not _is_measured(engine, times, batch, length):
                 for rows, measured in time_passes(engine, params, batch, length, _REPEATS).items():
@@ -175,14 +185,13 @@ def _compile_passes(
 ) -> Callable[[], None] | None:
     """Compiles the verifying passes of a shape. Returns what leaves out those that are too large, if any."""
     too_large = []
-    with engine.pool.in_background():
-        for rows, nodes in engine.buckets.passes(shape[0]):
-            if should_stop():
-                break
-            needed = engine.compile_verify(params, *shape, rows, nodes)
-            free = free_bytes()
-            if free is not None and needed > free:
-                too_large.append((rows, needed, free))
+    for rows, nodes in engine.buckets.passes(shape[0]):
+        if should_stop():
+            break
+        needed = engine.compile_verify(params, *shape, rows, nodes)
+        free = free_bytes()
+        if free is not None and needed > free:
+            too_large.append((rows, needed, free))
 
     def leave_out() -> None:
         for rows, needed, free in too_large:

@@ -238,6 +238,7 @@ def warm_up(
     resumes: bool = False,
     wait: bool | None = None,
     first_prompts: Sequence[int] = (),
+    thread: CompilerThread | None = None,
 ) -> None:
     """Compiles every program that decoding the config's prompts and responses needs.
 
@@ -253,6 +254,8 @@ def warm_up(
         `Speculator.close` end. A server, whose requests join, leaves only drafting and verifying to the
         thread.
       first_prompts: lengths of the first prompts, in tokens. The programs that they use come first.
+      thread: the thread to compile in, with whatever else it has to compile; None for one of its own. For
+        requests of any length it is not used.
     """
     engine, slots, speculator = scheduler.engine, scheduler.max_slots, scheduler.speculator
     prompt_length, tools = config.rollout.max_prompt_length, scheduler.tools is not None
@@ -263,12 +266,17 @@ def warm_up(
     if processes.several():  # a thread compiles by the clock, and all processes must run the same programs
         behind = False
     engine.close()
-    engine.behind = thread = None
-    if behind and longest is not None:
-        thread = CompilerThread(engine.buckets, (slots, longest))
-        engine.behind = PlainPrograms(
+    engine.behind = None
+    if longest is not None:
+        thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
+        first_prompts = first_prompts if behind else [1]
+        plain = PlainPrograms(
             engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
         )
+        if behind:
+            engine.behind = plain
+        else:
+            plain.finish()
     else:
         engine.warm_up(params, slots, prompt_length, late_inserts, resumes, longest)
         if tools:

@@ -135,10 +135,12 @@ class Critic:
             params = target.put(params, self._shardings)
         return self._accumulation.init(params)
 
-    def warm_up(self, state: TrainState) -> None:
-        """Compiles every program that `values` and `update` need, without running any."""
+    def warm_up(self, state: TrainState, sizes: Sequence[int] | None = None) -> None:
+        """Compiles every program that `values` and `update` need, without running any; `sizes` as in
+        `Trainer.warm_up`.
+        """
         nothing = pack_sequences([], self._pack_length)
-        for rows in microbatch_sizes(self._rows_per_microbatch, self._row_multiple):
+        for rows in sizes or microbatch_sizes(self._rows_per_microbatch, self._row_multiple):
             batch = self._put(build_batch([], nothing, range(rows)))
             self._values_program((state.params, batch, self._rope))
             targets = ValueTargets(batch.advantages, batch.advantages)

@@ -119,21 +119,29 @@ class Learner:
             self._reference.share(state)
         return state.replace(critic=critic)
 
-    def warm_up(self, state: TrainState, sampler: Params | None = None) -> None:
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows of micro-batches, each of which has programs of its own."""
+        return self._trainer.sizes
+
+    def warm_up(
+        self, state: TrainState, sampler: Params | None = None, sizes: Sequence[int] | None = None
+    ) -> None:
         """Compiles every program that `learn` needs, without running any.
 
         Args:
           state: from `init`.
           sampler: weights like those of `sampled_by`; None where `learn` gets none.
+          sizes: some of `sizes`; None for all.
         """
         if sampler is not None:
-            self._trainer.warm_up_score(self._trainer.place(sampler))
+            self._trainer.warm_up_score(self._trainer.place(sampler), sizes)
         policy_state = state.replace(critic=None)
-        self._trainer.warm_up(policy_state, self._kl_in_loss)
+        self._trainer.warm_up(policy_state, self._kl_in_loss, sizes)
         if self._reference is not None:
-            self._reference.warm_up()
+            self._reference.warm_up(sizes)
         if self._critic is not None:
-            self._critic.warm_up(state.critic)
+            self._critic.warm_up(state.critic, sizes)
 
     def learn(
         self,

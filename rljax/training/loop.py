@@ -185,6 +185,9 @@ def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     show = functools.partial(reporting.show_update, run)
     if not oldest_lag(run):
         run.versions.clear()  # an update needs the memory
+    if run.updates is not None:
+        run.updates.complete()
+        run.updates = None
     run.state, metrics = run.learner.learn(run.state, groups, run.step, show, sampled_by(run))
     return metrics
 

@@ -61,9 +61,9 @@ class Reference:
         """Returns logprobs of the targets, float32 [R, T] per batch; see `Trainer.score_reference`."""
         return self._trainer.score_reference(self._params, batches)
 
-    def warm_up(self) -> None:
-        """Compiles every program that `score` needs, without running any."""
-        self._trainer.warm_up_reference(self._params)
+    def warm_up(self, sizes: Sequence[int] | None = None) -> None:
+        """Compiles every program that `score` needs, without running any; `sizes` as in `Trainer.warm_up`."""
+        self._trainer.warm_up_reference(self._params, sizes)
 
 
 def load_teacher(config: ExperimentConfig, policy: Policy) -> Policy | None:

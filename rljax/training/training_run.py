@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,6 +12,7 @@ from drafters.registry import make_drafters
 from rljax import processes
 from rljax.agents.server import AgentServer
 from rljax.config import ExperimentConfig, with_compute_dtype
+from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.executables import ExecutablePool
 from rljax.environments.use import check_environment
 from rljax.evaluation.judging import check_part, check_success
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from rljax.agents.collector import AgentCollector
     from rljax.cluster.decoder import ClusterDecoder
 
+_AFTER_BUCKETS = 2  # programs of updates are compiled after those of decode states so many buckets away
+
 
 class TrainingRun:
     """The parts and the state of a run. `loop.train` advances it; `resuming.py` and `saving.py` read and
@@ -88,6 +92,8 @@ class TrainingRun:
       drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
       speculator: the speculative part of the scheduler, or None.
       run_ahead: the speculator's run-ahead, or None.
+      updates: what compiles the programs of updates while the first rollout decodes, or before it with
+        `engine.compile: before`; None where they are compiled with all others.
       invariance: the measured row-invariance of the policy, or None where it is not measured.
 
     Raises:
@@ -163,6 +169,7 @@ class TrainingRun:
         scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh, task=task)
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
         self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
+        self.updates: BackgroundCompiler | None = None
         self._scheduler = scheduler
         if cluster is not None:
             cluster.build(scheduler, config, policy, self.invariance)
@@ -256,8 +263,26 @@ class TrainingRun:
         indices, _ = self.prompts.next_problems("train", self.data_position, num_prompts)
         requests = self.collector.requests(WantedGroups("train", indices, 1, TRAINING, self.step))
         first_prompts = [len(request.prompt_ids) for request in requests]
-        warm_up(self._scheduler, params, self.config, wait=wait, first_prompts=first_prompts)
-        self.learner.warm_up(self.state, sampler)
+        state, buckets = self.state, self.engine.buckets
+        near = buckets.batch[-1], buckets.cache[0]
+        thread = CompilerThread(buckets, near)
+
+        def compile_updates(shape: Shape, should_stop: Callable[[], bool]) -> None:
+            with contextlib.suppress(Exception):  # an update compiles it again, and raises
+                self.learner.warm_up(state, sampler, [shape[0]])
+
+        self.updates = BackgroundCompiler(
+            compile_updates,
+            buckets,
+            [(rows, self.config.training.pack_length) for rows in self.learner.sizes],
+            near,
+            start=False,
+            thread=thread,
+            distance=lambda shape: _AFTER_BUCKETS,
+        )
+        warm_up(self._scheduler, params, self.config, False, False, wait, first_prompts, thread)
+        if self.engine.behind is None:  # all is compiled; say now what could not be
+            self.learner.warm_up(state, sampler)
         self.progress.message(self.pool.summary())
         if self.compiling:
             self.progress.message(f"{self.compiling} more shapes are compiled meanwhile")

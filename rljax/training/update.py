@@ -271,7 +271,12 @@ class Trainer:
         """Returns a trainer of another architecture with the same settings, to score by its weights."""
         return self._make(config)
 
-    def warm_up(self, state: TrainState, reference: bool = False) -> None:
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows of micro-batches, `microbatch_sizes`."""
+        return microbatch_sizes(self._rows_per_microbatch, self.row_multiple)
+
+    def warm_up(self, state: TrainState, reference: bool = False, sizes: Sequence[int] | None = None) -> None:
         """Compiles every program that `update` needs, without running any. Nothing is compiled later, except
         for batches with shared prompts: their programs depend on how much is shared, and are compiled when a
         size first occurs.
@@ -279,32 +284,31 @@ class Trainer:
         Args:
           state: state from `init`; not consumed.
           reference: whether updates have reference_logprobs.
+          sizes: numbers of rows of micro-batches; None for all.
         """
-        for batch in self._empty_batches():
+        for batch in self._empty_batches(sizes):
             if self._corrects:
                 self._score_program((state.params, batch, self._rope))
                 batch = batch.replace(old_logprobs=batch.rollout_logprobs)
             inputs = (batch, batch.rollout_logprobs if reference else None, self._rope)
             self._accumulation.compile(state, inputs, self._policy_step, _kind("policy", inputs))
 
-    def warm_up_score(self, params: Params) -> None:
+    def warm_up_score(self, params: Params, sizes: Sequence[int] | None = None) -> None:
         """Compiles every program that `score` needs, as `warm_up` does those of updates."""
-        for batch in self._empty_batches():
+        for batch in self._empty_batches(sizes):
             self._score_program((params, batch, self._rope))
 
-    def warm_up_reference(self, params: Params) -> None:
+    def warm_up_reference(self, params: Params, sizes: Sequence[int] | None = None) -> None:
         """Compiles every program that `score_reference` needs, as `warm_up` does those of updates."""
-        for batch in self._empty_batches():
+        for batch in self._empty_batches(sizes):
             self._score_program((params, batch, self._rope), unfiltered=True)
 
-    def _empty_batches(self) -> Iterator[PackedBatch]:
-        """Yields a batch of each size that `Packing.microbatches` cuts; none where prompts are shared, whose
-        sizes are known later.
-        """
+    def _empty_batches(self, sizes: Sequence[int] | None) -> Iterator[PackedBatch]:
+        """Yields a batch of each size; none where prompts are shared, whose sizes are known later."""
         if self.share_prompts == "on":
             return
         nothing = pack_sequences([], self._pack_length)
-        for rows in microbatch_sizes(self._rows_per_microbatch, self.row_multiple):
+        for rows in self.sizes if sizes is None else sizes:
             yield self._put(build_batch([], nothing, range(rows)))
 
     def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:

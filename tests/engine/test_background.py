@@ -1,17 +1,18 @@
 """Compiling in the background: what comes first, what is ready when, and how it ends."""
 
 import threading
+import time
 import weakref
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.engine.background import BackgroundCompiler
+from rljax.engine.background import BackgroundCompiler, CompilerThread, compile_all
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
+from rljax.engine.executables import ExecutablePool, in_background
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from tests.tiny_policy import BUCKETS as TINY
@@ -52,6 +53,48 @@ def test_what_is_nearest_to_the_present_state_comes_first():
     compiler.wait()
     assert gate.order[2:4] == [(2, 128), (4, 64)]  # caches grow, so these come before larger batches
     assert compiler.left == 0 and all(map(compiler.is_ready, SHAPES))
+
+
+def test_what_the_caller_needs_whole_is_compiled_by_both_threads():
+    """The caller takes what the thread has not begun, and the thread does nothing else meanwhile."""
+    met, threads, others = threading.Barrier(2), {}, Gate()
+
+    def needed(shape, should_stop):
+        threads[shape] = threading.current_thread().name
+        met.wait(60)  # each waits until the other has begun one
+
+    thread = CompilerThread(BUCKETS, (8, 64))
+    far = BackgroundCompiler(needed, BUCKETS, [(1, 0), (2, 0)], (8, 64), False, thread, distance=lambda _: 9)
+    near = BackgroundCompiler(others, BUCKETS, SHAPES, (8, 64), thread=thread)
+    others.begun()
+    others.open()  # the thread takes what is needed next, though it is farther away
+    far.complete()
+    others.open(5)
+    near.wait()
+    assert set(threads) == {(1, 0), (2, 0)} and set(threads.values()) == {"MainThread", "compiler"}
+    assert far.left == near.left == 0
+
+
+def test_everything_is_compiled_at_once_in_the_threads_of_all_cores(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    met = threading.Barrier(2)
+
+    def together(shape, should_stop):
+        met.wait(60)
+
+    thread = CompilerThread(BUCKETS, (8, 64))
+    compiler = BackgroundCompiler(together, BUCKETS, SHAPES[:4], (8, 64), False, thread)
+    thread.finish()
+    assert compiler.left == 4 and len(compiler.ready) == 4 and not thread.busy
+    assert compile_all([lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_functions_behind_one_that_fails_are_not_called(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    called = []
+    with pytest.raises(ZeroDivisionError):
+        compile_all([lambda: 1 / 0, lambda: time.sleep(0.1), lambda: called.append(1)])
+    assert not called
 
 
 def test_a_shape_that_nobody_foresaw_is_compiled_when_it_is_asked_for():
@@ -133,7 +176,7 @@ def test_two_threads_compile_a_program_once(monkeypatch):
         programs.append(pool.get("sine", jnp.sin, (jnp.zeros(4),)))
 
     def behind():
-        with pool.in_background():
+        with in_background():
             compile_sine()
 
     threads = [threading.Thread(target=behind), threading.Thread(target=compile_sine)]

@@ -19,6 +19,7 @@ from rljax.models import transformer
 from rljax.models.outlining import traced_once
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
+from rljax.numerics.rows import Numerics
 from rljax.training.assembly import unmeasured_numerics
 from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, tangled
 from tests.exactness import exact_numerics
@@ -212,3 +213,16 @@ def test_a_function_traced_once_has_its_gradient(outlined, remat):
     found = jax.jit(jax.grad(functools.partial(loss, once), (0, 1)))(x, y)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_a_tree_is_read_once_for_all_layers():
+    """Ancestors are found in words of bits, which no layer's kernels compute again."""
+    words = []
+    for depth in (1, 3):
+        config = dataclasses.replace(CONFIGS["three"], num_layers=depth)
+        engine = DecodeEngine(config, Numerics(), SAMPLING, BUCKETS, [], 64)
+        shapes = engine.param_shapes(lively_params(config))
+        engine.compile_verify(shapes, 4, 256, 12, 3)
+        (program,) = engine.pool._programs.values()
+        words.append(program.as_text().count("= u32["))
+    assert words[0] == words[1]

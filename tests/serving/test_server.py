@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import itertools
 import json
@@ -250,9 +249,6 @@ class Recording:
 
     def get(self, key, function, args, donate_argnums=()):
         self.keys.add(key)
-
-    def in_background(self):
-        return contextlib.nullcontext()
 
 
 def test_a_server_compiles_in_the_background_what_requests_need(client, server, monkeypatch):

@@ -15,7 +15,7 @@ nodes behind them, would let one product do the second step, and would take long
 """
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from rljax.numerics.attention import (
     KEY_BLOCK,
@@ -122,17 +122,26 @@ def _weighted_values(
     """
     chunks, chunk = terms.shape[2], terms.shape[4]
     tree_values = tree_values.astype(jnp.float32)
-    begins_in = lengths // chunk  # the chunk where the tree begins; beyond the last, nothing fits
-    last = jnp.minimum(begins_in, chunks - 1)
-    here = (positions // chunk == begins_in[:, None])[:, None, None]
-    terms_here, terms_next = jnp.where(here, tree_terms, 0.0), jnp.where(here, 0.0, tree_terms)
-
-    node_terms = jnp.stack([terms_here, terms_next])
-
-    def total(parts: Array, nodes: Array) -> Array:
-        begun = jnp.take_along_axis(parts, last[:, None, None, None, None], axis=2)[:, :, 0]
-        continued, following = add_weighted(jnp.stack([begun, jnp.zeros_like(begun)]), node_terms, nodes)
-        return add_chunks(parts, last) + continued + following
-
     sums, weighted = weigh_cache(terms, values, numerics)
+    if chunks == 1:  # nodes that do not fit in are never accepted
+
+        def total(parts: Array, nodes: Array) -> Array:
+            return add_weighted(parts[:, :, 0][None], tree_terms[None], nodes)[0]
+
+    else:
+        begins_in = _number_of(lengths, chunk)  # where the tree begins; behind the last chunk, nothing fits
+        last = jnp.minimum(begins_in, chunks - 1)
+        here = (_number_of(positions, chunk) == begins_in[:, None])[:, None, None]
+        node_terms = jnp.stack([jnp.where(here, tree_terms, 0.0), jnp.where(here, 0.0, tree_terms)])
+
+        def total(parts: Array, nodes: Array) -> Array:
+            begun = parts[jnp.arange(len(last)), :, last]
+            continued, following = add_weighted(jnp.stack([begun, jnp.zeros_like(begun)]), node_terms, nodes)
+            return add_chunks(parts, last) + continued + following
+
     return normalize(total(weighted, tree_values), total(sums, jnp.ones_like(tree_values[..., :1])))
+
+
+def _number_of(positions: Array, chunk: int) -> Array:
+    """Returns the chunk that each position, int32 and at least 0, lies in."""
+    return lax.div(positions.astype(jnp.uint32), jnp.uint32(chunk)).astype(jnp.int32)
