@@ -18,6 +18,7 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from rljax.config import AlgorithmConfig, LoraConfig, MeshConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.shapes import warm_up_plain
 from rljax.engine.host_sync import Assignment
 from rljax.engine.executables import ExecutablePool
 from rljax.sampling.noise import request_key
@@ -111,7 +112,7 @@ def decode(mesh):
     engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], mesh=mesh)
     weights = engine.load_params(params)
     if mesh is not None:
-        engine.warm_up(weights, 8, 64)
+        warm_up_plain(engine, weights, 8, 64)
     compiled = engine.pool.compilations
     results["decoding_shapes"] = shapes(weights)
     prompts = [[1 + i, 2, 3 + i] for i in range(5)]

@@ -381,7 +381,7 @@ class Companion:
         self, slots: int, prompt_length: int, late_inserts: bool = False, widens: bool = False
     ) -> None:
         """Compiles every program that drafting beside a target with so many slots can need; see
-        `DecodeEngine.warm_up`. Ends whatever was under way.
+        `PlainShapes`. Ends whatever was under way.
 
         Args:
           widens: also what `widen` needs.

@@ -442,8 +442,13 @@ class DecodeEngine:
             nothing = appending.empty_chunk(batch)
             for rows in appending.ROWS:
                 self._appending(params, state, nothing, appending.node_rows(nothing, rows))
-            if state.counts is not None:
-                self._counting(state, np.zeros(batch, np.int32), np.zeros((batch, length), np.int32))
+            self.compile_counts(batch, length)
+
+    def compile_counts(self, batch: int, length: int) -> None:
+        """Compiles `set_counts` for a state of this shape, unless nothing is penalized."""
+        state = self.state_shapes(batch, length)
+        if state.counts is not None:
+            self._counting(state, np.zeros(batch, np.int32), np.zeros((batch, length), np.int32))
 
     def compile_grow(self, batch: int, length: int) -> None:
         """Compiles `grow` of a state of this shape."""
@@ -632,46 +637,6 @@ class DecodeEngine:
         key = ("widen", state.batch, batch, state.cache.length, *self._key)
         return self.pool.get(key, self._programs.placed(widen), (state,)), (state,)
 
-    def warm_up(
-        self,
-        params: Params,
-        slots: int,
-        prompt_length: int,
-        late_inserts: bool = False,
-        resumes: bool = False,
-        longest: int | None = None,
-    ) -> None:
-        """Compiles every program that decoding requests in `slots` slots can need.
-
-        Args:
-          params: weights from `load_params`.
-          slots: requests decoded at a time; waiting ones are inserted only into a state of that many.
-          prompt_length: the longest prompt, in tokens.
-          late_inserts: also into states of fewer slots, a few prompts at a time.
-          resumes: requests may arrive with response tokens, which are prefilled behind the prompt.
-          longest: the most tokens of a prompt and its response; None for the largest cache bucket.
-        """
-        lengths = self.buckets.cache_up_to(longest)
-        prompt_length = lengths[-1] if resumes else prompt_length
-        largest = self.buckets.batch_for(slots)
-        batches = [batch for batch in self.buckets.batch if batch <= largest]
-        prefixes = self.warm_up_prefill(params, largest, prompt_length)
-        for length in lengths:
-            for batch in batches:
-                state = self.init_state(batch, length)
-                for prefix in prefixes:
-                    late = late_inserts and prefix.cache.batch == self.prefill_rows[0]
-                    if (batch == largest or late) and prefix.cache.length <= length:
-                        state = self.bulk_insert(prefix, state, [])
-                if resumes and (batch == largest or late_inserts):
-                    state = self.set_counts(state, {})
-                state, _ = self.generate(params, state, max_steps=0)
-                state = self.free_resource(state, [])
-                if batch > batches[0]:
-                    self.compact(state, [0])
-                if length < lengths[-1]:
-                    self.grow(state)
-
     def warm_up_prefill(self, params: Params, prompts: int, prompt_length: int) -> list[Prefix]:
         """Compiles prefill of up to `prompts` prompts of up to `prompt_length` tokens; a prefix of each shape
         there is, those with the fewest rows first.
@@ -685,16 +650,6 @@ class DecodeEngine:
                     handed_out = length if self.hidden_layers is not None else prefix.cache.length
                     prefixes[rows, handed_out] = prefix
         return list(prefixes.values())
-
-    def warm_up_append(self, params: Params, slots: int, longest: int | None = None) -> None:
-        """Compiles every program that `append` to up to `slots` slots can need; `longest` as in `warm_up`."""
-        for length in self.buckets.cache_up_to(longest):
-            for batch in self.buckets.batch:
-                if batch > self.buckets.batch_for(slots):
-                    continue
-                state, nothing = self.init_state(batch, length), appending.empty_chunk(batch)
-                for rows in appending.ROWS:
-                    state = self._append(params, state, nothing, appending.node_rows(nothing, rows))
 
 
 def _placed_shape(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:

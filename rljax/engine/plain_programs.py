@@ -8,10 +8,12 @@ state could shrink (`smallest_batch`), and pads prompts more than they need (`pr
 changes a token, since a token depends on its request and its prefix alone.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.shapes import PlainShapes
 from rljax.models.transformer import Params
 
 _MOST_PADDING = 4  # prompts share a prefill at first unless it is so many times as long as they need
@@ -50,47 +52,36 @@ class PlainPrograms:
         appends: bool = False,
         first_prompts: Sequence[int] = (),
     ) -> None:
-        self._engine, self._params = engine, engine.param_shapes(params)
-        self._late_inserts, self._appends = late_inserts, appends
+        buckets, shapes = engine.buckets, engine.param_shapes(params)
+        self._plain = plain = PlainShapes(
+            engine, shapes, slots, prompt_length, longest, late_inserts, appends
+        )
         self.seconds_waited = 0.0
-        buckets = engine.buckets
         # What the first prompts need.
         prompts = list(first_prompts) or [prompt_length]
         padded = [engine.prefill_length(length) for length in prompts]
-        self._first_lengths = set(padded)
-        first_prefixes = self._cover((self._rows_for(padded.count(length)), length) for length in padded)
-        # Everything that may be needed.
-        largest = buckets.batch_for(slots)
-        self._lengths = buckets.cache_up_to(longest)
+        first_lengths = set(padded)
+        first_prefixes = _cover((_rows_for(engine, padded.count(length)), length) for length in padded)
+        self._first = first = plain.batches[-1], min(buckets.cache_for(max(prompts) + 1), plain.lengths[-1])
+        # Everything else that may be needed; of two batches, the one that decoding may wait for first.
         self._shortest = buckets.cache_for(min(prompts) + 1)
-        first = largest, min(buckets.cache_for(max(prompts) + 1), self._lengths[-1])
-        self._largest, self._first = largest, first
-        needed = engine.prefill_length(prompt_length)
-        self._prefixes = [
-            (rows, length)
-            for rows in engine.prefill_rows
-            for length in engine.prefill_lengths
-            if rows <= largest and length <= needed
-        ]
-        shapes = [
+        others = [
             (batch, length)
-            for batch in reversed(
-                buckets.batch
-            )  # of two neighbours, the one that decoding may wait for first
-            for length in self._lengths
-            if batch <= largest and length >= self._shortest and (batch, length) != first
+            for batch in reversed(plain.batches)
+            for length in plain.lengths
+            if length >= self._shortest and (batch, length) != first
         ]
+        later = [prefix for prefix in plain.prefixes if prefix not in first_prefixes]
         # Compile what comes first, and leave the rest to the thread.
-        self._compile_shape(first, first_prefixes, lambda: False)
-        for prefix in first_prefixes:
-            engine.compile_prefill(self._params, *prefix)
+        at_once = [*plain.steps(first), *plain.inserts(first, first_prefixes)]
+        for compile_program in (*at_once, *map(plain.prefill, first_prefixes)):
+            compile_program()
         thread.near = first
         failure = "are not decoded so, since plain decoding cannot be compiled"
         self._shapes = BackgroundCompiler(
-            self._compile_later, buckets, shapes, first, False, thread, failure=failure
+            self._compile_state, buckets, others, first, False, thread, failure=failure
         )
         self._shapes.mark_ready(first)
-        later = [prefix for prefix in self._prefixes if prefix not in first_prefixes]
         self._prefills = BackgroundCompiler(
             self._compile_prefill,
             buckets,
@@ -99,7 +90,7 @@ class PlainPrograms:
             False,
             thread,
             _PREFILL_DELAY,
-            lambda prefix: 0 if prefix[1] in self._first_lengths else _UNSEEN_LENGTH,
+            lambda prefix: 0 if prefix[1] in first_lengths else _UNSEEN_LENGTH,
             "are not prefilled together, since prefill cannot be compiled",
         )
         for prefix in first_prefixes:
@@ -140,7 +131,7 @@ class PlainPrograms:
     def start_length(self, batch: int, length: int) -> int:
         """Returns the cache length of a state that begins, `length` or longer: one that is ready, if any."""
         ready = self._shapes.ready
-        longer = [other for other in self._lengths if other >= length and (batch, other) in ready]
+        longer = [other for other in self._plain.lengths if other >= length and (batch, other) in ready]
         start = min(longer, default=length)
         if start != length:
             self._shapes.is_ready((batch, length), near=False)  # compile it for the next time
@@ -151,7 +142,7 @@ class PlainPrograms:
         """Returns the smallest batch bucket from `batch` on that a decode state can be compacted into."""
         reached, length = state
         self._shapes.is_ready(state)  # what is near to it is compiled next
-        for bucket in sorted(self._engine.buckets.batch, reverse=True):
+        for bucket in sorted(self._plain.batches, reverse=True):
             if batch <= bucket < reached:
                 if not self._shapes.is_ready((bucket, length), near=False):
                     break
@@ -167,7 +158,7 @@ class PlainPrograms:
         if self._prefills.is_ready(shape, near=False):
             return shape
         # Into states of fewer slots, only the smallest prefill is inserted.
-        fixed = self._late_inserts and rows == self._engine.prefill_rows[0]
+        fixed = self._plain.late_inserts and rows == self._plain.engine.prefill_rows[0]
         larger = [
             other
             for other in self._prefills.ready
@@ -180,50 +171,34 @@ class PlainPrograms:
 
     # -- compiling -------------------------------------------------------------------------------------------
 
-    def _cover(self, prefixes: Iterable[Shape]) -> list[Shape]:
-        """Returns those of some prefixes that all of them fit into, with less than `_MOST_PADDING`."""
-        kept: list[Shape] = []
-        for rows, length in sorted(set(prefixes), reverse=True):
-            if not any(rows == other[0] and other[1] < _MOST_PADDING * length for other in kept):
-                kept.append((rows, length))
-        return kept
-
-    def _rows_for(self, prompts: int) -> int:
-        rows = self._engine.prefill_rows
-        return next((count for count in rows if count >= prompts), rows[-1])
-
-    def _compile_later(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
-        self._compile_shape(shape, self._prefixes, should_stop)
-        if not should_stop():
-            self._compile_moves(shape, should_stop)
+    def _compile_state(self, state: Shape, should_stop: Callable[[], bool]) -> None:
+        batch, length = state
+        programs = [
+            *self._plain.steps(state),
+            *self._plain.inserts(state),
+            *self._plain.moves(state, self._shortest),
+        ]
+        if length < self._shortest:  # nobody foresaw it: the longer states have not compiled this move
+            programs.append(functools.partial(self._plain.engine.compile_grow, batch, length))
+        for compile_program in programs:
+            if not should_stop():
+                compile_program()
 
     def _compile_prefill(self, prefix: Shape, should_stop: Callable[[], bool]) -> None:
-        self._engine.compile_prefill(self._params, *prefix)
-        if not should_stop():  # all other shapes compile all insertions themselves
-            self._compile_insert(prefix, self._first)
-
-    def _compile_shape(
-        self, shape: Shape, prefixes: Sequence[Shape], should_stop: Callable[[], bool]
-    ) -> None:
-        """Compiles what a state of this shape needs for itself."""
-        self._engine.compile_plain(self._params, *shape, self._appends)
-        for prefix in prefixes:
+        # All other states compile all insertions themselves.
+        for compile_program in (self._plain.prefill(prefix), *self._plain.inserts(self._first, [prefix])):
             if not should_stop():
-                self._compile_insert(prefix, shape)
+                compile_program()
 
-    def _compile_insert(self, prefix: Shape, shape: Shape) -> None:
-        late = self._late_inserts and prefix[0] == self._engine.prefill_rows[0]
-        if (shape[0] == self._largest or late) and prefix[1] <= shape[1]:
-            self._engine.compile_insert(prefix, *shape)
 
-    def _compile_moves(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
-        """Compiles the moves into a shape, from states with a shorter cache or more slots."""
-        (batch, length), buckets = shape, self._engine.buckets
-        shorter = [other for other in buckets.cache if self._shortest <= other < length]
-        larger = [other for other in buckets.batch if batch < other <= self._largest]
-        if shorter:
-            self._engine.compile_grow(batch, shorter[-1])
-        if length < self._shortest:  # nobody foresaw it: the longer shapes have not compiled this move
-            self._engine.compile_grow(batch, length)
-        if larger and not should_stop():
-            self._engine.compile_compact(larger[0], batch, length)
+def _cover(prefixes: Iterable[Shape]) -> list[Shape]:
+    """Returns those of some prefixes that all of them fit into, with less than `_MOST_PADDING`."""
+    kept: list[Shape] = []
+    for rows, length in sorted(set(prefixes), reverse=True):
+        if not any(rows == other[0] and other[1] < _MOST_PADDING * length for other in kept):
+            kept.append((rows, length))
+    return kept
+
+
+def _rows_for(engine: DecodeEngine, prompts: int) -> int:
+    return next((count for count in engine.prefill_rows if count >= prompts), engine.prefill_rows[-1])

@@ -390,7 +390,7 @@ def _with_drafters(planning: Planning, run: PlannedRun, report: Callable[[str], 
 
 
 def program_counts(config: ExperimentConfig, buckets: Buckets, run: PlannedRun) -> dict[str, int]:
-    """Returns how many programs of each kind the run compiles: the loops of `DecodeEngine.warm_up` and
+    """Returns how many programs of each kind the run compiles: the loops of `PlainShapes` and
     `Trainer.warm_up`.
     """
     batches, lengths = len(buckets.batch), len(buckets.cache)

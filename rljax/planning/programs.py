@@ -512,8 +512,8 @@ class Planning:
             critic.warm_up(run.train_state.critic)
 
     def _compile_decoding(self, run: PlannedRun, engine: PlannedEngine) -> None:
-        """Compiles the largest shape of every program of `DecodeEngine.warm_up`, and every verifying pass
-        over the largest batch that is verified.
+        """Compiles the largest shape of every program of `PlainShapes`, and every verifying pass over the
+        largest batch that is verified.
         """
         params, state, buckets = run.decode_params, run.state, self.buckets
         prefill_length = engine.prefill_length(self.config.rollout.max_prompt_length)

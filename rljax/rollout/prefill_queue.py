@@ -118,7 +118,7 @@ class PrefillQueue:
         by_length: dict[int, list[_Group]] = {}
         for ids, group in groups:
             by_length.setdefault(self._engine.prefill_length(len(ids)), []).append((ids, group))
-        # For states of fewer slots, `DecodeEngine.warm_up` compiles insertion from the smallest prefill only.
+        # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
         buckets = self._engine.buckets
         most = buckets.batch[-1] if batch == buckets.batch_for(self._max_slots) else buckets.batch[0]
         rows = []

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
+from rljax.engine.shapes import PlainShapes
 from rljax.models.transformer import Params
 
 
@@ -33,17 +34,13 @@ class JoiningPrograms:
     def __init__(
         self, engine: DecodeEngine, params: Params, thread: CompilerThread, slots: int, prompt_length: int
     ) -> None:
-        self._engine, self._params = engine, engine.param_shapes(params)
-        buckets = engine.buckets
-        self._largest = buckets.batch_for(slots)
-        self._longest = engine.prefill_length(min(prompt_length, buckets.cache[-1]))
-        shapes = [
-            (batch, length) for length in buckets.cache for batch in buckets.batch if batch <= self._largest
-        ]
-        self._compile(shapes[0], lambda: False)
+        buckets, shapes = engine.buckets, engine.param_shapes(params)
+        self._programs = PlainShapes(engine, shapes, slots, prompt_length, late_inserts=True, widens=True)
+        states = [(batch, length) for length in buckets.cache for batch in self._programs.batches]
+        self._compile(states[0], lambda: False)
         failure = "are compiled when the first request needs it, since it has failed before"
         self._shapes = BackgroundCompiler(
-            self._compile, buckets, shapes[1:], shapes[0], False, thread, failure=failure
+            self._compile, buckets, states[1:], states[0], False, thread, failure=failure
         )
 
     @property
@@ -57,27 +54,9 @@ class JoiningPrograms:
         return not self._shapes.thread.stopped
 
     def _compile(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
-        """Compiles prefill for a state of this shape, insertion, decoding, and the moves out of it."""
-        (batch, length), engine, params = shape, self._engine, self._params
-        programs = [lambda: engine.compile_plain(params, batch, length)]
-        for rows in engine.prefill_rows:
-            # Into states of fewer slots only the smallest prefill is inserted.
-            if rows > self._largest or (batch != self._largest and rows != engine.prefill_rows[0]):
-                continue
-            for padded in engine.prefill_lengths:
-                if padded <= min(length, self._longest):
-                    programs += [
-                        lambda prefix=(rows, padded): engine.compile_prefill(params, *prefix),
-                        lambda prefix=(rows, padded): engine.compile_insert(prefix, batch, length),
-                    ]
-        smaller = [bucket for bucket in engine.buckets.batch if bucket < batch]
-        if smaller:
-            programs.append(lambda: engine.compile_compact(batch, smaller[-1], length))
-        if batch < self._largest:
-            programs.append(lambda: engine.compile_widen(batch, length))
-        if length < engine.buckets.cache[-1]:
-            programs.append(lambda: engine.compile_grow(batch, length))
-        for compile_program in programs:
+        """Compiles prefill for a state of this shape, insertion, decoding, and the moves into it."""
+        plain = self._programs
+        for compile_program in (*map(plain.prefill, plain.entering(shape)), *plain.of_state(shape)):
             if not should_stop():
                 compile_program()
 

@@ -24,6 +24,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.invariance import Invariance, measured, row_counts
 from rljax.engine.plain_programs import PlainPrograms
+from rljax.engine.shapes import warm_up_plain
 from rljax.environments.use import make_environment_use
 from rljax.errors import ConfigError
 from rljax.kernels.token_logprobs.base import chunk_columns
@@ -278,12 +279,8 @@ def warm_up(
         else:
             plain.finish()
     else:
-        engine.warm_up(params, slots, prompt_length, late_inserts, resumes, longest)
-        if tools:
-            engine.warm_up_append(params, slots, longest)
-    if requests_join:
-        for length in engine.buckets.cache:
-            engine.widen(engine.init_state(1, length), slots)
+        kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
+        warm_up_plain(engine, params, slots, prompt_length, **kinds)
     if speculator is not None:
         rehearse_drafters(config.speculation)
         if behind:

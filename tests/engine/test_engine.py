@@ -12,6 +12,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.host_sync import Assignment
+from rljax.engine.shapes import warm_up_plain
 from rljax.learning.packing import pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -328,7 +329,7 @@ def test_greedy_tokens_are_those_of_full_forward_passes(small):
 
 def test_nothing_compiles_after_warm_up(small):
     engine = DecodeEngine(small.engine.config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS], 8)
-    engine.warm_up(small.params, slots=4, prompt_length=60)
+    warm_up_plain(engine, small.params, slots=4, prompt_length=60)
     compiled = engine.pool.compilations
     assert compiled == len(engine.pool)
     asked = ask([60, 3, 2, 50], [60, 30, 9, 70])

@@ -8,6 +8,7 @@ from rljax.engine.background import BackgroundCompiler, CompilerThread
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.plain_programs import PlainPrograms
+from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
@@ -134,7 +135,7 @@ def test_only_shapes_that_will_be_used_are_compiled(params, short):
     shapes = [key[1:3] for key in engine.pool.bytes() if key[0] in ("generate", "prefill")]
     assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128
     before = make_engine(buckets)
-    before.warm_up(params, 4, 64, longest=100)
+    warm_up_plain(before, params, 4, 64, longest=100)
     shapes = [key[1:3] for key in before.pool.bytes() if key[0] == "generate"]
     assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128
     assert set(engine.pool.bytes()) == set(before.pool.bytes())

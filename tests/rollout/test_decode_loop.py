@@ -7,6 +7,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.config import ExperimentConfig
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
 from rljax.requests import PartialResponse
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
@@ -110,7 +111,7 @@ def test_resuming_compiles_nothing_after_warm_up(requests):
     longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
     (whole,), _ = Scheduler(engine, SLOTS).run(params, [requests[longest]])
     warm = make_engine(PENALTIES)
-    warm.warm_up(params, SLOTS, prompt_length=3, late_inserts=True, resumes=True)
+    warm_up_plain(warm, params, SLOTS, prompt_length=3, late_inserts=True, resumes=True)
     for batch in warm.buckets.cache:
         warm.widen(warm.init_state(1, batch), SLOTS)
     compiled = warm.pool.compilations

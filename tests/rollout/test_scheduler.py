@@ -8,6 +8,7 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
 from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
@@ -174,7 +175,7 @@ def test_impossible_requests_are_refused_before_anything_decodes(engine, params,
 
 def test_nothing_compiles_after_warm_up(params, requests, expected):
     warm = make_engine(16, buckets=Buckets((2, 4), (64, 128)))
-    warm.warm_up(params, slots=4, prompt_length=64)
+    warm_up_plain(warm, params, slots=4, prompt_length=64)
     compiled = warm.pool.compilations
     completions, _ = Scheduler(warm, 4).run(params, requests)
     assert_same(completions, expected)

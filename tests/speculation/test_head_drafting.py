@@ -18,6 +18,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
+from rljax.engine.shapes import warm_up_plain
 from rljax.errors import CheckpointError
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
@@ -141,7 +142,7 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
         requests, expected = ([each[i] for i in short] for each in (requests, expected))
     speculator = make_speculator(buckets=buckets)
     longest = max(len(request.prompt_ids) for request in requests)
-    speculator.engine.warm_up(params, SLOTS, longest, late_inserts=overlap)
+    warm_up_plain(speculator.engine, params, SLOTS, longest, late_inserts=overlap)
     for shape in itertools.product(buckets.batch, buckets.cache):
         time_passes(speculator.engine, params, *shape, 1)
     speculator.warm_up(params, longest)

@@ -9,6 +9,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
@@ -32,7 +33,7 @@ def params():
 def engine(params):
     buckets = Buckets((2, 4), (128,), (16,), 3)
     engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_sync=4)
-    engine.warm_up(params, MAX_SLOTS, 20, late_inserts=True)
+    warm_up_plain(engine, params, MAX_SLOTS, 20, late_inserts=True)
     return engine
 
 

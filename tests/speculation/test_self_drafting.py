@@ -9,6 +9,7 @@ from drafters.device import SelfDrafter
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
@@ -30,7 +31,7 @@ def params():
 def engine(params):
     """Every program is compiled here; no test may compile another one."""
     engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
-    engine.warm_up(params, SLOTS, prompt_length=64)
+    warm_up_plain(engine, params, SLOTS, prompt_length=64)
     Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS).warm_up(params)
     compiled = engine.pool.compilations
     yield engine

@@ -17,6 +17,7 @@ from drafters.registry import DRAFTERS, make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.shapes import warm_up_plain
 from rljax.errors import DrafterError, UserError
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
@@ -55,7 +56,7 @@ def params():
 def engine(params):
     """Every program is compiled here; no test may compile another one."""
     engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
-    engine.warm_up(params, SLOTS, prompt_length=64)
+    warm_up_plain(engine, params, SLOTS, prompt_length=64)
     Speculator(engine, {"silent": Silent()}, SLOTS).warm_up(params)
     compiled = engine.pool.compilations
     yield engine
