@@ -111,6 +111,11 @@ def _first_chunks(segment_ids: Array) -> Array:
     return jnp.where(jnp.any(shared, axis=1), jnp.argmax(shared, axis=1).astype(jnp.int32), numbers)
 
 
+def _at(x: Array, index: Array) -> Array:
+    """Returns x[index], for an index that is within bounds."""
+    return lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False)
+
+
 def _own_blocks(chunk: int, block: int) -> Iterator[tuple[int, slice, slice]]:
     """Yields the blocks of a chunk: number, positions of the queries, positions of their visible keys."""
     for number in range(chunk // block):
@@ -229,27 +234,27 @@ def _forward(
     groups = _block_groups(len(own_blocks), active)
 
     def attend_group(group: slice, number: Array) -> tuple[Array, Array]:
-        own_queries, own_segments = queries[number][:, :, group], segment_ids[number]
+        own_queries, own_segments = _at(queries, number)[:, :, group], _at(segment_ids, number)
         group_blocks = own_blocks[group]
         group_rows = slice(group_blocks[0][1].start, group_blocks[-1][1].stop)
 
         def scores(chunk: Array) -> Array:
             return _earlier_scores(
-                own_queries, group_rows, keys[chunk], own_segments, segment_ids[chunk], scale
+                own_queries, group_rows, _at(keys, chunk), own_segments, _at(segment_ids, chunk), scale
             )
 
         def find_top(chunk: Array, top: Array) -> Array:
             return jnp.maximum(top, row_max(scores(chunk)))
 
         def add(chunk: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            more = _weigh(jnp.exp(scores(chunk) - top), values[chunk], numerics)
+            more = _weigh(jnp.exp(scores(chunk) - top), _at(values, chunk), numerics)
             return jax.tree.map(jnp.add, sums, more)
 
         own_scores = [
             _own_scores(
-                queries[number][:, :, block],
-                keys[number][:, :, visible],
-                own_mask[number][:, rows, visible],
+                _at(queries, number)[:, :, block],
+                _at(keys, number)[:, :, visible],
+                _at(own_mask, number)[:, rows, visible],
                 scale,
             )
             for block, rows, visible in group_blocks
@@ -260,7 +265,7 @@ def _forward(
         earlier = (jnp.zeros_like(top), jnp.zeros(own_queries.shape, jnp.float32))
         earlier = lax.fori_loop(first[number], number, add, earlier)
         last = [
-            _weigh(jnp.exp(block_scores - top[:, :, index]), values[number][:, :, visible], numerics)
+            _weigh(jnp.exp(block_scores - top[:, :, index]), _at(values, number)[:, :, visible], numerics)
             for index, (block_scores, (_, _, visible)) in enumerate(
                 zip(own_scores, group_blocks, strict=True)
             )
@@ -327,15 +332,15 @@ def _backward(
         """Returns gradients of attention within one chunk, for some of its queries."""
         to_blocks, to_keys, to_values = [], 0.0, 0.0
         for block, rows, visible in own_blocks[group]:
-            block_queries, visible_keys = queries[number][:, :, block], keys[number][:, :, visible]
+            block_queries, visible_keys = _at(queries, number)[:, :, block], _at(keys, number)[:, :, visible]
             to_block, more_keys, more_values = _pair_gradients(
                 block_queries,
                 visible_keys,
-                values[number][:, :, visible],
-                _own_scores(block_queries, visible_keys, own_mask[number][:, rows, visible], scale),
-                normalizer[number][:, :, block],
-                gradient[number][:, :, block],
-                offset[number][:, :, block],
+                _at(values, number)[:, :, visible],
+                _own_scores(block_queries, visible_keys, _at(own_mask, number)[:, rows, visible], scale),
+                _at(normalizer, number)[:, :, block],
+                _at(gradient, number)[:, :, block],
+                _at(offset, number)[:, :, block],
                 scale,
             )
             behind = [(0, 0), (0, 0), (0, keys.shape[3] - visible.stop), (0, 0)]
@@ -357,20 +362,20 @@ def _backward(
         return sums
 
     def earlier_chunks_of(group: slice, number: Array, sums: Gradients) -> Gradients:
-        group_queries = queries[number][:, :, group]
+        group_queries = _at(queries, number)[:, :, group]
         group_rows = slice(own_blocks[group][0][1].start, own_blocks[group][-1][1].stop)
 
         def add_pair(chunk: Array, sums: Gradients) -> Gradients:
             to_queries, to_keys, to_values = _pair_gradients(
                 group_queries,
-                keys[chunk],
-                values[chunk],
+                _at(keys, chunk),
+                _at(values, chunk),
                 _earlier_scores(
-                    group_queries, group_rows, keys[chunk], segment_ids[number], segment_ids[chunk], scale
+                    group_queries, group_rows, _at(keys, chunk), _at(segment_ids, number), _at(segment_ids, chunk), scale
                 ),
-                normalizer[number][:, :, group],
-                gradient[number][:, :, group],
-                offset[number][:, :, group],
+                _at(normalizer, number)[:, :, group],
+                _at(gradient, number)[:, :, group],
+                _at(offset, number)[:, :, group],
                 scale,
             )
             return (
