@@ -371,7 +371,12 @@ def _backward(
                 _at(keys, chunk),
                 _at(values, chunk),
                 _earlier_scores(
-                    group_queries, group_rows, _at(keys, chunk), _at(segment_ids, number), _at(segment_ids, chunk), scale
+                    group_queries,
+                    group_rows,
+                    _at(keys, chunk),
+                    _at(segment_ids, number),
+                    _at(segment_ids, chunk),
+                    scale,
                 ),
                 _at(normalizer, number)[:, :, group],
                 _at(gradient, number)[:, :, group],
