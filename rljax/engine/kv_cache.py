@@ -18,6 +18,7 @@ from rljax import target
 from rljax.engine.slot_exchange import copy_slots
 from rljax.kernels import on_mesh
 from rljax.models.config import ModelConfig
+from rljax.models.outlining import traced_once
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.rows import Numerics
 
@@ -144,12 +145,13 @@ def commit(
       lengths: int32 [B], committed tokens.
       numerics: its kernels choose the implementation.
     """
-    new = KVCache(keys=[], values=[])
-    for keys, values, (k, v) in zip(cache.keys, cache.values, nodes, strict=True):
-        keys, values = on_mesh.compaction(keys, values, k, v, path, count, lengths, numerics.kernels)
-        new.keys.append(keys)
-        new.values.append(values)
-    return new
+
+    @traced_once
+    def write(keys: Array, values: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return on_mesh.compaction(keys, values, k, v, path, count, lengths, numerics.kernels)
+
+    layers = zip(cache.keys, cache.values, nodes, strict=True)
+    return KVCache.of_layers([write(keys, values, *node) for keys, values, node in layers])
 
 
 def take_slots(cache: KVCache, slots: Array, shardings: KVCache | None = None) -> KVCache:

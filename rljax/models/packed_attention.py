@@ -260,10 +260,11 @@ def _forward(
             for block, rows, visible in group_blocks
         ]
         top = jnp.stack([row_max(block_scores) for block_scores in own_scores], axis=2)
-        top = lax.fori_loop(first[number], number, find_top, top)
         # Chunks are added in the order of the decoder, the chunk of the queries last.
         earlier = (jnp.zeros_like(top), jnp.zeros(own_queries.shape, jnp.float32))
-        earlier = lax.fori_loop(first[number], number, add, earlier)
+        if len(queries) > 1:
+            top = lax.fori_loop(first[number], number, find_top, top)
+            earlier = lax.fori_loop(first[number], number, add, earlier)
         last = [
             _weigh(jnp.exp(block_scores - top[:, :, index]), _at(values, number)[:, :, visible], numerics)
             for index, (block_scores, (_, _, visible)) in enumerate(
@@ -396,7 +397,8 @@ def _backward(
 
     # Two passes: sums carried through the first would be copied at every chunk.
     sums = lax.map(own_chunk, jnp.arange(len(queries), dtype=jnp.int32))
-    sums = lax.fori_loop(jnp.int32(1), jnp.int32(len(queries)), earlier_chunks, sums)
+    if len(queries) > 1:
+        sums = lax.fori_loop(jnp.int32(1), jnp.int32(len(queries)), earlier_chunks, sums)
     return *(total.astype(queries.dtype) for total in sums), None, None, None
 
 

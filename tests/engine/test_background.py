@@ -61,7 +61,7 @@ def test_what_the_caller_needs_whole_is_compiled_by_both_threads():
 
     def needed(shape, should_stop):
         threads[shape] = threading.current_thread().name
-        met.wait(60)  # each waits until the other has begun one
+        met.wait(20)  # each waits until the other has begun one
 
     thread = CompilerThread(BUCKETS, (8, 64))
     far = BackgroundCompiler(needed, BUCKETS, [(1, 0), (2, 0)], (8, 64), False, thread, distance=lambda _: 9)
