@@ -112,6 +112,10 @@ def in_background() -> Iterator[None]:
         _thread.in_background = False
 
 
+def _is_in_background() -> bool:
+    return getattr(_thread, "in_background", False)
+
+
 class ExecutablePool:
     """Compiled programs by key, all compiled with the same options.
 
@@ -202,18 +206,17 @@ class ExecutablePool:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """Adds the time within the context to that of compiling; threads that compile together count once."""
-        start, background = time.perf_counter(), getattr(_thread, "in_background", False)
-        if not background:
-            with self._lock:
-                self._since = self._since if self._compiling else start
-                self._compiling += 1
+        start, background = time.perf_counter(), _is_in_background()
+        with self._lock:
+            if not (background or self._compiling):
+                self._since = start
+            self._compiling += not background
         try:
             yield
         finally:
             end = time.perf_counter()
             with self._lock:
                 if background:
-                    self.behind += 1
                     self.seconds_behind += end - start
                 else:
                     self._compiling -= 1
@@ -242,6 +245,7 @@ class ExecutablePool:
             raise
         with self._lock:
             self._programs[key] = program
+            self.behind += _is_in_background()
             del self._under_way[key]
         future.set_result(program)
         return program

@@ -91,9 +91,11 @@ class Accumulation:
         return program(*args)
 
     def compile(self, state: TrainState, inputs: tuple, step: Step, kind: tuple[Hashable, ...]) -> None:
-        """Compiles every program that an `update` with such inputs needs, without running any."""
+        """Compiles every program that an `update` with such inputs needs, without running any: the sums of
+        gradients take memory that a rollout may need, which decodes meanwhile.
+        """
         args = (state.params, *inputs)
-        sums = self._zeros(args, step, kind)
+        sums = jax.tree.map(self._shape, self._zeros_program(args, step, kind).out_info)
         self._gradient_program((*args, *sums), step, kind)
         self._apply_program((state, sums[0]))
 
@@ -117,7 +119,7 @@ class Accumulation:
         for inputs in micro_batches:
             args = (state.params, *inputs)
             if sums is None:
-                sums = self._zeros(args, step, kind)
+                sums = self._zeros_program(args, step, kind)()
             args += sums
             sums = self._gradient_program(args, step, kind)(*args)
         total, metrics = sums
@@ -142,14 +144,18 @@ class Accumulation:
     def _apply_program(self, args: tuple) -> Callable[..., tuple[TrainState, Array]]:
         return self._pool.get(("apply", self._optimizer, *self._key), self._apply, args, donate_argnums=(0,))
 
-    def _zeros(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Sums:
-        """Returns zeros in the form of the result of `step(*args)`."""
+    def _zeros_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Any:
+        """Returns the program of zeros in the form of the result of `step(*args)`."""
         key = ("zeros", *kind, *self._key)
 
         def zeros() -> Sums:  # traces the step for its shapes, unless the program is stored
             return self._constrain_sums(_zeros_like(jax.eval_shape(step, *args)))
 
-        return self._pool.get(key, zeros, ())()
+        return self._pool.get(key, zeros, ())
+
+    def _shape(self, result: Any) -> jax.ShapeDtypeStruct:
+        sharding = None if self._shardings is None else result.sharding
+        return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=sharding)
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 

@@ -87,11 +87,11 @@ class _Planned:
     """Stands for a compiled program in the run's code: a call returns the shapes of its results."""
 
     def __init__(self, results: Any) -> None:
-        self._results = results
+        self.out_info = results
 
     def __call__(self, *args: Any) -> Any:
         del args
-        return self._results
+        return self.out_info
 
 
 class PlanningPool(ExecutablePool):

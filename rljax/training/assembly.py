@@ -270,7 +270,7 @@ def warm_up(
     engine.behind = None
     if longest is not None:
         thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
-        first_prompts = first_prompts if behind else [1]
+        first_prompts = first_prompts if behind else [1]  # else nothing that shorter prompts need is left out
         plain = PlainPrograms(
             engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
         )

@@ -226,7 +226,13 @@ class NamingPool(ExecutablePool):
         if key not in self.shapes:
             assert not self.complete, f"{key[0]} compiles late"
             self.shapes[key] = jax.eval_shape(function, *args)
-        return lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.shapes[key])
+
+        def program(*_):
+            assert self.complete or key[0] == "train_init", f"{key[0]} runs to be compiled"
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.shapes[key])
+
+        program.out_info = self.shapes[key]
+        return program
 
     def number_of(self, kind):
         return sum(key[0] == kind for key in self.shapes)
