@@ -14,6 +14,8 @@ from flax import struct
 from jax import Array
 from jax import numpy as jnp
 
+from rljax.models.outlining import computed_once
+
 MAX_NODES = 64
 """Largest number of nodes of a slot in a verifying pass, its last token included: the ancestors of a node are
 64 bits."""
@@ -169,9 +171,13 @@ def all_rows(batch: int, nodes: int) -> NodeRows:
 
 def with_root(tree: DraftTree, last_tokens: Array) -> RootedTree:
     """Returns `tree` with the last tokens, int32 [B], as node 0."""
-    batch, nodes = tree.tokens.shape[0], tree.nodes + 1
-    if nodes > MAX_NODES:
-        raise ValueError(f"{nodes} nodes, expected at most {MAX_NODES}")
+    if tree.nodes + 1 > MAX_NODES:
+        raise ValueError(f"{tree.nodes + 1} nodes, expected at most {MAX_NODES}")
+    return computed_once(_rooted)(tree, last_tokens)
+
+
+def _rooted(tree: DraftTree, last_tokens: Array) -> RootedTree:
+    batch = tree.tokens.shape[0]
     root = jnp.zeros((batch, 1), jnp.int32)
     parents = jnp.concatenate([root, tree.parents + 1], axis=1)
     ancestors = _ancestors(parents)

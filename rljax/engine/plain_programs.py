@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import PlainShapes, compile_until
 from rljax.models.transformer import Params
 
 _MOST_PADDING = 4  # prompts share a prefill at first unless it is so many times as long as they need
@@ -173,22 +173,15 @@ class PlainPrograms:
 
     def _compile_state(self, state: Shape, should_stop: Callable[[], bool]) -> None:
         batch, length = state
-        programs = [
-            *self._plain.steps(state),
-            *self._plain.inserts(state),
-            *self._plain.moves(state, self._shortest),
-        ]
+        programs = self._plain.of_state(state, self._shortest)
         if length < self._shortest:  # nobody foresaw it: the longer states have not compiled this move
             programs.append(functools.partial(self._plain.engine.compile_grow, batch, length))
-        for compile_program in programs:
-            if not should_stop():
-                compile_program()
+        compile_until(should_stop, programs)
 
     def _compile_prefill(self, prefix: Shape, should_stop: Callable[[], bool]) -> None:
         # All other states compile all insertions themselves.
-        for compile_program in (self._plain.prefill(prefix), *self._plain.inserts(self._first, [prefix])):
-            if not should_stop():
-                compile_program()
+        inserts = self._plain.inserts(self._first, [prefix])
+        compile_until(should_stop, [self._plain.prefill(prefix), *inserts])
 
 
 def _cover(prefixes: Iterable[Shape]) -> list[Shape]:

@@ -30,7 +30,6 @@ from rljax.engine.tree_attention import TreeAttention
 from rljax.engine.verification import Rule, accepted_path, sample_nodes
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.outlining import computed_once
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Attention, Params
 from rljax.numerics.rows import Numerics
@@ -242,7 +241,7 @@ class Programs:
         below the other; and the features of every sampled token.
         """
         # Forward pass over the computed nodes. Node 0 is the last token of its slot.
-        rooted = computed_once(with_root)(tree, state.tokens)
+        rooted = with_root(tree, state.tokens)
         positions = state.lengths[:, None] + rooted.depth  # [B, M]
         hidden, nodes, states = self._forward(
             params,
@@ -344,7 +343,7 @@ class Programs:
             self.config,
             rows.gather(tokens)[:, None],
             rows.gather(lengths[:, None] + order)[:, None],
-            TreeAttention(lengths, computed_once(with_root)(chain, tokens[:, 0]), rows, self.numerics),
+            TreeAttention(lengths, with_root(chain, tokens[:, 0]), rows, self.numerics),
             rope,
             self.numerics,
             caches=cache.layers(),

@@ -117,13 +117,9 @@ class PlainShapes:
             moves.append(functools.partial(engine.compile_widen, smaller[-1], length))
         return moves
 
-    def of_state(self, state: Shape) -> list[Program]:
-        """Returns everything that a state needs, prefill aside."""
-        return [
-            *self.steps(state),
-            *self.inserts(state),
-            *self.moves(state),
-        ]
+    def of_state(self, state: Shape, shortest: int = 0) -> list[Program]:
+        """Returns everything that a state needs, prefill aside; `shortest` as in `moves`."""
+        return [*self.steps(state), *self.inserts(state), *self.moves(state, shortest)]
 
     def everything(self) -> list[Program]:
         """Returns all programs."""
@@ -132,6 +128,14 @@ class PlainShapes:
             *map(self.prefill, self.prefixes),
             *(program for state in states for program in self.of_state(state)),
         ]
+
+
+def compile_until(should_stop: Callable[[], bool], programs: Iterable[Program]) -> None:
+    """Compiles programs one after the other, until it should stop."""
+    for compile_program in programs:
+        if should_stop():
+            break
+        compile_program()
 
 
 def warm_up_plain(

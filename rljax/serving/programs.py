@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import PlainShapes, compile_until
 from rljax.models.transformer import Params
 
 
@@ -56,9 +56,7 @@ class JoiningPrograms:
     def _compile(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
         """Compiles prefill for a state of this shape, insertion, decoding, and the moves into it."""
         plain = self._programs
-        for compile_program in (*map(plain.prefill, plain.entering(shape)), *plain.of_state(shape)):
-            if not should_stop():
-                compile_program()
+        compile_until(should_stop, [*map(plain.prefill, plain.entering(shape)), *plain.of_state(shape)])
 
 
 @contextlib.contextmanager

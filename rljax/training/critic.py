@@ -140,7 +140,8 @@ class Critic:
         `Trainer.warm_up`.
         """
         nothing = pack_sequences([], self._pack_length)
-        for rows in sizes or microbatch_sizes(self._rows_per_microbatch, self._row_multiple):
+        every = microbatch_sizes(self._rows_per_microbatch, self._row_multiple)
+        for rows in every if sizes is None else sizes:
             batch = self._put(build_batch([], nothing, range(rows)))
             self._values_program((state.params, batch, self._rope))
             targets = ValueTargets(batch.advantages, batch.advantages)

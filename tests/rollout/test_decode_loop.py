@@ -111,9 +111,7 @@ def test_resuming_compiles_nothing_after_warm_up(requests):
     longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
     (whole,), _ = Scheduler(engine, SLOTS).run(params, [requests[longest]])
     warm = make_engine(PENALTIES)
-    warm_up_plain(warm, params, SLOTS, prompt_length=3, late_inserts=True, resumes=True)
-    for batch in warm.buckets.cache:
-        warm.widen(warm.init_state(1, batch), SLOTS)
+    warm_up_plain(warm, params, SLOTS, prompt_length=3, late_inserts=True, resumes=True, widens=True)
     compiled = warm.pool.compilations
     for count in range(1, len(whole.response_ids), 9):
         partial = PartialResponse(
