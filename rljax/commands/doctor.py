@@ -41,7 +41,7 @@ EXTRAS = {
     "jetstream": Extra("JetStream's interfaces", ("jetstream",)),
     "datasets": Extra("tasks from data sets", ("datasets", "pyarrow")),
     "endpoints": Extra("rewards by a judge or a reward model behind HTTP", ("httpx",)),
-    "gguf": Extra("rljax import", ("gguf",)),
+    "gguf": Extra("GGUF files", ("gguf",)),
     "math": Extra("rewards for mathematics", ("math_verify",)),
     "reasoning-gym": Extra("tasks of Reasoning Gym", ("reasoning_gym",)),
     "wandb": Extra("Weights & Biases", ("wandb",)),
@@ -159,7 +159,7 @@ def _number_types(backend: str) -> str:
         return "float32, bfloat16 (faster, and what policy.compute_dtype: auto takes here)"
     fast = [name for name in ("amx_bf16", "avx512_bf16") if name in cpu_flags()]
     if fast:
-        return f"float32, bfloat16 ({fast[0]}: measure which is faster, policy.compute_dtype)"
+        return f"float32, bfloat16 ({fast[0]}; policy.compute_dtype: auto measures which is faster)"
     return "float32; bfloat16 works, but this processor computes it slowly"
 
 

@@ -56,6 +56,11 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         " engine.compilation_cache, else cache/compilation]",
     )
     parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="number type, as policy.compute_dtype [the run's, else auto]",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
@@ -154,6 +159,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         arguments.workers,
         arguments.ray,
         cache=arguments.cache,
+        dtype=arguments.dtype,
     )
     served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False, plays=plays)
     problem = None if served.task is None else served.task.problem("heldout", arguments.episode)

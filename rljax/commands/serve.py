@@ -98,6 +98,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.ray,
         arguments.compile,
         arguments.cache,
+        arguments.dtype,
     )
     served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)
     server = uvicorn.Server(

@@ -107,8 +107,9 @@ class PolicyConfig(Section):
     path: PathText | None = Field(
         None,
         min_length=1,
-        description="Hugging Face directory of the model to train, or its name on the hub, org/name or"
-        " org/name@revision. Set either this or policy.shape.",
+        description="Model to train: a Hugging Face directory, its name on the hub, org/name or"
+        " org/name@revision, a GGUF file, or package:NAME for that of an installed package. Set this or"
+        " policy.shape.",
     )
     shape: ShapeConfig | None = Field(
         None, description="Architecture of a policy made from scratch. Set either this or policy.path."
@@ -125,9 +126,9 @@ class PolicyConfig(Section):
         "auto",
         description="Type of activations and of the weights in computation; master weights are float32,"
         " except for the base of policy.lora, which has this type. auto is bfloat16 on a GPU or TPU, where it"
-        " is fast and halves memory, and float32 on a CPU; a run that is resumed keeps the type that it began"
-        " with. Set bfloat16 on a CPU with fast products of it (AMX), float32 on an accelerator for fewer"
-        " rounding errors at several times the cost.",
+        " is fast and halves memory; on a CPU float32, but for a policy.path of 50 million parameters or more"
+        " the type that is measured to be faster and exact. A resumed run keeps the type that it began with."
+        " Set float32 for fewer rounding errors, at several times the cost on an accelerator.",
     )
     outline_layers: AutoOnOff = Field(
         "auto",

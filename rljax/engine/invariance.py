@@ -154,15 +154,7 @@ def measured(
     key = (config, dataclasses.replace(numerics, measured_form=None), counts)
     if directory is None:
         return _measured(*key, products.dot)
-    surroundings = [
-        processor(),
-        os.cpu_count(),
-        jax.devices()[0].device_kind,
-        os.environ.get("XLA_FLAGS", ""),
-    ]
-    surroundings += [jax.__version__, _source_digest()]
-    name = hashlib.sha256(repr((surroundings, key)).encode()).hexdigest()[:24]
-    path = Path(directory) / "numerics" / f"{name}.json"
+    path = Path(directory) / "numerics" / f"{surroundings_digest(key)}.json"
     try:
         kept = json.loads(path.read_bytes())
         form = kept.pop("form")
@@ -177,6 +169,15 @@ def measured(
     except OSError:
         pass  # A later process measures again.
     return result
+
+
+def surroundings_digest(key: object) -> str:
+    """Returns a name for what is measured here about `key`: another one on another processor, with another
+    number of cores, another JAX, other compiler flags, or another source.
+    """
+    here = [processor(), os.cpu_count(), jax.devices()[0].device_kind, os.environ.get("XLA_FLAGS", "")]
+    here += [jax.__version__, _source_digest()]
+    return hashlib.sha256(repr((here, key)).encode()).hexdigest()[:24]
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,9 +17,10 @@ import jax
 import numpy as np
 
 from drafters.registry import make_drafters
-from rljax.config import ExperimentConfig, check_devices, with_compute_dtype
+from rljax.config import ExperimentConfig, check_devices
 from rljax.config.cluster import check_with_workers
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
+from rljax.engine.number_type import with_number_type
 from rljax.environments.task import environment_of
 from rljax.environments.use import check_environment
 from rljax.errors import ConfigError
@@ -89,7 +90,7 @@ class Evaluator:
         output: str | os.PathLike[str],
         progress: Progress,
     ) -> None:
-        config = with_compute_dtype(config, jax.default_backend())
+        config = with_number_type(config)
         self.saved, self.config, self.split, self.progress = saved, config, split, progress
         check_devices(config.mesh, jax.device_count())
         check_with_workers(config)

@@ -29,13 +29,13 @@ from rljax.config import (
     PolicyConfig,
     RolloutConfig,
     TaskConfig,
-    with_compute_dtype,
 )
 from rljax.config.cluster import ClusterConfig, check_with_workers
 from rljax.config.decoding import SpeculationConfig
 from rljax.engine.background import CompilerThread
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.invariance import Invariance
+from rljax.engine.number_type import with_number_type
 from rljax.environments.task import environment_of
 from rljax.errors import ConfigError
 from rljax.models.huggingface import load_generation_config
@@ -80,6 +80,7 @@ class Options:
       ray: address of the Ray cluster of the workers; None for the run's `cluster.address`.
       compile: see `engine.compile`.
       cache: directory that keeps compiled programs; "none" keeps none.
+      dtype: see `policy.compute_dtype`.
     """
 
     step: int | None = None
@@ -93,6 +94,7 @@ class Options:
     ray: str | None = None
     compile: str | None = None
     cache: str | None = None
+    dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +351,9 @@ def _config(saved: SavedPolicy, options: Options, steps_per_sync: int, say: Say)
     cluster = _cluster(config.cluster, options)
     parts = {"rollout": rollout, "engine": engine, "speculation": speculation, "mesh": mesh, "tools": None}
     parts |= {"cluster": cluster}
-    config = with_compute_dtype(config.model_copy(update=parts), jax.default_backend())
+    if options.dtype is not None:
+        parts["policy"] = config.policy.model_copy(update={"compute_dtype": options.dtype})
+    config = with_number_type(config.model_copy(update=parts))
     try:
         sampling_params(config)
     except ValueError as error:

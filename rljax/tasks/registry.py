@@ -13,6 +13,7 @@ from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.curriculum import Curriculum
 from rljax.tasks.dataset import Dataset
 from rljax.tasks.epochs import EpochTask
+from rljax.tasks.instructions import Instructions
 from rljax.tasks.mixture import Mixture
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.rewards.combined import RewardedTask
@@ -23,6 +24,7 @@ from rljax.tasks.wrapper import finite_problems
 TASKS: dict[str, Callable[..., Task]] = {
     "chain_arithmetic": ChainArithmetic,
     "dataset": Dataset,
+    "instructions": Instructions,
     "reasoning_gym": ReasoningGym,
     "tool_arithmetic": ToolArithmetic,
     "worded_arithmetic": WordedArithmetic,

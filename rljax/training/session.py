@@ -11,11 +11,12 @@ import jax
 from drafters.registry import TRAINED_DRAFTERS
 from rljax import processes
 from rljax.accelerators import start_line
-from rljax.config import CheckpointConfig, ExperimentConfig, check_devices, with_compute_dtype
+from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
 from rljax.config.changes import Change
 from rljax.config.cluster import check_with_workers
 from rljax.config.distributed import check_over_processes
 from rljax.engine.executables import enable_compilation_cache
+from rljax.engine.number_type import with_number_type
 from rljax.errors import ClusterError, Interrupted
 from rljax.hub import with_commits
 from rljax.progress import Progress, silent_progress
@@ -134,7 +135,7 @@ def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCh
 def _resolved(config: ExperimentConfig, recorded: ExperimentConfig | None) -> ExperimentConfig:
     """Returns the config with what a run keeps when it is resumed: number type and commits of the hub."""
     dtype = None if recorded is None else recorded.policy.compute_dtype
-    return with_commits(with_compute_dtype(config, jax.default_backend(), dtype), recorded)
+    return with_commits(with_number_type(config, dtype), recorded)
 
 
 def _locked_directory(path: str, stack: contextlib.ExitStack) -> RunDirectory:

