@@ -9,9 +9,11 @@ task for the smallest pretrained models: SmolLM2-135M-Instruct, at temperature 0
 times, where it works out a plain sum once in twenty times, and its responses have some twenty tokens. So
 GRPO has something to go by from the first step on, and a step takes seconds.
 
-The reward says whether a sentence does as it is told, not whether it is a good one.
+The reward says whether a sentence does as it is told, not whether it is a good one. One word over and over
+keeps to many rules, so a text does not pass in which a word of four letters or more stands three times.
 """
 
+import collections
 import re
 from collections.abc import Callable, Sequence
 from random import Random
@@ -112,17 +114,21 @@ class Instructions:
         """Judges a response.
 
         Returns:
-          "length": 1 if the number of words is within the limits, else 0; "rules": the share of the rules
-          that it keeps to; "reward": 1 if both are 1, else 0.
+          "length": 1 if the number of words is within the limits, else 0; "varied": 1 if no word of four
+          letters or more stands three times, else 0; "rules": the share of the rules that it keeps to;
+          "reward": 1 if all three are 1, else 0.
         """
         text = response_text.strip()
         words = [word.lower() for word in _WORD.findall(text)]
         low, high = problem.data["words"]
         length = low <= len(words) <= high
+        counts = collections.Counter(word for word in words if len(word) > 3)
+        varied = max(counts.values(), default=0) < 3
         kept = [bool(words) and RULES[name][1](text, words, word) for name, word in problem.data["rules"]]
         return {
-            "reward": float(length and all(kept)),
+            "reward": float(length and varied and all(kept)),
             "length": float(length),
+            "varied": float(varied),
             "rules": sum(kept) / len(kept),
         }
 

@@ -19,6 +19,8 @@ KEPT = {  # one text that keeps to a rule about the word "river", and texts that
     "without_the": ("Rivers run fast there.", ["The river runs fast.", "Fast runs the river."]),
 }
 
+PASSED = {"reward": 1.0, "length": 1.0, "varied": 1.0, "rules": 1.0}
+
 
 def problem(*names, words=(3, 8), word="river"):
     return Problem("train/0", (), "", 1, data={"words": words, "rules": [(name, word) for name in names]})
@@ -28,19 +30,21 @@ def problem(*names, words=(3, 8), word="river"):
 def test_a_rule_is_kept_or_broken(name):
     kept, broken = KEPT[name]
     task = Instructions(0, list(RULES))
-    assert task.reward(problem(name), f" {kept}\n") == {"reward": 1.0, "length": 1.0, "rules": 1.0}
+    assert task.reward(problem(name), f" {kept}\n") == PASSED
     for text in broken:
-        assert task.reward(problem(name), text) == {"reward": 0.0, "length": 1.0, "rules": 0.0}, text
+        assert task.reward(problem(name), text) == PASSED | {"reward": 0.0, "rules": 0.0}, text
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Fast runs the river!", {"reward": 1.0, "length": 1.0, "rules": 1.0}),
-        ("Fast runs the river.", {"reward": 0.0, "length": 1.0, "rules": 0.5}),
-        ("The river!", {"reward": 0.0, "length": 0.0, "rules": 1.0}),
-        ("Nobody ever saw how very fast runs the river!", {"reward": 0.0, "length": 0.0, "rules": 1.0}),
-        ("Don't: well-kept river!", {"reward": 1.0, "length": 1.0, "rules": 1.0}),  # three words
+        ("Fast runs the river!", {}),
+        ("Fast runs the river.", {"reward": 0.0, "rules": 0.5}),
+        ("The river!", {"reward": 0.0, "length": 0.0}),
+        ("Nobody ever saw how very fast runs the river!", {"reward": 0.0, "length": 0.0}),
+        ("Don't: well-kept river!", {}),  # three words
+        ("River and river and the and!", {}),  # short words may come back
+        ("River, river, my river!", {"reward": 0.0, "varied": 0.0}),
         ("", {"reward": 0.0, "length": 0.0, "rules": 0.0}),
         ("...!", {"reward": 0.0, "length": 0.0, "rules": 0.0}),
     ],
@@ -48,7 +52,7 @@ def test_a_rule_is_kept_or_broken(name):
 def test_a_reward_needs_every_rule_and_the_number_of_words(text, expected):
     task = Instructions(0, ["end", "exclamation"], 2)
     judged = task.reward(problem("include", "exclamation"), text)
-    assert judged == expected
+    assert judged == PASSED | expected
 
 
 def test_problems_are_what_they_say():
