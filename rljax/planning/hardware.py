@@ -1,4 +1,5 @@
-"""What devices can do: memory, bandwidth, arithmetic and links. The only table of such figures.
+"""What devices can do: memory, bandwidth, arithmetic and links. The only table of such figures, and the roofline
+(Williams et al., CACM 2009), by which plans and simulations turn work into seconds.
 
 TPUs: Austin et al., "How to Scale Your Model" (2025), chapter 2 (HBM, FLOP/s, and the bandwidth of one axis
 of the torus in both directions). A program may use a little less than the HBM: the capacity that XLA's
@@ -13,6 +14,23 @@ import time
 from pathlib import Path
 
 GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Work of one device.
+
+    Attributes:
+      flops: FLOPs of matrix products.
+      bytes: bytes that are read from and written to memory.
+      tensor_bytes: bytes of this device's collectives over `mesh.tensor`.
+      batch_bytes: bytes of this device's collectives over `mesh.data` and `mesh.fsdp`.
+    """
+
+    flops: float
+    bytes: float
+    tensor_bytes: float = 0.0
+    batch_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +57,23 @@ class Hardware:
     network: float
     host_devices: int
 
-    def collective_bandwidth(self, devices: int) -> float:
-        """Returns the bytes/s of a collective over so many devices."""
-        return self.link if devices <= self.host_devices else self.network
+    def reaching(self, arithmetic: float, memory: float, devices: int) -> "Hardware":
+        """Returns so many devices as one, which reaches these shares of its arithmetic and bandwidth."""
+        flops = {dtype: each * arithmetic * devices for dtype, each in self.flops.items()}
+        return dataclasses.replace(self, flops=flops, bandwidth=self.bandwidth * memory * devices)
+
+    def seconds(self, work: Work, compute_dtype: str, tensor: int = 1, devices: int = 1) -> float:
+        """Returns the time of some work on each of `devices` devices, of which `tensor` share a layer.
+
+        It is the longer one of arithmetic and memory, and after that the collectives, which are assumed not
+        to overlap. Latencies are not counted: of small passes over several devices the real time is longer.
+        """
+
+        def collective(size: float, over: int) -> float:
+            return size / (self.link if over <= self.host_devices else self.network)
+
+        computing = max(work.flops / self.flops[compute_dtype], work.bytes / self.bandwidth)
+        return computing + collective(work.tensor_bytes, tensor) + collective(work.batch_bytes, devices)
 
 
 def _tpu(kind: str, memory: float, bandwidth: float, bfloat16: float, link: float) -> Hardware:

@@ -26,12 +26,12 @@ from rljax.models.huggingface import load_generation_config, load_model_config
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import num_params
 from rljax.planning.depth import DEPTHS, extrapolated
-from rljax.planning.hardware import Hardware
+from rljax.planning.hardware import Hardware, Work
 from rljax.planning.heads import head_programs, planned_heads
 from rljax.planning.memory import Memory, check_memory, plan_memory
 from rljax.planning.programs import PlannedRun, Planning, PlanningPool, Program
 from rljax.planning.rollout import Lengths, RolloutTime, accepted_tokens, rollout_time
-from rljax.planning.roofline import Roofline, Work, pass_sizes, seconds
+from rljax.planning.roofline import Roofline, pass_sizes
 from rljax.planning.small_models import planned_small_models, small_model_programs
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
 from rljax.sharding import replicated_axes
@@ -215,7 +215,10 @@ def make_plan(
     counts = program_counts(config, buckets, run)
     roofline = Roofline(run)
     time = functools.partial(
-        seconds, hardware=hardware, mesh=config.mesh, compute_dtype=config.policy.compute_dtype
+        hardware.seconds,
+        compute_dtype=config.policy.compute_dtype,
+        tensor=config.mesh.tensor,
+        devices=config.mesh.num_devices,
     )
     mean_length = buckets.cache_for(min(lengths.prompt + lengths.mean, buckets.cache[-1]))
     decoding = [_pass(roofline, time, batch, batch, mean_length) for batch in buckets.batch]

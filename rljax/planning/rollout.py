@@ -35,14 +35,8 @@ class Lengths:
         normal = statistics.NormalDist()
         quantiles = np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)])
         shape = np.exp(self.sigma * quantiles)
-        low, high = 0.0, float(self.longest)
-        for _ in range(60):  # the scale at which the cut lengths have the mean
-            scale = (low + high) / 2
-            if np.minimum(scale * shape, self.longest).mean() < self.mean:
-                low = scale
-            else:
-                high = scale
-        lengths = np.clip(np.rint(high * shape), 1, self.longest).astype(np.int64)
+        scale = scale_to_mean(shape, self.mean, self.longest)
+        lengths = np.clip(np.rint(scale * shape), 1, self.longest).astype(np.int64)
         return np.random.default_rng(0).permutation(lengths)
 
     def __str__(self) -> str:
@@ -50,6 +44,16 @@ class Lengths:
             f"log-normal, mean {self.mean}, sigma {self.sigma:g}, at most {self.longest} tokens behind"
             f" {self.prompt} of the prompt"
         )
+
+
+def scale_to_mean(lengths: np.ndarray, mean: float, longest: int) -> float:
+    """Returns the factor at which lengths have a mean, cut off at the longest."""
+    low, high = 0.0, float(longest)
+    for _ in range(60):
+        scale = (low + high) / 2
+        below = np.minimum(scale * lengths, longest).mean() < mean
+        low, high = (scale, high) if below else (low, scale)
+    return high
 
 
 @dataclasses.dataclass(frozen=True)

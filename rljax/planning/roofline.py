@@ -1,57 +1,21 @@
-"""Time of passes and updates from FLOPs and bytes (Williams et al., "Roofline", CACM 2009).
+"""Work of passes and updates: FLOPs and bytes. `Hardware.seconds` turns it into time.
 
 Work is counted from the shards that a device really holds, by the shardings of the run: a weight that is
 replicated is computed with, and read, on every device. Everything else is counted from shapes. XLA's own
 counts are in the plan for comparison only: it counts the body of a loop once, and products that it hands to a
 library not at all.
-
-A time is the longer one of arithmetic and memory, and after that the collectives, which are assumed not to
-overlap. Latencies are not counted: of small passes over several devices the real time is longer.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from rljax.config import MeshConfig
-from rljax.planning.hardware import Hardware
+from rljax.planning.hardware import Work
 from rljax.planning.programs import PlannedRun, device_bytes
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Work of one device.
-
-    Attributes:
-      flops: FLOPs of matrix products.
-      bytes: bytes that are read from and written to memory.
-      tensor_bytes: bytes of this device's collectives over `mesh.tensor`.
-      batch_bytes: bytes of this device's collectives over `mesh.data` and `mesh.fsdp`.
-    """
-
-    flops: float
-    bytes: float
-    tensor_bytes: float = 0.0
-    batch_bytes: float = 0.0
-
-    def __add__(self, other: "Work") -> "Work":
-        sums = [a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)]
-        return Work(*sums)
-
-    def __mul__(self, factor: float) -> "Work":
-        return Work(*(factor * value for value in dataclasses.astuple(self)))
-
-
-def seconds(work: Work, hardware: Hardware, mesh: MeshConfig, compute_dtype: str) -> float:
-    """Returns the time of some work on every device of the mesh."""
-    computing = max(work.flops / hardware.flops[compute_dtype], work.bytes / hardware.bandwidth)
-    sending = work.tensor_bytes / hardware.collective_bandwidth(mesh.tensor)
-    return computing + sending + work.batch_bytes / hardware.collective_bandwidth(mesh.num_devices)
 
 
 def _shard(leaf: Any) -> int:

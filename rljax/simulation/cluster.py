@@ -23,33 +23,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rljax.cluster import messages
 from rljax.cluster.coordinator import Coordinator, Limits
-from rljax.cluster.messages import (
-    Arrived,
-    Ask,
-    Begin,
-    Build,
-    Command,
-    Decode,
-    Died,
-    End,
-    Facts,
-    Fail,
-    Feed,
-    Halt,
-    Key,
-    Lead,
-    Load,
-    Piece,
-    Pieces,
-    Prepare,
-    Say,
-    Spawn,
-    Status,
-    Stop,
-    Tick,
-    Withdraw,
-)
 from rljax.cluster.router import Router
 from rljax.cluster.spot import SpotTraining
 from rljax.errors import ClusterError
@@ -62,7 +37,7 @@ from rljax.simulation.worker import Job, SimulatedWorker
 
 Order = Literal["on-policy", "one-off", "pipe"]
 
-_FACTS = Facts("", "")
+_FACTS = messages.Facts("", "")
 _NO_KEY = np.zeros(2, np.uint32)
 _NO_LIMITS = Limits(lease=math.inf, patience=math.inf, retry=math.inf)  # nothing is lost on the way
 
@@ -92,7 +67,7 @@ class Machines:
       workers: number of workers.
       slots: requests that each decodes at a time.
       costs: seconds of passes.
-      drafting: windows; None never drafts.
+      drafting: how workers draft; None never drafts.
       train_seconds: time of an update, from the tokens of the step's responses.
       weight_seconds: from the end of an update until a worker has the weights.
       start_seconds: until a new worker has its engine, in place of a lost one.
@@ -190,7 +165,7 @@ class Cluster:
       steps: times of the steps, from the first.
       spans: see `Span`.
       now: seconds.
-      workers: the places' workers, by place.
+      places: the workers that are there, by name.
       failures: number of workers that were lost.
       events: number of events that coordinators took.
     """
@@ -213,13 +188,13 @@ class Cluster:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._keys = itertools.count()
-        self._places: dict[str, _Place] = {}
+        self.places: dict[str, _Place] = {}
         self._free_numbers = list(range(machines.workers))[::-1]
         self._version = 0
         self._trained_steps = 0
         self._trainer_free = 0.0
         self._most_open = 2 if order == "pipe" else 1
-        self._responses: dict[int, dict[Key, Response]] = {}  # of the rollouts under way
+        self._responses: dict[int, dict[messages.Key, Response]] = {}  # of the rollouts under way
         self._counted_migrations = 0
         self._slow = 1.0
         self.coordinator = Coordinator(
@@ -230,10 +205,10 @@ class Cluster:
             self.coordinator.spot = SpotTraining(machines.spot.rule)
             self._spot = SimulatedSpot(machines.spot, self._at, self._tell)
         self._mobile = self.coordinator.rollouts.router.mobile
-        self._tell(Tick())
+        self._tell(messages.Tick())
         self.coordinator.building = True
-        for name in list(self._places):
-            self._tell(Arrived(name, _FACTS))
+        for name in list(self.places):
+            self._tell(messages.Arrived(name, _FACTS))
 
     # -- time --------------------------------------------------------------------------------------------
 
@@ -271,7 +246,7 @@ class Cluster:
         }
         self._responses[step] = responses
         self.steps.append(StepTimes(self.now))
-        self._tell(Begin(step, version, requests))
+        self._tell(messages.Begin(step, version, requests))
         if self._mobile:
             self._at(self.now + self.machines.look_seconds, self._look, step)
         self._begin_next()
@@ -281,7 +256,7 @@ class Cluster:
         times.end, times.tokens = self.now, coordinator.rollouts.open[step].tokens
         times.migrations = coordinator.counts.migrations - self._counted_migrations
         self._counted_migrations = coordinator.counts.migrations
-        self._tell(End(step, tuple(self._responses.pop(step))))
+        self._tell(messages.End(step, tuple(self._responses.pop(step))))
         self._train_next()
         self._begin_next()
 
@@ -299,7 +274,7 @@ class Cluster:
 
     def _published(self, version: int) -> None:
         self._version = version
-        for place in list(self._places.values()):
+        for place in list(self.places.values()):
             self._load(place)
         self._begin_next()
 
@@ -312,7 +287,7 @@ class Cluster:
         )
         worker.slow(self._slow, self.now)
         place = _Place(self._free_numbers.pop(), worker)
-        self._places[name] = place
+        self.places[name] = place
         if machines.failures_per_hour:
             hours = self._random.expovariate(machines.failures_per_hour)
             self._at(self.now + 3600 * hours, self._fail, name)
@@ -320,11 +295,11 @@ class Cluster:
             self._at(self.now + machines.start_seconds, self._arrive, name)
 
     def _arrive(self, name: str) -> None:
-        if name in self._places:
-            self._tell(Arrived(name, _FACTS))
+        if name in self.places:
+            self._tell(messages.Arrived(name, _FACTS))
 
     def _fail(self, name: str) -> None:
-        place = self._places.pop(name, None)
+        place = self.places.pop(name, None)
         if place is None:
             return
         self.failures += 1
@@ -337,16 +312,16 @@ class Cluster:
         self._at(self.now + self.machines.detect_seconds, self._noticed, name)
 
     def _noticed(self, name: str) -> None:
-        self._tell(Died(name, "it failed"))
+        self._tell(messages.Died(name, "it failed"))
         if self.coordinator.next_start > self.now:
-            self._at(self.coordinator.next_start, self._tell, Tick())
+            self._at(self.coordinator.next_start, self._tell, messages.Tick())
 
     def _load(self, place: _Place) -> None:
         """A worker takes the weights that it waits for, once they are there."""
         version = place.loads
         if version is not None and version <= self._version:
             place.loads = None
-            self._tell(Status(place.worker.name, None, place.worker.slots, version))
+            self._tell(messages.Status(place.worker.name, None, place.worker.slots, version))
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -354,40 +329,40 @@ class Cluster:
         self.events += 1
         for command in self.coordinator.on(event, self.now):
             self._do(command)
-        if isinstance(event, Pieces):
+        if isinstance(event, messages.Pieces):
             rollout = self.coordinator.rollouts.open.get(event.rollout)
             if rollout is not None and rollout.done:
                 self._rollout_ended(event.rollout)
 
-    def _do(self, command: Command) -> None:
+    def _do(self, command: messages.Command) -> None:
         match command:
-            case Decode():
+            case messages.Decode():
                 self._decode(command)
-            case Withdraw():
+            case messages.Withdraw():
                 self._withdraw(command)
-            case Load():
-                place = self._places.get(command.worker)
+            case messages.Load():
+                place = self.places.get(command.worker)
                 if place is not None:
                     place.loads = command.version
                     if self._spot is not None:
                         self._spot.stop(command.worker, self.now)
                     self._load(place)
-            case Spawn():
+            case messages.Spawn():
                 self._spawn(command.worker)
-            case Build():
-                place = self._places.get(command.worker)
+            case messages.Build():
+                place = self.places.get(command.worker)
                 if place is not None:
-                    self._tell(Status(command.worker, None, place.worker.slots, None))
-            case Lead() | Prepare() | Feed() | Halt():
-                if command.worker in self._places:
+                    self._tell(messages.Status(command.worker, None, place.worker.slots, None))
+            case messages.Lead() | messages.Prepare() | messages.Feed() | messages.Halt():
+                if command.worker in self.places:
                     self._spot.take(command, self.now)
-            case Fail():
+            case messages.Fail():
                 raise ClusterError(command.message)
-            case Ask() | Say() | Stop():
+            case messages.Ask() | messages.Say() | messages.Stop():
                 pass
 
-    def _decode(self, command: Decode) -> None:
-        place = self._places.get(command.worker)
+    def _decode(self, command: messages.Decode) -> None:
+        place = self.places.get(command.worker)
         if place is None:
             return
         if command.drafter is not None:
@@ -424,8 +399,8 @@ class Cluster:
             worker.add(jobs, self.now)
             self._schedule(place)
 
-    def _withdraw(self, command: Withdraw) -> None:
-        place = self._places.get(command.worker)
+    def _withdraw(self, command: messages.Withdraw) -> None:
+        place = self.places.get(command.worker)
         if place is not None:
             place.worker.remove(list(command.keys), self.now)
             self._schedule(place)
@@ -436,10 +411,10 @@ class Cluster:
         """Workers that decode share the cores evenly."""
         if self.machines.cores == math.inf:
             return
-        slow = self.machines.slowdown(sum(place.busy_since is not None for place in self._places.values()))
+        slow = self.machines.slowdown(sum(place.busy_since is not None for place in self.places.values()))
         if slow != self._slow:
             self._slow = slow
-            for place in self._places.values():
+            for place in self.places.values():
                 place.worker.slow(slow, self.now)
                 self._schedule(place)
 
@@ -455,26 +430,26 @@ class Cluster:
 
     def _ends(self, place: _Place, generation: int) -> None:
         worker = place.worker
-        if worker.generation != generation or self._places.get(worker.name) is not place:
+        if worker.generation != generation or self.places.get(worker.name) is not place:
             return
         done = worker.ended(self.now)
         if not worker:
             self._span_ends(place)
         generation = worker.generation
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[messages.Piece]] = {}
         for job in done:
             tokens: Any = range(job.sent, job.total)
-            piece = Piece(job.key, self._needed(job.rollout), job.sent, tokens, tokens, "eos")
+            piece = messages.Piece(job.key, self._needed(job.rollout), job.sent, tokens, tokens, "eos")
             pieces.setdefault(job.rollout, []).append(piece)
         for rollout, ended in pieces.items():
-            self._tell(Pieces(worker.name, rollout, tuple(ended)))
+            self._tell(messages.Pieces(worker.name, rollout, tuple(ended)))
         if worker.generation == generation:
             self._schedule(place)
 
     def _look(self, step: int) -> None:
         """All workers report what is under way, and the router may move it."""
         version = self._needed(step)
-        for place in list(self._places.values()):
+        for place in list(self.places.values()):
             worker, pieces = place.worker, []
             worker.advance(self.now)
             for job in worker.jobs.values():
@@ -482,12 +457,12 @@ class Cluster:
                 if job.rollout == step and tokens > job.sent:
                     new: Any = range(job.sent, tokens)
                     drafted = 100 if job.levels else 0
-                    pieces.append(Piece(job.key, version, job.sent, new, new, None, drafted, 5 * job.level))
+                    pieces.append(messages.Piece(job.key, version, job.sent, new, new, None, drafted, 5 * job.level))
                     job.sent = tokens
             if pieces:
-                self._tell(Pieces(worker.name, step, tuple(pieces)))
+                self._tell(messages.Pieces(worker.name, step, tuple(pieces)))
         if step in self._responses:
-            self._tell(Tick())
+            self._tell(messages.Tick())
             self._at(self.now + self.machines.look_seconds, self._look, step)
 
     # -- what is told ------------------------------------------------------------------------------------
@@ -500,7 +475,7 @@ class Cluster:
 
     def busy_seconds(self) -> list[float]:
         """Seconds that each worker has decoded, by place; without those of workers that were lost."""
-        by_number = {place.number: place.worker.busy for place in self._places.values()}
+        by_number = {place.number: place.worker.busy for place in self.places.values()}
         return [by_number.get(number, 0.0) for number in range(self.machines.workers)]
 
 

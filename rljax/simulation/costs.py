@@ -3,18 +3,21 @@
     seconds = max(arithmetic of all rows, reading the weights) + reading the cache + what every pass takes
 
 All but the reading of the cache depend on the number of slots and rows alone, so that times between two
-events have a closed form (`worker.py`).
+events have a closed form (`worker.py`). The cache is added, where a plan takes the longer one of all
+arithmetic and all reading (`rljax/planning/roofline.py`): attention begins when the products before it end.
 """
 
 import bisect
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rljax.errors import ConfigError, known_names
-from rljax.planning.hardware import Hardware, known_hardware
+from rljax.planning.hardware import Hardware, Work
+
+T = TypeVar("T")
 
 
 class PassCosts(Protocol):
@@ -40,28 +43,21 @@ class Shape:
     Attributes:
       params: number of parameters.
       layers: number of layers.
-      hidden: size of the residual stream.
       kv_size: heads of keys times their size.
     """
 
     params: float
     layers: int
-    hidden: int
     kv_size: int
-
-    @property
-    def cache_bytes(self) -> float:
-        """Bytes of a token's keys and values in bfloat16."""
-        return 4.0 * self.layers * self.kv_size
 
 
 SHAPES = {
-    "qwen2.5-0.5b": Shape(0.49e9, 24, 896, 2 * 64),
-    "qwen2.5-1.5b": Shape(1.54e9, 28, 1536, 2 * 128),
-    "qwen2.5-7b": Shape(7.6e9, 28, 3584, 4 * 128),
-    "qwen3-8b": Shape(8.2e9, 36, 4096, 8 * 128),
-    "qwen3-14b": Shape(14.8e9, 40, 5120, 8 * 128),
-    "qwen2.5-32b": Shape(32.8e9, 64, 5120, 8 * 128),
+    "qwen2.5-0.5b": Shape(0.49e9, 24, 2 * 64),
+    "qwen2.5-1.5b": Shape(1.54e9, 28, 2 * 128),
+    "qwen2.5-7b": Shape(7.6e9, 28, 4 * 128),
+    "qwen3-8b": Shape(8.2e9, 36, 8 * 128),
+    "qwen3-14b": Shape(14.8e9, 40, 8 * 128),
+    "qwen2.5-32b": Shape(32.8e9, 64, 8 * 128),
 }
 
 
@@ -88,28 +84,15 @@ class RooflineCosts:
         return max(tokens * self.row, self.weights) + self.base if tokens else 0.0
 
 
-def roofline_costs(
-    shape: Shape,
-    hardware: Hardware,
-    tensor: int = 1,
-    arithmetic: float = 0.5,
-    memory: float = 0.7,
-    base: float = 0.0,
-) -> RooflineCosts:
-    """Returns the costs of decoding in bfloat16 over `tensor` devices.
+def roofline_costs(shape: Shape, hardware: Hardware, base: float = 0.0) -> RooflineCosts:
+    """Returns the costs of decoding in bfloat16 on a device, or on several as one (`Hardware.reaching`)."""
 
-    Args:
-      shape: the policy.
-      hardware: a device.
-      tensor: devices of a worker.
-      arithmetic, memory: shares of the device's figures that are reached.
-      base: seconds that every pass takes besides: launching kernels, sampling, collectives.
-    """
-    flops = hardware.flops["bfloat16"] * arithmetic * tensor
-    bandwidth = hardware.bandwidth * memory * tensor
-    return RooflineCosts(
-        2.0 * shape.params / flops, 2.0 * shape.params / bandwidth, shape.cache_bytes / bandwidth, base
-    )
+    def seconds(flops: float, size: float) -> float:
+        return hardware.seconds(Work(flops, size), "bfloat16")
+
+    cached = 4.0 * shape.layers * shape.kv_size  # bytes of a token's keys and values
+    size = 2.0 * shape.params
+    return RooflineCosts(seconds(size, 0.0), seconds(0.0, size), seconds(0.0, cached), base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,16 +102,16 @@ class TableCosts:
     Attributes:
       rows: ascending numbers of rows.
       seconds: of the pass with so many rows.
-      cached: see `PassCosts`; 0 where seconds are those at a mean length.
       prefill_token: seconds of a prefilled token.
       round_up: whether a number between two is computed as the larger one, as the engine's buckets do.
+      cached: see `PassCosts`; 0, since the seconds are those at a mean length.
     """
 
     rows: Sequence[int]
     seconds: Sequence[float]
-    cached: float = 0.0
     prefill_token: float = 0.0
     round_up: bool = False
+    cached: float = 0.0
 
     def fixed(self, slots: int, rows: int) -> float:
         at = bisect.bisect_left(self.rows, rows)
@@ -160,24 +143,12 @@ def planned_costs(path: str) -> TableCosts:
     return TableCosts(rows, seconds, round_up=True)
 
 
-def named_shape(name: str) -> Shape:
-    """Returns one of `SHAPES`.
+def named(key: str, name: str, known: Mapping[str, T]) -> T:
+    """Returns what is known by a name.
 
     Raises:
       ConfigError: there is none of that name.
     """
-    if name not in SHAPES:
-        raise ConfigError(f"model: unknown model {name!r}; {known_names(name, list(SHAPES))}")
-    return SHAPES[name]
-
-
-def named_hardware(name: str) -> Hardware:
-    """Returns a device of the planner's table.
-
-    Raises:
-      ConfigError: there is none of that name.
-    """
-    known = known_hardware()
     if name not in known:
-        raise ConfigError(f"device: unknown device {name!r}; {known_names(name, list(known))}")
+        raise ConfigError(f"{key}: unknown {key} {name!r}; {known_names(name, list(known))}")
     return known[name]

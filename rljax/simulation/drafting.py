@@ -4,15 +4,19 @@ A draft is accepted, behind accepted ones, with a probability of its request and
 as managers choose them (`rljax/speculation/managers`): the most tokens per second at the mean acceptance.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from rljax.cluster.planner import Affine, Mode, accepted_coupled, accepted_decoupled
+from rljax.cluster.planner import accepted_coupled, accepted_decoupled
 from rljax.simulation.costs import PassCosts
 
 LEVELS = 20  # acceptance is rounded to twentieths, so that requests of a level advance together
 
 NO_DRAFTS = ""
+
+Mode = Literal["plain", "coupled", "decoupled"]
 
 Way = tuple[Mode, int]
 """How a worker decodes: kind of speculation, and window."""
@@ -20,14 +24,28 @@ Way = tuple[Mode, int]
 PLAIN: Way = ("plain", 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class SimulatedDrafter:
+    """A drafter, of which only acceptance and times are known.
+
+    Attributes:
+      acceptance: probability that a draft is accepted behind accepted ones, on average over requests.
+      spread: its standard deviation over requests.
+      base, each: seconds of a drafted token of all requests, and of each request.
+    """
+
+    acceptance: float
+    spread: float = 0.0
+    base: float = 0.0
+    each: float = 0.0
+
+
 class Drafting:
     """Chooses ways to decode.
 
     Args:
       costs: seconds of the policy's passes.
-      drafters: seconds of a drafted token of all requests, by the drafter's name; of one that costs nothing,
-        `Affine(0, 0)`.
-      means: mean acceptance by drafter, as history tells.
+      drafters: drafters by name; workers begin with the first one.
       windows: windows to choose among; 0 is plain decoding. One alone is always used.
       modes: "coupled", and "decoupled" where drafters have devices of their own.
       below: batches of at most so many requests draft; None for all.
@@ -36,13 +54,13 @@ class Drafting:
     def __init__(
         self,
         costs: PassCosts,
-        drafters: Mapping[str, Affine] = {},
-        means: Mapping[str, float] = {},
+        drafters: Mapping[str, SimulatedDrafter] = {},
         windows: Sequence[int] = (0, 1, 2, 3, 4, 6, 8),
         modes: Sequence[Mode] = ("coupled",),
         below: int | None = None,
     ) -> None:
-        self._costs, self._drafters, self._means = costs, dict(drafters), dict(means)
+        self._costs, self._drafters = costs, dict(drafters)
+        self.names = list(drafters)
         ways: list[Way] = [(mode, window) for mode in modes for window in windows if window]
         self._ways = [*ways, *([PLAIN] if 0 in windows or not ways else [])]
         self._below = below
@@ -50,25 +68,15 @@ class Drafting:
         self.seconds = functools.cache(self._seconds)
         self.tokens = functools.cache(self._tokens)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the drafters; the first one is what workers begin with."""
-        return list(self._drafters)
-
     def _seconds(self, running: int, drafter: str, way: Way, cache_ms: int) -> float:
-        """Returns the seconds of a pass and its drafting, without those of reading the cache.
-
-        Args:
-          running: requests.
-          drafter: name of the drafter.
-          way: how they are decoded.
-          cache_ms: milliseconds of reading the cache.
+        """Returns the seconds of a pass over so many requests and its drafting, without those of reading the
+        cache, `cache_ms` milliseconds.
         """
         mode, window = way
         verify = self._costs.fixed(running, running * (window + 1))
         if not window:
             return verify
-        draft = window * self._drafters[drafter](running)
+        draft = window * (running * self._drafters[drafter].each + self._drafters[drafter].base)
         return max(draft - cache_ms / 1000, verify) if mode == "decoupled" else draft + verify
 
     def _tokens(self, level: int, way: Way) -> float:
@@ -83,7 +91,7 @@ class Drafting:
         """Returns the way to decode so many requests, whose cache takes so many milliseconds to read."""
         if not drafter or (self._below is not None and running > self._below):
             return PLAIN
-        level = round(self._means[drafter] * LEVELS)
+        level = round(self._drafters[drafter].acceptance * LEVELS)
 
         def speed(way: Way) -> float:
             return self._tokens(level, way) / (
@@ -91,3 +99,12 @@ class Drafting:
             )
 
         return max(self._ways, key=speed)
+
+    def token_seconds(self, running: int, cached: float) -> float:
+        """Returns the seconds of a token of so many requests, whose cache takes so many seconds to read, with
+        the drafter that workers begin with.
+        """
+        drafter, cache_ms = self.names[0] if self.names else NO_DRAFTS, int(1000 * cached)
+        way = self.way(running, drafter, cache_ms)
+        level = round(self._drafters[drafter].acceptance * LEVELS) if drafter else 0
+        return (self.seconds(running, drafter, way, cache_ms) + cached) / self.tokens(level, way)

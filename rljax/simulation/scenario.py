@@ -8,21 +8,14 @@ from typing import Annotated, Literal, get_args, get_type_hints
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
 from rljax.cluster.pipe import tier_sizes
-from rljax.cluster.planner import Affine
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.router import Router, SharedQueue
 from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError, known_names
+from rljax.planning.hardware import known_hardware
 from rljax.simulation.cluster import Cluster, Machines, Order
-from rljax.simulation.costs import (
-    PassCosts,
-    named_hardware,
-    named_shape,
-    planned_costs,
-    roofline_costs,
-)
-from rljax.simulation.drafting import LEVELS, Drafting
-from rljax.simulation.lengths import LengthModel, recorded_lengths
+from rljax.simulation.costs import SHAPES, PassCosts, named, planned_costs, roofline_costs
+from rljax.simulation.drafting import Drafting, SimulatedDrafter
 from rljax.simulation.spot import SpotTimes
 from rljax.simulation.workload import Workload
 
@@ -139,17 +132,12 @@ class Scenario:
         """Returns the seconds of passes."""
         if self.costs:
             return planned_costs(self.costs)
-        return roofline_costs(
-            named_shape(self.model),
-            named_hardware(self.device),
-            self.tensor,
-            self.arithmetic,
-            self.memory,
-            self.base_ms / 1000,
-        )
+        shape, device = named("model", self.model, SHAPES), named("device", self.device, known_hardware())
+        worker = device.reaching(self.arithmetic, self.memory, self.tensor)
+        return roofline_costs(shape, worker, self.base_ms / 1000)
 
-    def drafters_of(self) -> dict[str, tuple[float, float, Affine]]:
-        """Returns acceptance, its spread, and costs of each drafter."""
+    def drafters_of(self) -> dict[str, SimulatedDrafter]:
+        """Returns the drafters by name."""
         found = {}
         for text in filter(None, self.drafters.split(",")):
             name, *numbers = text.split(":")
@@ -159,87 +147,44 @@ class Scenario:
                 raise ConfigError(
                     f"drafters: {text} should be name:acceptance:spread:milliseconds, such as srt:0.6:0.2:0"
                 ) from error
-            found[name] = mean, spread, Affine(each / 1000, base / 1000)
+            found[name] = SimulatedDrafter(mean, spread, base / 1000, each / 1000)
         return found
 
-    def drafting(self, costs: PassCosts) -> Drafting | None:
-        """Returns how far is drafted; None for not at all."""
-        drafters = self.drafters_of()
-        if not drafters:
-            return None
-        return Drafting(
+    def machines(self) -> Machines:
+        """Returns what steps run on."""
+        costs, rate, spot = self.pass_costs(), self.train_tokens_per_second, None
+        drafting = Drafting(
             costs,
-            {name: each[2] for name, each in drafters.items()},
-            {name: each[0] for name, each in drafters.items()},
+            self.drafters_of(),
             [int(window) for window in self.windows.split(",")],
             ("coupled", "decoupled") if self.mode == "either" else (self.mode,),
             self.draft_below or None,
         )
-
-    def workload(self) -> Workload:
-        """Returns the responses of the steps."""
-        lengths = (
-            recorded_lengths(self.rollouts, self.seed)
-            if self.rollouts
-            else LengthModel(
-                self.mean,
-                self.longest,
-                self.sigma,
-                self.within,
-                self.drift,
-                self.growth,
-                self.outliers,
-                self.jump,
+        if self.spot:
+            limits = self.spot_updates, self.spot_tokens, self.longest
+            spot = SpotTimes(
+                SpotRule(self.spot, 8, *limits, retry=math.inf), self.spot_update, costs.prefill
             )
-        )
-        acceptance = [each[:2] for each in self.drafters_of().values()]
-        return Workload(
-            lengths,
-            self.num_prompts,
-            self.prompts_per_step,
-            self.samples,
-            self.prompt_tokens,
-            acceptance,
-            self.seed,
-        )
-
-    def machines(self) -> Machines:
-        """Returns what steps run on."""
-        costs, rate = self.pass_costs(), self.train_tokens_per_second
         return Machines(
             self.workers,
             self.slots,
             costs,
-            self.drafting(costs),
+            drafting,
             (lambda tokens: tokens / rate) if rate else (lambda tokens: self.train),
             self.weights,
             self.restart,
             self.failures_per_hour,
             sync_seconds=self.sync,
             look_seconds=self.look,
-            spot=self.spot_times(costs),
+            spot=spot,
         )
-
-    def spot_times(self, costs: PassCosts) -> SpotTimes | None:
-        """Returns how a head is trained; None for not at all."""
-        if not self.spot:
-            return None
-        rule = SpotRule(self.spot, 8, self.spot_updates, self.spot_tokens, self.longest, retry=math.inf)
-        return SpotTimes(rule, self.spot_update, costs.prefill)
 
     def router_of(self, workload: Workload, machines: Machines) -> Router:
         """Returns the router."""
 
         def pass_seconds(running: int, tokens: float) -> float:
             cached = machines.costs.cached * (tokens + running * self.prompt_tokens)
-            drafting = machines.drafting
-            if drafting is None:
-                return machines.costs.fixed(running, running) + cached
-            name, milliseconds = drafting.names[0], int(1000 * cached)
-            way = drafting.way(running, name, milliseconds)
-            level = round(self.drafters_of()[name][0] * LEVELS)
-            seconds = drafting.seconds(running, name, way, milliseconds) + cached
-            return seconds / drafting.tokens(level, way)
+            return machines.drafting.token_seconds(running, cached)
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
             outliers = OutlierRule().last if self.migration else 0.0
@@ -266,7 +211,7 @@ class Scenario:
 
     def run(self, spans: bool = False) -> Cluster:
         """Returns the cluster after all steps."""
-        workload, machines = self.workload(), self.machines()
+        workload, machines = Workload(self), self.machines()
         cluster = Cluster(machines, self.order, self.router_of(workload, machines), spans, self.seed)
         cluster.run(workload.steps(), self.steps)
         return cluster
