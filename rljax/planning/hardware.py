@@ -1,5 +1,5 @@
-"""What devices can do: memory, bandwidth, arithmetic and links. The only table of such figures, and the roofline
-(Williams et al., CACM 2009), by which plans and simulations turn work into seconds.
+"""What devices can do: memory, bandwidth, arithmetic and links. The only table of such figures, and the
+roofline (Williams et al., CACM 2009) by which plans and simulations turn work into seconds.
 
 TPUs: Austin et al., "How to Scale Your Model" (2025), chapter 2 (HBM, FLOP/s, and the bandwidth of one axis
 of the torus in both directions). A program may use a little less than the HBM: the capacity that XLA's

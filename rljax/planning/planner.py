@@ -1,10 +1,12 @@
 """Makes a plan from a config: `plan = make_plan(config, parse_topology("v5e:2x4"), lengths)`."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from jax.sharding import AxisType, Mesh
 from drafters.registry import make_drafters, states_read
 from rljax import target
 from rljax.config import ExperimentConfig, check_devices, with_compute_dtype
-from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
 from rljax.hub import local_directory
 from rljax.learning.packing import pack_sequences
@@ -25,20 +26,21 @@ from rljax.models.growth import grown_config
 from rljax.models.huggingface import load_generation_config, load_model_config
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import num_params
-from rljax.planning.depth import DEPTHS, extrapolated
+from rljax.planning.drafters import planned_drafters
 from rljax.planning.hardware import Hardware, Work
-from rljax.planning.heads import head_programs, planned_heads
 from rljax.planning.memory import Memory, check_memory, plan_memory
-from rljax.planning.programs import PlannedRun, Planning, PlanningPool, Program
+from rljax.planning.pool import PlanningPool, Program
+from rljax.planning.programs import PlannedRun, Planning
 from rljax.planning.rollout import Lengths, RolloutTime, accepted_tokens, rollout_time
 from rljax.planning.roofline import Roofline, pass_sizes
-from rljax.planning.small_models import planned_small_models, small_model_programs
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
 from rljax.sharding import replicated_axes
 from rljax.training.assembly import make_buckets_of, unmeasured_numerics
 from rljax.training.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config
 
 _FULL_DEPTH = 8  # deeper policies are compiled at two small depths
+DEPTHS = (2, 4)
+"""Depths that are compiled in the place of a deeper policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +210,13 @@ def make_plan(
         if full_depth is None:
             full_depth = depth <= _FULL_DEPTH
         run, depths = _compiled(planning, shapes, full_depth or depth <= max(DEPTHS), report)
-        run = _with_drafters(planning, run, report)
+        for name, drafter in run.drafters.items():
+            report(f"compiling the programs of {name}")
+            run = _with_programs(run, drafter.begin(run), report)
     buckets = planning.buckets
     memory = plan_memory(run, hardware)
     check_memory(memory, run, where)
-    counts = program_counts(config, buckets, run)
+    counts = _counts(run)
     roofline = Roofline(run)
     time = functools.partial(
         hardware.seconds,
@@ -265,10 +269,7 @@ def plan_shapes(config: ExperimentConfig, topology: Topology) -> Memory:
 
 def _shapes(planning: Planning) -> PlannedRun:
     """Returns the shapes of a run, of which nothing is compiled yet."""
-    run = planning.shapes()
-    return dataclasses.replace(
-        run, heads=planned_heads(planning), small_models=planned_small_models(planning)
-    )
+    return dataclasses.replace(planning.shapes(), drafters=planned_drafters(planning))
 
 
 def make_planning(
@@ -340,8 +341,7 @@ def _compiled(
     if full_depth:
         report(f"compiling all {depth} layers")
         run, pool = planning.begin()
-        whole = dataclasses.replace(run, heads=shapes.heads, small_models=shapes.small_models)
-        return _with_programs(whole, pool, report), None
+        return _with_programs(dataclasses.replace(run, drafters=shapes.drafters), pool, report), None
     begun = []
     for layers in DEPTHS:
         report(f"compiling {layers} of {depth} layers")
@@ -349,7 +349,10 @@ def _compiled(
         begun.append(dataclasses.replace(planning, model=model).begin())
     first, second = (_with_programs(run, pool, report) for run, pool in begun)
     programs = extrapolated(first.programs, second.programs, DEPTHS, depth)
-    weights = {name: _deeper(params, depth) for name, params in second.draft_params.items()}
+    weights = {
+        name: params | {"layers": [params["layers"][-1]] * depth}
+        for name, params in second.draft_params.items()
+    }
     run = dataclasses.replace(
         shapes,
         programs=programs,
@@ -358,6 +361,34 @@ def _compiled(
         notes=second.notes,
     )
     return run, DEPTHS
+
+
+def extrapolated(
+    shallow: Sequence[Program], deeper: Sequence[Program], depths: tuple[int, int], depth: int
+) -> tuple[Program, ...]:
+    """Returns the programs of a policy of some depth from the same ones, in the same order, at two ascending
+    depths.
+
+    Layers are equal, so every figure of a program is a constant and a share per layer. A layer is traced
+    once, but compiled as often as it is called (`rljax/models/outlining.py`). A test compares with a whole
+    compile.
+
+    Raises:
+      ValueError: the programs differ.
+    """
+    share = (depth - depths[0]) / (depths[1] - depths[0])
+    programs = []
+    for a, b in zip(shallow, deeper, strict=True):
+        if a.kind != b.kind:
+            raise ValueError(f"programs differ between depths: {a.name} and {b.name}")
+        figures = {}
+        for field in ("arguments", "outputs", "temporaries", "seconds", "flops", "accessed"):
+            low, high = getattr(a, field), getattr(b, field)
+            # A depth compiled while the machine was busy must not make a deeper policy cheaper.
+            value = max(low + share * (high - low), high)
+            figures[field] = round(value) if isinstance(low, int) else value
+        programs.append(dataclasses.replace(a, **figures))
+    return tuple(programs)
 
 
 def _with_programs(run: PlannedRun, pool: PlanningPool, report: Callable[[str], None]) -> PlannedRun:
@@ -378,56 +409,19 @@ def _ended(compilers: Executor) -> Iterator[None]:
         compilers.shutdown(cancel_futures=True)
 
 
-def _deeper(params: dict, depth: int) -> dict:
-    """Returns a quantized copy of the weights at the policy's depth."""
-    return params | {"layers": [params["layers"][-1]] * depth}
-
-
-def _with_drafters(planning: Planning, run: PlannedRun, report: Callable[[str], None]) -> PlannedRun:
-    """Returns the run with the programs of heads and small models, which have depths of their own."""
-    for models, compiled in ((run.heads, head_programs), (run.small_models, small_model_programs)):
-        for name in models:
-            report(f"compiling the programs of {name}")
-            run = _with_programs(run, compiled(planning, run, name), report)
-    return run
-
-
-def program_counts(config: ExperimentConfig, buckets: Buckets, run: PlannedRun) -> dict[str, int]:
-    """Returns how many programs of each kind the run compiles: the loops of `PlainShapes` and
-    `Trainer.warm_up`.
-    """
-    batches, lengths = len(buckets.batch), len(buckets.cache)
-    rows, padded = buckets.prefill()
-    longest = next(size for size in padded if size >= config.rollout.max_prompt_length)
-    prefixes = [size for size in padded if size <= longest]
-    blocked = sorted({max(size, min(padded[2:])) for size in prefixes})  # short prompts share a block
-    counts = {
-        "prefill": len(rows) * len(prefixes),
-        "insert": len(rows) * sum(size <= length for size in blocked for length in buckets.cache),
-        "generate": batches * lengths,
-        "free": batches,
-        "compact": (batches - 1) * lengths,
-        "grow": batches * (lengths - 1),
-        "verify": len(pass_sizes(run)) * lengths,
-    }
-    verified = len(buckets.verified_batches(config.speculation.max_batch))
-    for program in run.programs:
-        kind = program.kind
-        if kind == "draft":
-            counts[kind] = counts.get(kind, 0) + verified * lengths
-        elif kind not in counts or kind in run.skipped:
-            planned = sum(other.kind == kind for other in run.programs)
-            counts[kind] = planned + run.skipped.get(kind, 0)
+def _counts(run: PlannedRun) -> dict[str, int]:
+    """Returns how many programs of each kind the run compiles."""
+    counts = collections.Counter(program.kind for program in run.programs)
+    counts.update(run.skipped)
     return {kind: count for kind, count in counts.items() if count}
 
 
 def _compile_seconds(programs: tuple[Program, ...], counts: dict[str, int]) -> float:
-    """Time of all programs, each as long as the largest compiled one of its kind."""
-    total = 0.0
-    for kind, count in counts.items():
-        measured = [program.seconds for program in programs if program.kind == kind]
-        total += count * sum(measured) / len(measured) if measured else 0.0
-    return total
+    """Time of all programs, each as long as the compiled ones of its kind are on average."""
+    return sum(
+        count * statistics.fmean(program.seconds for program in programs if program.kind == kind)
+        for kind, count in counts.items()
+    )
 
 
 def _pass(roofline: Roofline, time: Callable[[Work], float], slots: int, rows: int, length: int) -> PassTime:

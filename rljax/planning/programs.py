@@ -5,14 +5,14 @@ Only their pool differs: it compiles and does not run. A plan can therefore not 
 """
 
 import dataclasses
-import time
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+import itertools
+import math
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from drafters.base import Drafter
@@ -24,7 +24,9 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings
+from rljax.engine.shapes import PlainShapes
 from rljax.engine.state import DecodeState, Prefix
+from rljax.environments.registry import is_environment
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import PackedBatch
@@ -32,6 +34,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, matrices_of
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics, cast_matrices
+from rljax.planning.pool import PlanningPool, Program, Recording
 from rljax.sharding import (
     Weights,
     factor_shardings,
@@ -46,190 +49,16 @@ from rljax.training.saved_policy import saved_architecture
 from rljax.training.update import Trainer
 
 if TYPE_CHECKING:
-    from rljax.planning.heads import PlannedHead
-    from rljax.planning.small_models import PlannedSmallModel
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled program; all figures are of one device.
-
-    Attributes:
-      name: what it computes, such as "verify", with its sizes.
-      kind: "prefill", "insert", "generate", "verify", "draft", "grow", "compact", "score", "gradients",
-        "apply" or another name of the pool; of a drafter with its name in front.
-      drafter: the head or the small model whose program it is; None for those of the policy.
-      arguments: bytes of its arguments.
-      outputs: bytes of its results that take the place of no argument.
-      temporaries: bytes that it needs beside these.
-      seconds: time to trace, lower and compile it.
-      flops: FLOPs that XLA counts, each loop's body once.
-      accessed: bytes that XLA counts, each loop's body once.
-    """
-
-    name: str
-    kind: str
-    drafter: str | None
-    arguments: int
-    outputs: int
-    temporaries: int
-    seconds: float
-    flops: float
-    accessed: float
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device while it runs, without arrays that are none of its arguments."""
-        return self.arguments + self.outputs + self.temporaries
-
-
-class _Planned:
-    """Stands for a compiled program in the run's code: a call returns the shapes of its results."""
-
-    def __init__(self, results: Any) -> None:
-        self.out_info = results
-
-    def __call__(self, *args: Any) -> Any:
-        del args
-        return self.out_info
-
-
-class PlanningPool(ExecutablePool):
-    """A pool that compiles programs for the shapes of their arguments and runs none.
-
-    Programs are traced by the thread that asks for them, and may be compiled by others meanwhile.
-
-    Args:
-      compilers: threads that compile; None for the one that asks.
-      row_invariant: see `ExecutablePool`.
-      place: gives a result's shapes the shardings that the run's arrays have.
-      default: the sharding of arguments that have none.
-      skips: whether a program with these arguments is only counted.
-      drafter: whose programs they are; None for the policy's.
-
-    Attributes:
-      skipped: number of programs that were only counted, by kind.
-    """
-
-    def __init__(
-        self,
-        compilers: Executor | None,
-        row_invariant: bool,
-        place: Callable[[Any], Any],
-        default: Any,
-        skips: Callable[[tuple], bool],
-        drafter: str | None = None,
-    ) -> None:
-        super().__init__(row_invariant)
-        self._compilers = compilers
-        self._place = place
-        self._default = default
-        self._skips = skips
-        self._drafter = drafter
-        self._by_key: dict[Hashable, _Planned] = {}
-        self._under_way: list[Future[Program]] = []
-        self.skipped: dict[str, int] = {}
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._by_key
-
-    def skip(self, kind: str, count: int) -> None:
-        """Counts programs of a kind that are not compiled."""
-        kind = self._named(kind)
-        self.skipped[kind] = self.skipped.get(kind, 0) + count
-
-    def _named(self, kind: str) -> str:
-        return kind if self._drafter is None else f"{self._drafter} {kind}"
-
-    def get(
-        self,
-        key: Hashable,
-        function: Callable[..., Any],
-        args: tuple,
-        donate_argnums: tuple[int, ...] = (),
-    ) -> Any:
-        """Begins to compile the program of `key`; see `ExecutablePool.get`. A skipped one has no results."""
-        if key in self._by_key:
-            return self._by_key[key]
-        if self._skips(args):
-            self.skip(key[0], 1)
-            return None
-        start = time.perf_counter()
-        lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(self._abstract, args))
-        tracing = time.perf_counter() - start
-        self._under_way.append(self._submit(key, lowered, tracing))
-        results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
-        self._by_key[key] = _Planned(self._place(results))
-        return self._by_key[key]
-
-    def _submit(self, key: Any, lowered: Any, tracing: float) -> Future[Program]:
-        if self._compilers is not None:
-            return self._compilers.submit(self._compiled, key, lowered, tracing)
-        compiled: Future[Program] = Future()
-        compiled.set_result(self._compiled(key, lowered, tracing))
-        return compiled
-
-    def programs(self) -> Iterator[Program]:
-        """Yields the programs, in the order in which they were asked for; waits for each."""
-        for program in self._under_way:
-            yield program.result()
-
-    def _compiled(self, key: Any, lowered: Any, tracing: float) -> Program:
-        """Compiles a program, of which tracing took so many seconds, and returns its figures."""
-        start = time.perf_counter()
-        compiled = lowered.compile(compiler_options=self._options)
-        seconds = tracing + time.perf_counter() - start
-        memory = compiled.memory_analysis()
-        cost = compiled.cost_analysis() or {}
-        cost = cost[0] if isinstance(cost, list) else cost
-        return Program(
-            name=self._named(program_name(key)),
-            kind=self._named(key[0]),
-            drafter=self._drafter,
-            arguments=int(memory.argument_size_in_bytes),
-            outputs=int(memory.output_size_in_bytes - memory.alias_size_in_bytes),
-            temporaries=int(memory.temp_size_in_bytes),
-            seconds=seconds,
-            flops=float(cost.get("flops", 0.0)),
-            accessed=float(cost.get("bytes accessed", 0.0)),
-        )
-
-    def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-        shape, dtype = np.shape(leaf), jnp.result_type(leaf)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._default if sharding is None else sharding)
-
-
-def program_name(key: Any) -> str:
-    """Returns the name of a program from its key in the pool: its kind, and the sizes that follow it."""
-    sizes = []
-    for part in key[1:]:
-        if isinstance(part, str):
-            sizes.append(part)
-        elif isinstance(part, int) and not isinstance(part, bool):
-            sizes.append(str(part))
-        elif isinstance(part, tuple) and part and all(isinstance(size, int) for size in part):
-            sizes.append("x".join(map(str, part)))
-        elif not isinstance(part, bool):
-            break
-    return " ".join([key[0], *(size for size in sizes if len(size) < 40)])
+    from rljax.planning.drafters import PlannedDrafter
 
 
 class PlannedEngine(DecodeEngine):
-    """A decode engine whose states are shapes."""
-
-    def init_state(self, slots: int, length: int) -> DecodeState:
-        """Returns the shapes of `DecodeEngine.init_state`."""
-        return self.state_shapes(self.buckets.batch_for(slots), self.buckets.cache_for(length))
+    """A decode engine that compiles, and runs nothing."""
 
     def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
         """Compiles a verifying pass, and does not wait for what it needs."""
         self._verifying(params, state, tree, rows, None)
         return 0
-
-    def compile_generate(self, params: Params, state: DecodeState) -> None:
-        """Compiles plain decoding of a state."""
-        self._generating(params, state, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +73,7 @@ class PlannedRun:
       reference: weights of the reference, or None; under LoRA they may be the base.
       decode_params: the engine's copy of the weights.
       draft_params: quantized copies of the weights, by the drafter's name.
-      heads: EAGLE heads, by name.
-      small_models: small models that draft, by name.
-      prefill_state: the decode state that prompts are first inserted into.
+      drafters: EAGLE heads and small models, by name.
       state: the largest decode state.
       programs: compiled programs.
       skipped: number of programs that were only counted, by kind.
@@ -260,22 +87,11 @@ class PlannedRun:
     reference: Params | None
     decode_params: Params
     draft_params: dict[str, Params]
-    prefill_state: DecodeState
     state: DecodeState
-    heads: dict[str, "PlannedHead"] = dataclasses.field(default_factory=dict)
-    small_models: dict[str, "PlannedSmallModel"] = dataclasses.field(default_factory=dict)
+    drafters: dict[str, "PlannedDrafter"] = dataclasses.field(default_factory=dict)
     programs: tuple[Program, ...] = ()
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-class _Parts(NamedTuple):
-    """What compiles the programs of a run."""
-
-    pool: PlanningPool
-    engine: PlannedEngine
-    trainer: Trainer
-    critic: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,38 +243,33 @@ class Planning:
 
     def shapes(self) -> PlannedRun:
         """Returns the shapes of a run, without its programs. Call it under `target.tracing_for`."""
-        return self._shapes(self._parts())
+        return self._shapes(*self._trained(Recording()))
 
     def begin(self) -> tuple[PlannedRun, PlanningPool]:
         """Begins to compile the programs of a run. Returns its shapes, and the pool that will have the
         programs. Call it under `target.tracing_for`.
         """
-        parts = self._parts()
-        run = self._shapes(parts)
-        self._compile_training(run, parts.trainer, parts.critic)
-        self._compile_decoding(run, parts.engine)
-        return dataclasses.replace(run, draft_params=self._compile_drafting(run, parts.engine)), parts.pool
-
-    def _parts(self) -> _Parts:
         pool = self.pool(self._is_smaller_microbatch)
-        critic = make_critic(self.config, self.model, self.numerics, pool, self.mesh)
-        return _Parts(pool, self.engine(pool), self._trainer(pool), critic)
+        trainer, critic = self._trained(pool)
+        run = self._shapes(trainer, critic)
+        self._compile_training(run, trainer, critic)
+        return dataclasses.replace(run, draft_params=self._compile_rollout(run, pool)), pool
 
-    def _shapes(self, parts: _Parts) -> PlannedRun:
-        config, buckets, engine = self.config, self.buckets, parts.engine
-        state = self._train_state(parts.trainer, parts.critic)
-        batch, longest = buckets.batch[-1], buckets.cache[-1]
-        prefill_length = engine.prefill_length(config.rollout.max_prompt_length)
+    def _trained(self, pool: ExecutablePool) -> tuple[Trainer, Any]:
+        """The run's trainer and its critic, None without one."""
+        return self._trainer(pool), make_critic(self.config, self.model, self.numerics, pool, self.mesh)
+
+    def _shapes(self, trainer: Trainer, critic: Any) -> PlannedRun:
+        state, buckets = self._train_state(trainer, critic), self.buckets
         return PlannedRun(
-            config=config,
+            config=self.config,
             model=self.model,
             buckets=buckets,
             train_state=state,
             reference=self._reference(state),
-            decode_params=self.decode_params(config.engine.weights),
+            decode_params=self.decode_params(self.config.engine.weights),
             draft_params={},
-            prefill_state=engine.init_state(batch, buckets.cache_for(prefill_length)),
-            state=engine.init_state(batch, longest),
+            state=self.engine(Recording()).state_shapes(buckets.batch[-1], buckets.cache[-1]),
         )
 
     def _is_smaller_microbatch(self, args: tuple) -> bool:
@@ -511,35 +322,42 @@ class Planning:
         if critic is not None:
             critic.warm_up(run.train_state.critic)
 
-    def _compile_decoding(self, run: PlannedRun, engine: PlannedEngine) -> None:
-        """Compiles the largest shape of every program of `PlainShapes`, and every verifying pass over the
-        largest batch that is verified.
+    def _compile_rollout(self, run: PlannedRun, pool: PlanningPool) -> dict[str, Params]:
+        """Compiles the largest of every kind of program that `PlainShapes` lists, every size of a verifying
+        pass over the largest batch that is verified, and drafting with quantized copies of the weights, which
+        it returns. Heads and small models have programs of their own (`rljax/planning/drafters.py`).
         """
-        params, state, buckets = run.decode_params, run.state, self.buckets
-        prefill_length = engine.prefill_length(self.config.rollout.max_prompt_length)
-        prompts = [[0] * prefill_length] * engine.prefill_rows[-1]
-        prefix = engine.prefill(params, prompts)
-        engine.bulk_insert(prefix, run.prefill_state, [])
-        engine.compile_generate(params, state)
-        if len(buckets.cache) > 1:
-            engine.grow(engine.init_state(state.batch, buckets.cache[-2]))
-        if len(buckets.batch) > 1:
-            engine.compact(state, list(range(buckets.batch[-2])))
-        batches = buckets.verified_batches(self.config.speculation.max_batch)
-        for rows, nodes in buckets.passes(batches[-1]) if batches else []:
-            engine.compile_verify(params, batches[-1], buckets.cache[-1], rows, nodes)
-
-    def _compile_drafting(self, run: PlannedRun, engine: PlannedEngine) -> dict[str, Params]:
-        """Compiles drafting with quantized copies of the weights, and returns these. Heads and small models
-        have programs of their own (`rljax/planning/heads.py`, `small_models.py`).
-        """
-        buckets, weights = self.buckets, {}
-        batches = buckets.verified_batches(self.config.speculation.max_batch)
+        config, buckets, recording = self.config, self.buckets, Recording()
+        engine, params = self.engine(recording), run.decode_params
+        lengths = config.rollout.max_prompt_length, config.rollout.max_response_length
+        plain = PlainShapes(
+            engine,
+            params,
+            buckets.batch[-1],
+            lengths[0],
+            sum(lengths),
+            late_inserts=bool(config.speculation.run_ahead_below),
+            appends=config.tools is not None or is_environment(config.task.name or ""),
+        )
+        for compile_program in plain.everything():
+            compile_program()
+        weights = {}
+        batches = buckets.verified_batches(config.speculation.max_batch)
         for name, drafter in self.drafters.items() if batches else ():
             if isinstance(drafter, QuantizedDrafter):
                 drafter.attach(engine)
-                weights[name] = self._quantized(drafter, run.decode_params)
-                engine.draft(weights[name], engine.init_state(batches[-1], buckets.cache[-1]), 1)
+                weights[name] = self._quantized(drafter, params)
+                for batch, length in itertools.product(batches, plain.lengths):
+                    engine.compile_draft(weights[name], batch, length)
+        recording.compile_largest(pool)
+        verifying = self.engine(pool)
+        for batch, length in itertools.product(batches, plain.lengths):
+            passes = buckets.passes(batch)
+            if (batch, length) != (batches[-1], plain.lengths[-1]):
+                pool.skip("verify", len(passes))
+                continue
+            for rows, nodes in passes:
+                verifying.compile_verify(params, batch, length, rows, nodes)
         return weights
 
     def _quantized(self, drafter: QuantizedDrafter, params: Params) -> Params:
@@ -558,13 +376,14 @@ def _placed(leaf: Any, sharding: NamedSharding | SingleDeviceSharding) -> jax.Sh
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+def shard_size(leaf: Any) -> int:
+    """Returns the number of elements of a placed shape on one device."""
+    return math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+
+
 def device_bytes(tree: Any) -> int:
     """Returns the bytes of placed shapes on one device, without a device's padding."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-        total += int(np.prod(shape)) * leaf.dtype.itemsize
-    return total
+    return sum(shard_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def shared_bytes(tree: Params, other: Params) -> int:

@@ -457,7 +457,9 @@ class Cluster:
                 if job.rollout == step and tokens > job.sent:
                     new: Any = range(job.sent, tokens)
                     drafted = 100 if job.levels else 0
-                    pieces.append(messages.Piece(job.key, version, job.sent, new, new, None, drafted, 5 * job.level))
+                    pieces.append(
+                        messages.Piece(job.key, version, job.sent, new, new, None, drafted, 5 * job.level)
+                    )
                     job.sent = tokens
             if pieces:
                 self._tell(messages.Pieces(worker.name, step, tuple(pieces)))

@@ -72,7 +72,7 @@ class Measured:
     @property
     def passes(self) -> float:
         """Mean passes of a worker in a step, of all steps."""
-        places = self.cluster.places
+        places = self.cluster.places.values()
         return sum(place.worker.passes for place in places) / self.workers / len(self.cluster.steps)
 
     @property

@@ -162,9 +162,7 @@ class Scenario:
         )
         if self.spot:
             limits = self.spot_updates, self.spot_tokens, self.longest
-            spot = SpotTimes(
-                SpotRule(self.spot, 8, *limits, retry=math.inf), self.spot_update, costs.prefill
-            )
+            spot = SpotTimes(SpotRule(self.spot, 8, *limits, retry=math.inf), self.spot_update, costs.prefill)
         return Machines(
             self.workers,
             self.slots,
