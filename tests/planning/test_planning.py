@@ -20,7 +20,7 @@ from rljax.models.huggingface import load_model_config, load_params, save_model
 from rljax.models.transformer import init_params
 from rljax.planning.hardware import GIB, Hardware
 from rljax.planning.planner import default_lengths, make_plan
-from rljax.planning.programs import PlanningPool, Program, program_name
+from rljax.planning.pool import PlanningPool, Program, program_name
 from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
 from rljax.training.policy import TOKENIZER_VOCAB, shape_config
@@ -130,7 +130,7 @@ def test_a_small_model_keeps_its_depth_in_the_plan_of_a_deeper_policy(tmp_path, 
     overrides = ["policy.shape.num_layers=12", "speculation.verify_buckets=[8]"]
     plan = _plan(_config(tmp_path, *overrides, *drafting))
     assert plan.depths == (2, 4)
-    assert len(plan.run.small_models["small_model"].weights["layers"]) == 4
+    assert len(plan.run.drafters["small_model"].weights["layers"]) == 4
     assert plan.memory.draft_weights == sum(
         leaf.nbytes for leaf in jax.tree.leaves(load_params(model, load_model_config(model), "float32"))
     )

@@ -10,19 +10,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rljax.cluster.planner import Affine
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
 from rljax.simulation.cluster import Cluster, Machines, Response
 from rljax.simulation.command import main
 from rljax.simulation.costs import RooflineCosts, TableCosts, planned_costs
-from rljax.simulation.drafting import Drafting
-from rljax.simulation.lengths import LengthModel, recorded_lengths
+from rljax.simulation.drafting import Drafting, SimulatedDrafter
 from rljax.simulation.outcome import outcome_of
 from rljax.simulation.scenario import Scenario
 from rljax.simulation.spot import SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
+from rljax.simulation.workload import Workload, epochs, recorded_lengths
 
 SECOND = RooflineCosts(0.0, 0.0, 0.0, 1.0)  # every pass takes a second
 
@@ -87,13 +86,13 @@ def test_closed_form_is_decoding_token_by_token(lengths, prompt, cached):
 
 def test_accepted_drafts_advance_by_level():
     """Windows of one draft: (1 + p) tokens a pass of one second, and half a second to draft."""
-    drafting = Drafting(SECOND, {"d": Affine(0.0, 0.5)}, {"d": 0.5}, [1])
+    drafting = Drafting(SECOND, {"d": SimulatedDrafter(0.5, base=0.5)}, [1])
     worker = SimulatedWorker("w", 9, SECOND, drafting)
     worker.add([job(0, 30, levels=(10,)), job(1, 20, levels=(0,))], 0.0)
     assert ends_of(worker) == [(0, pytest.approx(30)), (1, pytest.approx(30))]
-    plain = Drafting(SECOND, {"d": Affine(0.0, 9.0)}, {"d": 0.5}, [0, 1])
+    plain = Drafting(SECOND, {"d": SimulatedDrafter(0.5, base=9.0)}, [0, 1])
     assert plain.way(3, "d", 0) == ("plain", 0)
-    assert Drafting(SECOND, {"d": Affine(0, 0)}, {"d": 0.5}, [0, 1], below=2).way(3, "d", 0)[1] == 0
+    assert Drafting(SECOND, {"d": SimulatedDrafter(0.5)}, [0, 1], below=2).way(3, "d", 0)[1] == 0
 
 
 def test_withdrawn_requests_go_on_elsewhere_where_they_were():
@@ -190,8 +189,7 @@ def test_every_combination_decodes_every_token_once(
         drafters="a:0.6:0.2:1,b:0.3:0.2:0", steps=5, warm_up=1, seed=seed, failures_per_hour=failures,
         restart=2.0, spot=spot, spot_update=0.05, spot_updates=10, spot_tokens=500,
     )  # fmt: skip
-    workload = scenario.workload()
-    expected = [sum(each.tokens for each in step) for step in itertools.islice(workload.steps(), 5)]
+    expected = [sum(each.tokens for each in step) for step in itertools.islice(Workload(scenario).steps(), 5)]
     cluster = scenario.run()
     assert [step.tokens for step in cluster.steps] == expected
     for earlier, later in itertools.pairwise(cluster.steps):
@@ -237,14 +235,13 @@ def test_the_same_seed_is_the_same_simulation():
 
 
 def test_lengths_have_the_mean_and_rank_as_stated():
-    model = LengthModel(1000, 4000, sigma=0.8, within=0.2, drift=0.0)
-    epochs = model.epochs(2000, 8, 0)
-    first, second = next(epochs), next(epochs)
+    scenario = Scenario(mean=1000, longest=4000, sigma=0.8, within=0.2, drift=0.0, samples=8)
+    first, second = itertools.islice(epochs(scenario, 2000), 2)
     assert first.mean() == pytest.approx(1000, rel=0.05)
     assert first.max() <= 4000
     medians = np.median(first, 1), np.median(second, 1)
     assert np.corrcoef(*medians)[0, 1] > 0.9
-    outliers = next(LengthModel(1000, 10**6, outliers=0.1, jump=3.0).epochs(2000, 8, 0))
+    outliers = next(epochs(Scenario(mean=1000, longest=10**6, samples=8, outliers=0.1, jump=3.0), 2000))
     assert outliers.max() > 10 * first.max()
 
 
