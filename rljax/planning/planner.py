@@ -31,10 +31,11 @@ from rljax.planning.hardware import Hardware, Work
 from rljax.planning.memory import Memory, check_memory, plan_memory
 from rljax.planning.pool import PlanningPool, Program
 from rljax.planning.programs import PlannedRun, Planning
-from rljax.planning.rollout import Lengths, RolloutTime, accepted_tokens, rollout_time
+from rljax.planning.rollout import Lengths, RolloutTime, rollout_time
 from rljax.planning.roofline import Roofline, pass_sizes
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
 from rljax.sharding import replicated_axes
+from rljax.speculation.draft_length import expected_tokens
 from rljax.training.assembly import make_buckets_of, unmeasured_numerics
 from rljax.training.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config
 
@@ -452,7 +453,7 @@ def _step(
         choices = [plain_pass(batch, length)]
         for size, rows, _ in pass_sizes(run):
             if size == batch:
-                accepted = accepted_tokens(rows // batch - 1, acceptance)
+                accepted = expected_tokens(acceptance, rows // batch - 1)
                 choices.append((time(roofline.decode_pass(batch, rows, length)), accepted))
         return min(choices, key=lambda choice: choice[0] / choice[1])
 

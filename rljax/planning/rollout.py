@@ -108,13 +108,3 @@ def rollout_time(
         passes += tokens / accepted
         running = [[left - tokens, done + tokens] for left, done in running if left > tokens]
     return RolloutTime(int(sum(lengths)), total, passes)
-
-
-def accepted_tokens(drafts: int, acceptance: float) -> float:
-    """Returns the mean number of tokens that a pass over a chain of `drafts` samples, if each draft whose
-    predecessors were accepted is accepted with probability `acceptance` (Leviathan et al., arXiv 2211.17192,
-    equation 1).
-    """
-    if acceptance >= 1.0:
-        return drafts + 1.0
-    return (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance)

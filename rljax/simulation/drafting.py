@@ -9,8 +9,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rljax.cluster.planner import accepted_coupled, accepted_decoupled
 from rljax.simulation.costs import PassCosts
+from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
 
 LEVELS = 20  # acceptance is rounded to twentieths, so that requests of a level advance together
 
@@ -84,8 +84,8 @@ class Drafting:
         mode, window = way
         if not window:
             return 1.0
-        accepted = accepted_decoupled if mode == "decoupled" else accepted_coupled
-        return accepted(level / LEVELS, window)
+        expected = expected_tokens_decoupled if mode == "decoupled" else expected_tokens
+        return expected(level / LEVELS, window)
 
     def _way(self, running: int, drafter: str, cache_ms: int) -> Way:
         """Returns the way to decode so many requests, whose cache takes so many milliseconds to read."""

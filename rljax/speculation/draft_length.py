@@ -18,13 +18,22 @@ MARGIN = 0.05
 
 
 def expected_tokens(acceptance: float, chain: int) -> float:
-    """Expected tokens of a slot from a pass over a chain, the token behind it included: the paper's tau.
+    """Expected tokens of a slot from a pass over a chain, the token behind it included: the paper's tau
+    (Leviathan et al., arXiv 2211.17192, equation 1).
 
     Args:
       acceptance: probability that a draft is accepted, given that its predecessors are.
       chain: draft tokens.
     """
     return sum(acceptance**depth for depth in range(chain + 1))
+
+
+def expected_tokens_decoupled(acceptance: float, window: int) -> float:
+    """As `expected_tokens`, where the next window is drafted while this one is verified: a rejection wastes
+    that one, too, hence the half, and verification adds no token (SpecActor, section 4.1: tau_w).
+    """
+    partial = sum(acceptance**a * (1.0 - acceptance) * (a + 1) / 2 for a in range(window))
+    return partial + window * acceptance**window
 
 
 class WorthStarting:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rljax.engine.buckets import Buckets
-from rljax.planning.rollout import Lengths, accepted_tokens, rollout_time
+from rljax.planning.rollout import Lengths, rollout_time
 
 BUCKETS = Buckets((2, 4), (64, 128))
 
@@ -36,11 +36,6 @@ def test_longer_caches_cost_more():
 def test_accepted_drafts_divide_the_passes():
     result = rollout_time([8, 8], 8, 2, BUCKETS, lambda batch, length: (1.0, 4.0))
     assert (result.steps, result.seconds) == (2.0, 2.0)
-
-
-@pytest.mark.parametrize(("drafts", "acceptance", "tokens"), [(0, 0.5, 1.0), (1, 0.5, 1.5), (3, 1.0, 4.0)])
-def test_accepted_tokens(drafts, acceptance, tokens):
-    assert accepted_tokens(drafts, acceptance) == tokens
 
 
 def test_lengths_have_the_stated_mean_and_maximum():
