@@ -70,11 +70,6 @@ class Choice:
     speed: float
 
 
-def wasted_at_most(window: int) -> int:
-    """Drafts that one rejection can waste: the rest of its window, and the window drafted meanwhile."""
-    return 2 * window - 1
-
-
 def speed_plain(verifier: Verifier, batch: float) -> float:
     """Tokens per second of a request without drafts."""
     return 1.0 / verifier(0)(batch)

@@ -5,9 +5,9 @@ cluster.py     the fabric: workers, trainer, and the rollouts of steps in their 
 worker.py      a worker: finish times in closed form between two events
 costs.py       seconds of passes, from a model's shape and a device, or from measured passes
 drafting.py    how far is drafted at which batch, and what it brings
-lengths.py     how long responses are, and how that changes from epoch to epoch
 ledger.py      the ledger, which counts tokens instead of keeping them
 scenario.py    a simulation as keys and values
+workload.py    the responses of steps, how long they are, and how that changes from epoch to epoch
 outcome.py     what a simulation tells: table, JSON, and a timeline picture
-figures/       the papers' figures by simulation, with their inputs
+figures.py     the papers' figures by simulation, from the inputs and scenarios in scenarios/*.yaml
 """

@@ -8,7 +8,6 @@ from rljax.cluster.planner import (
     largest_window,
     plan,
     reconfigure,
-    wasted_at_most,
 )
 from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
 
@@ -28,7 +27,6 @@ def test_tokens_of_a_window_by_hand():
     assert expected_tokens(1.0, 3) == 4.0
     assert expected_tokens_decoupled(1.0, 3) == 3.0
     assert (expected_tokens(0.0, 3), expected_tokens(0.5, 0), expected_tokens(0.5, 1)) == (1.0, 1.0, 1.5)
-    assert wasted_at_most(3) == 5
 
 
 def test_the_largest_window_is_where_drafting_takes_longer():
