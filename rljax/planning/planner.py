@@ -205,7 +205,8 @@ def make_plan(
     config = planning.config
     where = f"one of {topology.name} ({hardware.kind})"
     depth = planning.model.num_layers
-    with tracing(planning, topology), _ended(compilers):
+    with tracing(planning, topology), contextlib.ExitStack() as ended:
+        ended.callback(compilers.shutdown, cancel_futures=True)
         shapes = _shapes(planning)
         check_memory(plan_memory(shapes, hardware), shapes, where)
         if full_depth is None:
@@ -291,8 +292,11 @@ def make_planning(
     devices = compile_devices(topology)
     if hardware is None:
         hardware = hardware_of(topology, config.policy.compute_dtype)
-    mesh = _mesh(config, devices)
-    if mesh is not None:
+    mesh, axes = None, ("data", "fsdp", "tensor")
+    if config.mesh.num_devices > 1:  # as `rljax.sharding.make_mesh`, over other devices
+        sizes = tuple(getattr(config.mesh, axis) for axis in axes)
+        mine = np.array(devices[: config.mesh.num_devices]).reshape(sizes)
+        mesh = Mesh(mine, axes, axis_types=(AxisType.Auto,) * 3)
         replicated_axes(model, mesh)  # raises where the mesh does not divide the policy
     with target.tracing_for(devices[0], topology.num_devices, platform_of(topology)):
         buckets = make_buckets_of(config, mesh, speculative=True)
@@ -320,16 +324,6 @@ def tracing(planning: Planning, topology: Topology) -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", caching)
         compilation_cache.reset_cache()
-
-
-def _mesh(config: ExperimentConfig, devices: list) -> Mesh | None:
-    """As `rljax.sharding.make_mesh`, over other devices."""
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    count = config.mesh.num_devices
-    if count == 1:
-        return None
-    names = ("data", "fsdp", "tensor")
-    return Mesh(np.array(devices[:count]).reshape(sizes), names, axis_types=(AxisType.Auto,) * 3)
 
 
 def _compiled(
@@ -399,15 +393,6 @@ def _with_programs(run: PlannedRun, pool: PlanningPool, report: Callable[[str], 
         report(f"  {program.name} in {program.seconds:.1f} s")
         programs.append(program)
     return dataclasses.replace(run, programs=tuple(programs), skipped=run.skipped | pool.skipped)
-
-
-@contextlib.contextmanager
-def _ended(compilers: Executor) -> Iterator[None]:
-    """Context that leaves no compilation behind, also where one fails."""
-    try:
-        yield
-    finally:
-        compilers.shutdown(cancel_futures=True)
 
 
 def _counts(run: PlannedRun) -> dict[str, int]:

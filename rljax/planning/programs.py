@@ -25,7 +25,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.placement import cache_shardings, decode_state_shardings
 from rljax.engine.shapes import PlainShapes
-from rljax.engine.state import DecodeState, Prefix
+from rljax.engine.state import DecodeState
 from rljax.environments.registry import is_environment
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
@@ -107,7 +107,7 @@ class Planning:
       drafters: drafters by name.
       mesh: devices; None for one.
       device: the first device.
-      hidden_layers: see `DecodeEngine`.
+      hidden_layers: see `DecodeEngine`; of a policy that is planned with fewer layers, as many others.
       compilers: see `PlanningPool`.
     """
 
@@ -130,34 +130,17 @@ class Planning:
         """Returns shapes with the shardings that the run's arrays have: those of decode states, caches and
         weights by their tables, everything else replicated.
         """
-        mesh, model = self.mesh, self.model
-        if mesh is None or tree is None:
-            return jax.tree.map(lambda leaf: _placed(leaf, self._default), tree)
-        if isinstance(tree, DecodeState):
-            return jax.tree.map(_placed, tree, decode_state_shardings(tree, model, mesh))
-        if isinstance(tree, KVCache):
-            return jax.tree.map(_placed, tree, cache_shardings(tree, model, mesh))
-        if isinstance(tree, Prefix):
-            rest = jax.tree.map(lambda leaf: _placed(leaf, self._default), tree.replace(cache=None))
-            return rest.replace(cache=self.place(tree.cache))
-        if isinstance(tree, TrainState):
-            return dataclasses.replace(
-                tree,
-                params=self.place(tree.params),
-                optimizer_state=self.place(tree.optimizer_state),
-                updates=self.place(tree.updates),
-                critic=self.place(tree.critic),
-                factors=self.place(tree.factors),
-                base=self.place(tree.base),
-            )
-        if isinstance(tree, dict) and "layers" in tree:
-            return jax.tree.map(_placed, tree, self._shardings_of(tree))
-        if isinstance(tree, dict):
-            return {name: self.place(value) for name, value in tree.items()}
-        if isinstance(tree, tuple):
-            parts = map(self.place, tree)
-            return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-        return jax.tree.map(lambda leaf: _placed(leaf, self._default), tree)
+
+        def placed(part: Any) -> Any:
+            if self.mesh is None or not _has_table(part):
+                return jax.tree.map(lambda leaf: _placed(leaf, self._default), part)
+            if isinstance(part, DecodeState):
+                return jax.tree.map(_placed, part, decode_state_shardings(part, self.model, self.mesh))
+            if isinstance(part, KVCache):
+                return jax.tree.map(_placed, part, cache_shardings(part, self.model, self.mesh))
+            return jax.tree.map(_placed, part, self._shardings_of(part))
+
+        return jax.tree.map(placed, tree, is_leaf=_has_table)
 
     @property
     def prefixes(self) -> list[tuple[int, int]]:
@@ -165,14 +148,6 @@ class Planning:
         rows, lengths = self.buckets.prefill()
         longest = next(size for size in lengths if size >= self.config.rollout.max_prompt_length)
         return [(count, length) for count in rows for length in lengths if length <= longest]
-
-    @property
-    def _layers_read(self) -> tuple[int, ...] | None:
-        """The layers whose features the drafters read; of a policy that is planned with fewer layers, as many
-        layers.
-        """
-        depth = self.model.num_layers
-        return None if self.hidden_layers is None else tuple(min(n, depth) for n in self.hidden_layers)
 
     def _shardings_of(self, tree: Params) -> Params:
         """Shardings of params, of some of them, or of LoRA's factors."""
@@ -193,12 +168,11 @@ class Planning:
         return PlanningPool(self.compilers, exact, self.place, self._default, skips, drafter)
 
     def _params(self, dtype: str) -> Params:
-        shapes = jax.tree.map(
+        return jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),
             param_shapes(self.model),
             is_leaf=lambda x: isinstance(x, tuple),
         )
-        return jax.eval_shape(lambda params: params, shapes)
 
     def decode_params(self, weights: Weights = "replicated") -> Params:
         """Returns shapes of the engine's copy of the weights, as from `DecodeEngine.load_params`."""
@@ -211,7 +185,7 @@ class Planning:
 
     def engine(self, pool: ExecutablePool) -> PlannedEngine:
         """Returns the run's engine, with shapes in the place of arrays."""
-        config = self.config
+        config, depth, read = self.config, self.model.num_layers, self.hidden_layers
         return PlannedEngine(
             self.model,
             self.numerics,
@@ -222,7 +196,7 @@ class Planning:
             pool,
             self.mesh,
             config.engine.verification,
-            self._layers_read,
+            None if read is None else tuple(min(layer, depth) for layer in read),
             per_slot_sampling=evaluation_sampling(config) is not None,
             weights=config.engine.weights,
         )
@@ -249,7 +223,10 @@ class Planning:
         """Begins to compile the programs of a run. Returns its shapes, and the pool that will have the
         programs. Call it under `target.tracing_for`.
         """
-        pool = self.pool(self._is_smaller_microbatch)
+        rows = self.config.training.rows_per_microbatch
+        pool = self.pool(
+            lambda args: any(isinstance(arg, PackedBatch) and arg.tokens.shape[0] < rows for arg in args)
+        )
         trainer, critic = self._trained(pool)
         run = self._shapes(trainer, critic)
         self._compile_training(run, trainer, critic)
@@ -271,10 +248,6 @@ class Planning:
             draft_params={},
             state=self.engine(Recording()).state_shapes(buckets.batch[-1], buckets.cache[-1]),
         )
-
-    def _is_smaller_microbatch(self, args: tuple) -> bool:
-        rows = self.config.training.rows_per_microbatch
-        return any(isinstance(arg, PackedBatch) and arg.tokens.shape[0] < rows for arg in args)
 
     @property
     def _teacher(self) -> "Planning | None":
@@ -370,6 +343,11 @@ class Planning:
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         quantized = jax.tree.map(_placed, results, shardings)
         return params | {"layers": [layer | quantized for layer in params["layers"]]}
+
+
+def _has_table(part: Any) -> bool:
+    """Whether a table has the shardings of a part of a tree: a decode state, a cache, weights."""
+    return isinstance(part, DecodeState | KVCache) or (isinstance(part, dict) and "layers" in part)
 
 
 def _placed(leaf: Any, sharding: NamedSharding | SingleDeviceSharding) -> jax.ShapeDtypeStruct:

@@ -6,21 +6,15 @@ counts are in the plan for comparison only: it counts the body of a loop once, a
 library not at all.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import numpy as np
 
 from rljax.planning.hardware import Work
-from rljax.planning.programs import PlannedRun, device_bytes
+from rljax.planning.programs import PlannedRun, device_bytes, shard_size
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-def _shard(leaf: Any) -> int:
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return int(np.prod(shape))
 
 
 def _all_reduce(size: float, devices: int) -> float:
@@ -41,8 +35,8 @@ class Roofline:
         self._itemsize = 2 if run.config.policy.compute_dtype == "bfloat16" else 4
         params = run.decode_params
         head = params["embed"] if run.model.tie_embeddings else params["lm_head"]
-        self._layers = sum(_shard(layer[name]) for layer in params["layers"] for name in _MATRICES)
-        self._head = _shard(head)
+        self._layers = sum(shard_size(layer[name]) for layer in params["layers"] for name in _MATRICES)
+        self._head = shard_size(head)
         # Parts that are gathered are computed and read whole.
         split = run.config.engine.weights == "fsdp"
         parts = self._mesh.fsdp if split else 1
@@ -96,9 +90,10 @@ class Roofline:
         state = run.train_state
         params, trained = state.params, state.params if state.factors is None else state.factors
         whole = (
-            sum(_whole(layer[name]) for layer in params["layers"] for name in _MATRICES) / self._mesh.tensor
+            sum(math.prod(layer[name].shape) for layer in params["layers"] for name in _MATRICES)
+            / self._mesh.tensor
         )
-        head = _whole(params["embed"] if self._model.tie_embeddings else params["lm_head"])  # on every device
+        head = math.prod((params["embed"] if self._model.tie_embeddings else params["lm_head"]).shape)
         forward = 2.0 * tokens * whole + self._attention_flops(tokens, training.pack_length)
         head_flops = 2.0 * tokens * head
         # The backward pass has two products for each of the forward pass; under LoRA one, as no gradient of a
@@ -111,7 +106,7 @@ class Roofline:
         # About 16 arrays of the residual stream's size a layer are written and read, and gradients added up.
         stream = tokens * self._model.hidden_size * self._itemsize * self._model.num_layers * 16
         read = passes * (weights + 2 * stream) + (
-            12.0 * sum(map(_shard, jax.tree.leaves(trained))) if backward else 0
+            12.0 * sum(map(shard_size, jax.tree.leaves(trained))) if backward else 0
         )
         gathered = (whole + head / self._mesh.tensor) * self._itemsize
         fsdp, data = self._mesh.fsdp, self._mesh.data
@@ -127,14 +122,10 @@ class Roofline:
         """
         state = self._run.train_state
         trained = state.params if state.factors is None else state.factors
-        local = sum(map(_shard, jax.tree.leaves(trained)))
-        merged = 0 if state.base is None else sum(map(_shard, jax.tree.leaves(state.base)))
+        local = sum(map(shard_size, jax.tree.leaves(trained)))
+        merged = 0 if state.base is None else sum(map(shard_size, jax.tree.leaves(state.base)))
         rank = 0 if state.base is None else self._run.config.policy.lora.rank
         return Work(2.0 * merged * rank, 28.0 * local + 2.0 * merged * self._itemsize)
-
-
-def _whole(leaf: Any) -> int:
-    return int(np.prod(leaf.shape))
 
 
 def pass_sizes(run: PlannedRun) -> Sequence[tuple[int, int, int]]:

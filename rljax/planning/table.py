@@ -4,8 +4,7 @@ import dataclasses
 from typing import Any
 
 from rljax.planning.hardware import GIB
-from rljax.planning.planner import PassTime, Plan, summary_line
-from rljax.planning.programs import PlannedRun
+from rljax.planning.planner import Plan, summary_line
 
 
 def as_text(plan: Plan) -> str:
@@ -34,8 +33,11 @@ def _rows(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> str:
 def _memory(plan: Plan) -> str:
     memory, run = plan.memory, plan.run
     batch, length = run.state.batch, run.buckets.cache[-1]
+    weights = "weights, float32"
+    if run.train_state.factors is not None:
+        weights = f"merged weights and base, {run.config.policy.compute_dtype}; LoRA's factors, float32"
     rows = [
-        (_weights_name(run), memory.weights),
+        (weights, memory.weights),
         ("optimizer moments", memory.moments),
         ("reference weights", memory.reference),
         ("sums of gradients (update)", memory.gradients),
@@ -55,25 +57,11 @@ def _memory(plan: Plan) -> str:
     return "memory of a device\n" + _rows(text, ("", "GiB"))
 
 
-def _weights_name(run: PlannedRun) -> str:
-    """What the weights of a run are."""
-    if run.train_state.factors is None:
-        return "weights, float32"
-    return f"merged weights and base, {run.config.policy.compute_dtype}; LoRA's factors, float32"
-
-
 def _programs(plan: Plan) -> str:
-    rows = []
-    for program in plan.programs:
-        rows.append(
-            (
-                program.name,
-                f"{program.seconds:.1f}",
-                _size(program.arguments),
-                _size(program.outputs),
-                _size(program.temporaries),
-            )
-        )
+    rows = [
+        (each.name, f"{each.seconds:.1f}", *map(_size, (each.arguments, each.outputs, each.temporaries)))
+        for each in plan.programs
+    ]
     total = sum(plan.counts.values())
     table = _rows(rows, ("program", "seconds", "arguments", "results", "temporaries"))
     text = f"programs compiled for the plan (the largest shapes; GiB of a device)\n{table}\n"
@@ -88,36 +76,26 @@ def _programs(plan: Plan) -> str:
     )
 
 
-def _pass_row(name: str, timed: PassTime) -> tuple[str, ...]:
-    return (
-        name,
-        str(timed.slots),
-        str(timed.rows),
-        str(timed.length),
-        f"{timed.work.flops / 1e9:.2f}",
-        f"{timed.work.bytes / 1e9:.3f}",
-        f"{(timed.work.tensor_bytes + timed.work.batch_bytes) / 1e6:.1f}",
-        f"{1e3 * timed.seconds:.2f}",
-    )
-
-
 def _passes(plan: Plan) -> str:
-    rows = [_pass_row("decode step", timed) for timed in plan.decoding]
-    rows += [_pass_row("verifying pass", timed) for timed in plan.verifying]
-    work, seconds = plan.microbatch
     training = plan.run.config.training
-    rows.append(
+    tokens = str(training.rows_per_microbatch * training.pack_length)
+    timed = [("decode step", each) for each in plan.decoding]
+    timed += [("verifying pass", each) for each in plan.verifying]
+    named = [
+        (name, str(each.slots), str(each.rows), str(each.length), each.work, each.seconds)
+        for name, each in timed
+    ]
+    named.append(("gradients of a micro-batch", "", tokens, "", *plan.microbatch))
+    rows = [
         (
-            "gradients of a micro-batch",
-            "",
-            str(training.rows_per_microbatch * training.pack_length),
-            "",
+            *sizes,
             f"{work.flops / 1e9:.2f}",
             f"{work.bytes / 1e9:.3f}",
             f"{(work.tensor_bytes + work.batch_bytes) / 1e6:.1f}",
             f"{1e3 * seconds:.2f}",
         )
-    )
+        for *sizes, work, seconds in named
+    ]
     header = ("roofline", "slots", "tokens", "cache", "GFLOP", "GB", "MB sent", "ms")
     figures = plan.hardware
     peak = figures.flops[plan.run.config.policy.compute_dtype]

@@ -115,21 +115,10 @@ class Figures:
     rollout: float
     idle: tuple[float, ...]
 
-    def named(self) -> dict[tuple[str, str], float]:
-        """The figures by name and unit."""
-        idle = {(f"idle share, worker {i}", "of a step"): share for i, share in enumerate(self.idle, 1)}
-        return {("step seconds", "s"): self.step, ("rollout seconds", "s"): self.rollout} | idle
-
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A figure of a run.
-
-    Attributes:
-      name: of the figure.
-      unit: "s", or "of a step".
-      predicted, measured: its values.
-    """
+    """A figure of a run by its name, in seconds or as a share of a step, predicted and measured."""
 
     name: str
     unit: str
@@ -245,15 +234,14 @@ def seconds_of(base: RecordedRun) -> Seconds:
 
 def measured(run: RecordedRun) -> Figures:
     """Returns the figures of a run."""
-    steps = [(step.seconds, step.waiting, step.decoding) for step in run.steps]
-    return _figures(steps, run.workers)
+    return _figures([(step.seconds, step.waiting, step.decoding) for step in run.steps], run.workers)
 
 
 def predicted(run: RecordedRun, seconds: Seconds, cores: float) -> Figures:
-    """Returns the figures of a run by simulation.
+    """Returns the figures of a run by simulation, from its config and the lengths of its responses.
 
     Args:
-      run: the run, of which the config and the lengths of responses are used.
+      run: the run.
       seconds: of a run with one worker.
       cores: that all workers share; infinity where each has its own.
     """
@@ -271,12 +259,11 @@ def predicted(run: RecordedRun, seconds: Seconds, cores: float) -> Figures:
     )
     router = make_router(config.cluster, [], config.engine.max_slots, RolloutHistory())
     cluster = Cluster(machines, "on-policy", router, spans=True)
-    numbers = itertools.count()
+    prompts = itertools.count()
     steps = [
         [
             Response(prompt, tokens, length)
-            for tokens, lengths in step.groups
-            for prompt in [next(numbers)]
+            for (tokens, lengths), prompt in zip(step.groups, prompts, strict=False)
             for length in lengths
         ]
         for step in run.steps
@@ -308,15 +295,18 @@ def _figures(steps: Sequence[tuple[float, float, Sequence[float]]], workers: int
 
 
 def compared(run: RecordedRun, base: RecordedRun, cores: float) -> list[Compared]:
-    """Returns the figures of a run, predicted from one with one worker, beside what was measured.
-
-    Args:
-      run: the run.
-      base: a run of the same experiment with one worker.
-      cores: see `predicted`.
+    """Returns the figures of a run, predicted from a run of the same experiment with one worker, beside what
+    was measured; `cores` as of `predicted`.
     """
-    ours, theirs = predicted(run, seconds_of(base), cores).named(), measured(run).named()
-    return [Compared(*name, ours[name], theirs[name]) for name in theirs]
+    ours, theirs = predicted(run, seconds_of(base), cores), measured(run)
+    return [
+        Compared("step seconds", "s", ours.step, theirs.step),
+        Compared("rollout seconds", "s", ours.rollout, theirs.rollout),
+        *(
+            Compared(f"idle share, worker {number}", "of a step", *shares)
+            for number, shares in enumerate(zip(ours.idle, theirs.idle, strict=True), 1)
+        ),
+    ]
 
 
 def table(rows: dict[str, Sequence[Compared]]) -> str:

@@ -1,11 +1,13 @@
 """What a simulation tells: figures, a table, and a timeline picture of workers and trainer."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rljax.simulation.cluster import Cluster, Span
+from rljax.cluster.spot import SpotCounts
+from rljax.simulation.cluster import Cluster, Span, StepTimes
 
 _MOST_ROWS = 48  # workers in a picture
 
@@ -37,53 +39,44 @@ class Outcome:
     migrated: float
     failures: int
     seconds: float
-    head_updates: float = 0.0
-    training: float = 0.0
-    training_delay: float = 0.0
+    head_updates: float
+    training: float
+    training_delay: float
 
 
 def outcome_of(cluster: Cluster, warm_up: int, responses: int) -> Outcome:
-    """Returns the figures of a cluster after its steps.
-
-    Args:
-      cluster: the cluster.
-      warm_up: steps that are not counted.
-      responses: responses of a step.
+    """Returns the figures of a cluster after its steps of so many responses each, without those of the
+    warm-up.
     """
-    steps = cluster.steps
-    begin = steps[warm_up - 1].trained if warm_up else 0.0
+    steps, machines = cluster.steps, cluster.machines
     counted = steps[warm_up:]
-    seconds = counted[-1].trained - begin
-    busy = (sum(cluster.busy_seconds()) + cluster.lost_busy) / (cluster.machines.workers * cluster.now)
+    seconds = counted[-1].trained - (steps[warm_up - 1].trained if warm_up else 0.0)
+    available = machines.workers * cluster.now
     first = [_first_idle(cluster.spans, number, step) for number, step in enumerate(steps, 1)][warm_up:]
+    spot = cluster.coordinator.spot
+    counts = SpotCounts() if spot is None else spot.counts
     return Outcome(
         seconds / len(counted),
         sum(step.end - step.begin for step in counted) / len(counted),
         sum(step.tokens for step in counted) / seconds,
-        busy,
+        (sum(cluster.busy_seconds()) + cluster.lost_busy) / available,
         sum(first) / len(first),
         sum(step.migrations for step in counted) / (responses * len(counted)),
         cluster.failures,
         cluster.now,
-        *_spot_figures(cluster),
+        counts.updates / len(steps),
+        counts.seconds / available,
+        counts.delay / len(steps),
     )
 
 
-def _spot_figures(cluster: Cluster) -> tuple[float, float, float]:
-    if cluster.coordinator.spot is None:
-        return 0.0, 0.0, 0.0
-    counts, steps = cluster.coordinator.spot.counts, len(cluster.steps)
-    share = counts.seconds / (cluster.machines.workers * cluster.now)
-    return counts.updates / steps, share, counts.delay / steps
-
-
-def _first_idle(spans: Sequence[Span], number: int, step: Any) -> float:
+def _first_idle(spans: Sequence[Span], number: int, step: StepTimes) -> float:
     last: dict[int, float] = {}
     for span in spans:
         if span.step == number:
             last[span.worker] = max(last.get(span.worker, 0.0), span.end)
     if not last or step.end <= step.begin:
-        return float("nan")
+        return math.nan
     return (step.end - min(last.values())) / (step.end - step.begin)
 
 
@@ -94,7 +87,7 @@ def table(outcomes: dict[str, Outcome]) -> str:
     spot = any(each.head_updates for each in outcomes.values())
     rows: list[tuple[str, ...]] = [(*header, "training", "updates") if spot else header]
     for name, each in outcomes.items():
-        idle = "" if each.first_idle != each.first_idle else f"{each.first_idle:.0%}"
+        idle = "" if math.isnan(each.first_idle) else f"{each.first_idle:.0%}"
         rows.append(
             (
                 name,
@@ -127,11 +120,10 @@ def draw_timeline(
     figure, axes = plt.subplots(
         len(clusters), 1, figsize=(11, 1.2 + 2.6 * len(clusters)), sharex=True, squeeze=False
     )
-    begins = {name: _begin(cluster, first_step) for name, cluster in clusters.items()}
     colours = plt.get_cmap("tab10").colors
     latest = 0.0
     for axis, (name, cluster) in zip(axes[:, 0], clusters.items(), strict=True):
-        begin = begins[name]
+        begin = cluster.steps[first_step - 1].begin
         workers = cluster.machines.workers
         shown = sorted({round(i * (workers - 1) / max(_MOST_ROWS - 1, 1)) for i in range(_MOST_ROWS)})
         row_of = {worker: row for row, worker in enumerate(shown if workers > _MOST_ROWS else range(workers))}
@@ -166,11 +158,7 @@ def draw_timeline(
     plt.close(figure)
 
 
-def _begin(cluster: Cluster, step: int) -> float:
-    return cluster.steps[step - 1].begin
-
-
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Returns the figures as JSON values; what does not exist is null."""
     values = dataclasses.asdict(outcome)
-    return {name: None if value != value else value for name, value in values.items()}
+    return {name: None if math.isnan(value) else value for name, value in values.items()}

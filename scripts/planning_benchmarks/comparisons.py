@@ -17,6 +17,7 @@ from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.planning.planner import Plan
+from rljax.planning.roofline import Roofline
 from rljax.training.assembly import sampling_params
 from rljax.training.update import Trainer
 
@@ -113,8 +114,8 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
         holder[0], _ = trainer.update(holder[0], [batch])
 
     update()
-    weights = sum(leaf.size for leaf in jax.tree.leaves(holder[0].params))
-    predicted = plan.microbatch[1] + 28.0 * weights / plan.hardware.bandwidth
+    applying = plan.hardware.seconds(Roofline(run).optimizer(), config.policy.compute_dtype)
+    predicted = plan.microbatch[1] + applying
     time_row = _compared("update of a micro-batch", 1e3 * predicted, 1e3 * _median_seconds(update, 3), "ms")
     peak = next((size for phase, (size, _) in plan.memory.peaks.items() if phase == "update"), 0)
     grown = _peak_during(update) - base
