@@ -64,19 +64,14 @@ class Machines:
     """What steps run on.
 
     Attributes:
-      workers: number of workers.
-      slots: requests that each decodes at a time.
+      workers, slots, failures_per_hour, sync_seconds, look_seconds: see the keys of `Scenario`.
       costs: seconds of passes.
       drafting: how workers draft; None never drafts.
       train_seconds: time of an update, from the tokens of the step's responses.
       weight_seconds: from the end of an update until a worker has the weights.
       start_seconds: until a new worker has its engine, in place of a lost one.
-      failures_per_hour: of each worker.
       detect_seconds: until a failure is noticed.
-      sync_seconds: between two looks of the host; 0 sees every end at once.
-      look_seconds: between two reports of all that is under way, where the router moves requests.
-      sync_passes: passes of a worker between two looks of its host while requests wait for slots; 0 sees
-        every end at once.
+      sync_passes: see `SimulatedWorker`.
       cores: that all workers share; infinity where each has its own.
       cores_of_worker: that a worker which decodes keeps busy, if it gets them.
       spot: training of a head by workers that have nothing to decode; None for none.

@@ -53,8 +53,8 @@ def test_values_by_hand():
         "paper": "a test",
         "chosen": {},
         "central": [
-            "workers=1 prompts_per_step=1 prompts=1 samples=1 prompt_tokens=0 sigma=0 drift=0 steps=3 warm_up=1",
-            "train=3 weights=0 base_ms=1000 arithmetic=1e9 memory=1e9",
+            "workers=1 prompts_per_step=1 prompts=1 samples=1 prompt_tokens=0 sigma=0 drift=0",
+            "steps=3 warm_up=1 train=3 weights=0 base_ms=1000 arithmetic=1e9 memory=1e9",
         ],
         "band": {"longer updates": "train=4"},
         "sweep": [["mean=10", "mean=20"]],
