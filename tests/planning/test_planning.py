@@ -30,6 +30,7 @@ from tests.training.tiny_run import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMY = Hardware("test", "cpu", 100 * GIB, 1e10, {"float32": 1e11, "bfloat16": 1e11}, 1e9, 1e9, 8)
+TOOLS = "{names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
 HAS_TPU = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 HAS_CUDA = pytest.mark.skipif(
     not (importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")), reason="needs CUDA 13"
@@ -67,6 +68,14 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "speculation.verify_buckets=[8]",
             "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
         ],
+        [
+            "speculation.drafter=srt",
+            "speculation.verify_buckets=[8]",
+            "speculation.run_ahead_below=1",
+            "engine.batch_buckets=[2,4]",
+            "engine.cache_buckets=[128,256]",
+            f"tools={TOOLS}",
+        ],
         pytest.param(
             [
                 "speculation.drafter=small_model",
@@ -78,7 +87,13 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             marks=pytest.mark.long,  # 130 programs
         ),
     ],
-    ids=["quantized, critic", "srt, lora, several buckets", "eagle", "small model, several sizes"],
+    ids=[
+        "quantized, critic",
+        "srt, lora, several buckets",
+        "eagle",
+        "tools, run-ahead",
+        "small model, several sizes",
+    ],
 )
 def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):
     if any("SMALL_MODEL" in override for override in overrides):
