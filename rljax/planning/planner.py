@@ -228,9 +228,9 @@ def make_plan(
     )
     mean_length = buckets.cache_for(min(lengths.prompt + lengths.mean, buckets.cache[-1]))
     decoding = [_pass(roofline, time, batch, batch, mean_length) for batch in buckets.batch]
-    verifying = [_pass(roofline, time, slots, rows, mean_length) for slots, rows, _ in pass_sizes(run)]
+    verifying = [_pass(roofline, time, slots, rows, mean_length) for slots, rows in pass_sizes(run)]
     microbatch = roofline.microbatch()
-    notes = list(run.notes)
+    notes = []
     if config.mesh.num_devices < topology.num_devices:
         notes.append(
             f"mesh.data * fsdp * tensor is {config.mesh.num_devices}: the other"
@@ -353,7 +353,6 @@ def _compiled(
         programs=programs,
         draft_params=weights,
         skipped=second.skipped,
-        notes=second.notes,
     )
     return run, DEPTHS
 
@@ -436,7 +435,7 @@ def _step(
     def best_pass(batch: int, length: int) -> tuple[float, float]:
         """The pass with the most tokens a second, as the manager would choose."""
         choices = [plain_pass(batch, length)]
-        for size, rows, _ in pass_sizes(run):
+        for size, rows in pass_sizes(run):
             if size == batch:
                 accepted = expected_tokens(acceptance, rows // batch - 1)
                 choices.append((time(roofline.decode_pass(batch, rows, length)), accepted))

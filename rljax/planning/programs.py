@@ -77,7 +77,6 @@ class PlannedRun:
       state: the largest decode state.
       programs: compiled programs.
       skipped: number of programs that were only counted, by kind.
-      notes: sentences for the user on what is not planned.
     """
 
     config: ExperimentConfig
@@ -91,7 +90,6 @@ class PlannedRun:
     drafters: dict[str, "PlannedDrafter"] = dataclasses.field(default_factory=dict)
     programs: tuple[Program, ...] = ()
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,8 +128,8 @@ class Roofline:
         return Work(2.0 * merged * rank, 28.0 * local + 2.0 * merged * self._itemsize)
 
 
-def pass_sizes(run: PlannedRun) -> Sequence[tuple[int, int, int]]:
-    """Returns (slots, rows, draft nodes) of all verifying passes of a run."""
+def pass_sizes(run: PlannedRun) -> Sequence[tuple[int, int]]:
+    """Returns (slots, rows) of all verifying passes of a run."""
     buckets = run.buckets
     batches = buckets.verified_batches(run.config.speculation.max_batch)
-    return [(batch, rows, nodes) for batch in batches for rows, nodes in buckets.passes(batch)]
+    return [(batch, rows) for batch in batches for rows, _ in buckets.passes(batch)]
