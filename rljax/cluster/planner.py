@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
-
 Mode = Literal["plain", "coupled", "decoupled"]
 
 
@@ -70,6 +68,24 @@ class Choice:
     speed: float
 
 
+def accepted_coupled(acceptance: float, window: int) -> float:
+    """Tokens of a verified chain, with the one that verification adds (Leviathan et al., equation 1)."""
+    if acceptance >= 1.0:
+        return window + 1.0
+    return (1.0 - acceptance ** (window + 1)) / (1.0 - acceptance)
+
+
+def accepted_decoupled(acceptance: float, window: int) -> float:
+    """tau_w: tokens of a window, where a rejection wastes the next one too: hence the half (section 4.1)."""
+    partial = sum(acceptance**a * (1.0 - acceptance) * (a + 1) / 2 for a in range(window))
+    return partial + window * acceptance**window
+
+
+def wasted_at_most(window: int) -> int:
+    """Drafts that one rejection can waste: the rest of its window, and the window drafted meanwhile."""
+    return 2 * window - 1
+
+
 def speed_plain(verifier: Verifier, batch: float) -> float:
     """Tokens per second of a request without drafts."""
     return 1.0 / verifier(0)(batch)
@@ -77,16 +93,14 @@ def speed_plain(verifier: Verifier, batch: float) -> float:
 
 def speed_coupled(drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float) -> float:
     """Tokens per second of a request whose drafts are verified before the next ones are made."""
-    return expected_tokens(acceptance, window) / (window * drafter(batch) + verifier(window)(batch))
+    return accepted_coupled(acceptance, window) / (window * drafter(batch) + verifier(window)(batch))
 
 
 def speed_decoupled(
     drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float
 ) -> float:
     """Tokens per second of a request whose next window is drafted while the last one is verified."""
-    return expected_tokens_decoupled(acceptance, window) / max(
-        window * drafter(batch), verifier(window)(batch)
-    )
+    return accepted_decoupled(acceptance, window) / max(window * drafter(batch), verifier(window)(batch))
 
 
 def largest_window(drafter: Affine, verifier: Verifier) -> int:

@@ -5,11 +5,13 @@ import pytest
 from rljax.cluster.planner import (
     Affine,
     Profile,
+    accepted_coupled,
+    accepted_decoupled,
     largest_window,
     plan,
     reconfigure,
+    wasted_at_most,
 )
-from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
 
 # Our constants for Qwen2.5-32B over four Hopper GPUs: a row's arithmetic and a request's cache at about 2,000
 # tokens, and what every pass takes; and for a drafter of 0.5B on one of them.
@@ -22,11 +24,12 @@ HOPPER = Profile(
 
 def test_tokens_of_a_window_by_hand():
     """p = 1/2, w = 2: nothing accepted 1/2, one 1/4, two 1/4."""
-    assert expected_tokens(0.5, 2) == 0.5 * 1 + 0.25 * 2 + 0.25 * 3
-    assert expected_tokens_decoupled(0.5, 2) == 0.5 * 1 / 2 + 0.25 * 2 / 2 + 0.25 * 2
-    assert expected_tokens(1.0, 3) == 4.0
-    assert expected_tokens_decoupled(1.0, 3) == 3.0
-    assert (expected_tokens(0.0, 3), expected_tokens(0.5, 0), expected_tokens(0.5, 1)) == (1.0, 1.0, 1.5)
+    assert accepted_coupled(0.5, 2) == 0.5 * 1 + 0.25 * 2 + 0.25 * 3
+    assert accepted_decoupled(0.5, 2) == 0.5 * 1 / 2 + 0.25 * 2 / 2 + 0.25 * 2
+    assert accepted_coupled(1.0, 3) == 4.0
+    assert accepted_decoupled(1.0, 3) == 3.0
+    assert accepted_coupled(0.0, 3) == 1.0
+    assert wasted_at_most(3) == 5
 
 
 def test_the_largest_window_is_where_drafting_takes_longer():
