@@ -2,8 +2,8 @@
 
     seconds = max(arithmetic of all rows, reading the weights) + reading the cache + what every pass takes
 
-All but the reading of the cache depend on the number of slots and rows alone, so that times between two
-events have a closed form (`worker.py`). The cache is added, where a plan takes the longer one of all
+All but the reading of the cache depend on the number of rows alone, so that times between two events have a
+closed form (`worker.py`). The cache is added, where a plan takes the longer one of all
 arithmetic and all reading (`rljax/planning/roofline.py`): attention begins when the products before it end.
 """
 
@@ -29,8 +29,8 @@ class PassCosts(Protocol):
 
     cached: float
 
-    def fixed(self, slots: int, rows: int) -> float:
-        """Returns the seconds of a pass over `rows` tokens of `slots` slots with an empty cache."""
+    def fixed(self, rows: int) -> float:
+        """Returns the seconds of a pass over so many tokens with an empty cache."""
 
     def prefill(self, tokens: int) -> float:
         """Returns the seconds of prefilling so many tokens."""
@@ -77,7 +77,7 @@ class RooflineCosts:
     cached: float
     base: float
 
-    def fixed(self, slots: int, rows: int) -> float:
+    def fixed(self, rows: int) -> float:
         return max(rows * self.row, self.weights) + self.base
 
     def prefill(self, tokens: int) -> float:
@@ -113,7 +113,7 @@ class TableCosts:
     round_up: bool = False
     cached: float = 0.0
 
-    def fixed(self, slots: int, rows: int) -> float:
+    def fixed(self, rows: int) -> float:
         at = bisect.bisect_left(self.rows, rows)
         if at == len(self.rows):  # beyond the table, arithmetic rules
             return self.seconds[-1] * rows / self.rows[-1]

@@ -73,7 +73,7 @@ class Drafting:
         cache, `cache_ms` milliseconds.
         """
         mode, window = way
-        verify = self._costs.fixed(running, running * (window + 1))
+        verify = self._costs.fixed(running * (window + 1))
         if not window:
             return verify
         draft = window * (running * self._drafters[drafter].each + self._drafters[drafter].base)

@@ -62,7 +62,7 @@ def by_tokens(lengths, costs, prompt):
     done = dict.fromkeys(left, 0)
     while left:
         cached = sum(prompt + done[key] for key in left)
-        now += costs.fixed(len(left), len(left)) + costs.cached * cached
+        now += costs.fixed(len(left)) + costs.cached * cached
         for key in list(left):
             done[key] += 1
             if done[key] == left[key]:
@@ -249,8 +249,8 @@ def test_pass_times_come_from_a_plan(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"decoding": [{"rows": 8, "seconds": 0.2}, {"rows": 2, "seconds": 0.1}]}))
     costs = planned_costs(str(path))
-    assert [costs.fixed(n, n) for n in (1, 2, 3, 8, 16)] == [0.1, 0.1, 0.2, 0.2, 0.4]
-    assert TableCosts([2, 8], [0.1, 0.2]).fixed(5, 5) == pytest.approx(0.15)
+    assert [costs.fixed(n) for n in (1, 2, 3, 8, 16)] == [0.1, 0.1, 0.2, 0.2, 0.4]
+    assert TableCosts([2, 8], [0.1, 0.2]).fixed(5) == pytest.approx(0.15)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no plan of"):
         planned_costs(str(path))
