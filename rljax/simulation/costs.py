@@ -3,8 +3,8 @@
     seconds = max(arithmetic of all rows, reading the weights) + reading the cache + what every pass takes
 
 All but the reading of the cache depend on the number of rows alone, so that times between two events have a
-closed form (`worker.py`). The cache is added, where a plan takes the longer one of all
-arithmetic and all reading (`rljax/planning/roofline.py`): attention begins when the products before it end.
+closed form (`worker.py`). The cache is added, where a plan takes the longer one of all arithmetic and all
+reading (`rljax/planning/roofline.py`): attention begins when the products before it end.
 """
 
 import bisect
