@@ -13,24 +13,18 @@ def _time(batch, length):
     return batch + (10.0 if length == 128 else 0.0), 1.0
 
 
-def test_equal_lengths_decode_in_lockstep():
-    result = rollout_time([5, 5, 5, 5], 8, 4, BUCKETS, _time)
-    assert (result.tokens, result.steps, result.seconds) == (20, 5, 20.0)
-
-
-def test_the_batch_shrinks_with_its_responses():
-    result = rollout_time([5, 5, 5, 9], 8, 4, BUCKETS, _time)
-    assert result.seconds == 5 * 4.0 + 4 * 2.0
-
-
-def test_waiting_responses_take_free_slots():
-    result = rollout_time([3, 6, 3], 8, 2, BUCKETS, _time)
-    assert (result.steps, result.seconds) == (6, 12.0)
-
-
-def test_longer_caches_cost_more():
-    result = rollout_time([10, 10], 60, 2, BUCKETS, _time)
-    assert result.seconds == 4 * 2.0 + 6 * 12.0
+@pytest.mark.parametrize(
+    ("lengths", "prompt", "slots", "steps", "seconds"),
+    [
+        ([5, 5, 5, 5], 8, 4, 5, 20.0),  # in lockstep
+        ([5, 5, 5, 9], 8, 4, 9, 5 * 4.0 + 4 * 2.0),  # the batch shrinks with its responses
+        ([3, 6, 3], 8, 2, 6, 12.0),  # waiting ones take free slots
+        ([10, 10], 60, 2, 10, 4 * 2.0 + 6 * 12.0),  # longer caches cost more
+    ],
+)
+def test_decodes_in_lockstep_through_the_buckets(lengths, prompt, slots, steps, seconds):
+    result = rollout_time(lengths, prompt, slots, BUCKETS, _time)
+    assert (result.tokens, result.steps, result.seconds) == (sum(lengths), steps, seconds)
 
 
 def test_accepted_drafts_divide_the_passes():
