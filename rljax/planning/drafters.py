@@ -91,7 +91,8 @@ def _planned_head(planning: Planning, drafter: EagleDrafter, name: str) -> Plann
         drafter.attach(engine)
         shared = shared_params(run.decode_params, planning.model)
         drafter.slots.use(weights, shared)
-        prefixes = [engine.prefix_shapes(*prefix) for prefix in planning.prefixes]
+        plain = planning.plain(engine, run.decode_params)
+        prefixes = [engine.prefix_shapes(*prefix) for prefix in plain.prefixes]
         verified = buckets.verified_batches(planning.config.speculation.max_batch)
         for batch in buckets.batch:
             trees = drafter.strategies if batch in verified else ()
@@ -152,7 +153,7 @@ def _planned_small_model(planning: Planning, drafter: SmallModelDrafter, name: s
         companion, policy = engine(recording), planning.engine(Recording())
         # As in a run: a few prompts at a time enter small states, too, unless it compiles behind the first
         # rollout and nothing runs ahead.
-        config, prefixes = planning.config, planning.prefixes
+        config, prefixes = planning.config, planning.plain(policy, run.decode_params).prefixes
         at_once = planning.mesh is not None or config.engine.compile == "before"
         late = at_once or config.speculation.run_ahead_below != 0
         few = [prefix for prefix in prefixes if late and prefix[0] == policy.prefill_rows[0]]

@@ -140,13 +140,6 @@ class Planning:
 
         return jax.tree.map(placed, tree, is_leaf=_has_table)
 
-    @property
-    def prefixes(self) -> list[tuple[int, int]]:
-        """Number of prompts and padded length of every prefill of the run."""
-        rows, lengths = self.buckets.prefill()
-        longest = next(size for size in lengths if size >= self.config.rollout.max_prompt_length)
-        return [(count, length) for count in rows for length in lengths if length <= longest]
-
     def _shardings_of(self, tree: Params) -> Params:
         """Shardings of params, of some of them, or of LoRA's factors."""
         names = tuple(tree["layers"][0])
@@ -197,6 +190,20 @@ class Planning:
             None if read is None else tuple(min(layer, depth) for layer in read),
             per_slot_sampling=evaluation_sampling(config) is not None,
             weights=config.engine.weights,
+        )
+
+    def plain(self, engine: DecodeEngine, params: Params) -> PlainShapes:
+        """Returns what plain decoding of the run compiles."""
+        config = self.config
+        prompt_length = config.rollout.max_prompt_length
+        return PlainShapes(
+            engine,
+            params,
+            self.buckets.batch[-1],
+            prompt_length,
+            prompt_length + config.rollout.max_response_length,
+            late_inserts=bool(config.speculation.run_ahead_below),
+            appends=config.tools is not None or is_environment(config.task.name or ""),
         )
 
     def _trainer(self, pool: ExecutablePool) -> Trainer:
@@ -298,22 +305,13 @@ class Planning:
         pass over the largest batch that is verified, and drafting with quantized copies of the weights, which
         it returns. Heads and small models have programs of their own (`rljax/planning/drafters.py`).
         """
-        config, buckets, recording = self.config, self.buckets, Recording()
+        buckets, recording = self.buckets, Recording()
         engine, params = self.engine(recording), run.decode_params
-        lengths = config.rollout.max_prompt_length, config.rollout.max_response_length
-        plain = PlainShapes(
-            engine,
-            params,
-            buckets.batch[-1],
-            lengths[0],
-            sum(lengths),
-            late_inserts=bool(config.speculation.run_ahead_below),
-            appends=config.tools is not None or is_environment(config.task.name or ""),
-        )
+        plain = self.plain(engine, params)
         for compile_program in plain.everything():
             compile_program()
         weights = {}
-        batches = buckets.verified_batches(config.speculation.max_batch)
+        batches = buckets.verified_batches(self.config.speculation.max_batch)
         for name, drafter in self.drafters.items() if batches else ():
             if isinstance(drafter, QuantizedDrafter):
                 drafter.attach(engine)
