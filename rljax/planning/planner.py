@@ -219,16 +219,10 @@ def make_plan(
     memory = plan_memory(run, hardware)
     check_memory(memory, run, where)
     counts = _counts(run)
-    roofline = Roofline(run)
-    time = functools.partial(
-        hardware.seconds,
-        compute_dtype=config.policy.compute_dtype,
-        tensor=config.mesh.tensor,
-        devices=config.mesh.num_devices,
-    )
+    roofline = Roofline(run, hardware)
     mean_length = buckets.cache_for(min(lengths.prompt + lengths.mean, buckets.cache[-1]))
-    decoding = [_pass(roofline, time, batch, batch, mean_length) for batch in buckets.batch]
-    verifying = [_pass(roofline, time, slots, rows, mean_length) for slots, rows in pass_sizes(run)]
+    decoding = [_pass(roofline, batch, batch, mean_length) for batch in buckets.batch]
+    verifying = [_pass(roofline, slots, rows, mean_length) for slots, rows in pass_sizes(run)]
     microbatch = roofline.microbatch()
     notes = []
     if config.mesh.num_devices < topology.num_devices:
@@ -247,8 +241,8 @@ def make_plan(
         _compile_seconds(run.programs, counts),
         tuple(decoding),
         tuple(verifying),
-        (microbatch, time(microbatch)),
-        _step(config, run, roofline, time, lengths, acceptance),
+        (microbatch, roofline.seconds(microbatch)),
+        _step(run, roofline, lengths, acceptance),
         lengths,
         acceptance,
         tuple(notes),
@@ -409,20 +403,14 @@ def _compile_seconds(programs: tuple[Program, ...], counts: dict[str, int]) -> f
     )
 
 
-def _pass(roofline: Roofline, time: Callable[[Work], float], slots: int, rows: int, length: int) -> PassTime:
+def _pass(roofline: Roofline, slots: int, rows: int, length: int) -> PassTime:
     work = roofline.decode_pass(slots, rows, length)
-    return PassTime(slots, rows, length, work, time(work))
+    return PassTime(slots, rows, length, work, roofline.seconds(work))
 
 
-def _step(
-    config: ExperimentConfig,
-    run: PlannedRun,
-    roofline: Roofline,
-    time: Callable[[Work], float],
-    lengths: Lengths,
-    acceptance: float,
-) -> StepTime:
-    rollout, training, buckets = config.rollout, config.training, run.buckets
+def _step(run: PlannedRun, roofline: Roofline, lengths: Lengths, acceptance: float) -> StepTime:
+    config, buckets, time = run.config, run.buckets, roofline.seconds
+    rollout, training = config.rollout, config.training
     count = rollout.prompts_per_step * rollout.samples_per_prompt
     responses = lengths.sample(count)
     slots = config.engine.max_slots
@@ -443,7 +431,7 @@ def _step(
 
     arguments = (responses, lengths.prompt, slots, buckets)
     plain = rollout_time(*arguments, plain_pass)
-    drafted = rollout_time(*arguments, best_pass) if run.config.speculation.drafter is not None else None
+    drafted = rollout_time(*arguments, best_pass) if config.speculation.drafter is not None else None
 
     sequences = responses + lengths.prompt
     packed = pack_sequences(sequences, training.pack_length)

@@ -1,4 +1,4 @@
-"""Work of passes and updates: FLOPs and bytes. `Hardware.seconds` turns it into time.
+"""Work of passes and updates in FLOPs and bytes, and its time.
 
 Work is counted from the shards that a device really holds, by the shardings of the run: a weight that is
 replicated is computed with, and read, on every device. Everything else is counted from shapes. XLA's own
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
-from rljax.planning.hardware import Work
+from rljax.planning.hardware import Hardware, Work
 from rljax.planning.programs import PlannedRun, device_bytes, shard_size
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -23,14 +23,10 @@ def _all_reduce(size: float, devices: int) -> float:
 
 
 class Roofline:
-    """Counts the work of a planned run's passes.
+    """Counts the work of a planned run's passes on some hardware."""
 
-    Args:
-      run: the planned run.
-    """
-
-    def __init__(self, run: PlannedRun) -> None:
-        self._run = run
+    def __init__(self, run: PlannedRun, hardware: Hardware) -> None:
+        self._run, self._hardware = run, hardware
         self._model, self._mesh = run.model, run.config.mesh
         self._itemsize = 2 if run.config.policy.compute_dtype == "bfloat16" else 4
         params = run.decode_params
@@ -51,6 +47,11 @@ class Roofline:
     @property
     def _batch_parts(self) -> int:
         return self._mesh.data * self._mesh.fsdp
+
+    def seconds(self, work: Work) -> float:
+        """Returns the time of some work on every device of the mesh."""
+        compute_dtype = self._run.config.policy.compute_dtype
+        return self._hardware.seconds(work, compute_dtype, self._mesh.tensor, self._mesh.num_devices)
 
     def _attention_flops(self, queries: float, keys: float) -> float:
         model = self._model

@@ -114,8 +114,8 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
         holder[0], _ = trainer.update(holder[0], [batch])
 
     update()
-    applying = plan.hardware.seconds(Roofline(run).optimizer(), config.policy.compute_dtype)
-    predicted = plan.microbatch[1] + applying
+    roofline = Roofline(run, plan.hardware)
+    predicted = plan.microbatch[1] + roofline.seconds(roofline.optimizer())
     time_row = _compared("update of a micro-batch", 1e3 * predicted, 1e3 * _median_seconds(update, 3), "ms")
     peak = next((size for phase, (size, _) in plan.memory.peaks.items() if phase == "update"), 0)
     grown = _peak_during(update) - base
