@@ -14,7 +14,7 @@ from drafters.quantized import QuantizedDrafter
 from drafters.rehearsal import rehearse
 from drafters.small_model import SmallModelDrafter
 from drafters.suffix import prompt_lookup, srt, suffix_decoding
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from drafters.registry import make_drafters, states_read
 from engine_benchmarks.policies import qwen3
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError

@@ -14,7 +14,7 @@ import numpy as np
 from drafters.base import Outcome
 from drafters.registry import make_drafters, states_read
 from rljax.config import ExperimentConfig
-from rljax.config.decoding import DecoupledConfig
+from rljax.papers.specactor import DecoupledConfig
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model

@@ -16,7 +16,8 @@ import pytest
 from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.commands.generate import _speed
-from rljax.config.decoding import RolloutConfig, SpeculationConfig
+from rljax.config.decoding import RolloutConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model

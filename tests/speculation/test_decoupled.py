@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafters
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.errors import ConfigError
@@ -26,7 +26,7 @@ CHECKS = """
 import json, sys
 import jax, numpy as np
 from drafters.registry import make_drafters, states_read
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool

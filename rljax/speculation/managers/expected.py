@@ -7,42 +7,39 @@ The idea is EfficientRollout's toggle (section 3.2, Eq. 3), with measured times 
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.engine.buckets import Buckets
+from rljax.config.speculation import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.draft_length import MARGIN
-from rljax.speculation.mixing import Mixer
+from rljax.speculation.managers.manager import Setup
+from rljax.speculation.mixing import Mixer, check_one_tree
 from rljax.speculation.pass_choice import Candidates, Choice, RowsChoice, best_rows
 from rljax.speculation.pass_record import PassRecord
-from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
+from rljax.speculation.proposals import ActiveSlots, Proposal
 
 
 class ExpectedManager:
     """Chooses what promises the most tokens per second.
 
     Args:
-      proposers: the drafters.
-      buckets: sizes of passes.
-      times: measured times of passes and of drafting.
-      mix: also verify the drafts of several drafters as one tree, where more than one has drafted.
+      setup: drafters, sizes and times.
+      config: the keys. With `mix`, the drafts of several drafters are also verified as one tree, where more than
+        one has drafted.
       choose_rows: chooses the rows of a pass over candidates.
     """
 
     def __init__(
-        self,
-        proposers: Sequence[Proposer],
-        buckets: Buckets,
-        times: PassTimes,
-        mix: bool = False,
-        choose_rows: RowsChoice = best_rows,
+        self, setup: Setup, config: SpeculationKeys, choose_rows: RowsChoice = best_rows
     ) -> None:
-        self._proposers, self._buckets, self._times = proposers, buckets, times
-        self._mixer = Mixer(proposers, buckets.max_drafts) if mix and len(proposers) > 1 else None
+        proposers, buckets = setup.proposers, setup.buckets
+        self._proposers, self._buckets, self._times = proposers, buckets, setup.times
+        self._mixer = None
+        if config.mix and len(proposers) > 1:
+            check_one_tree(proposers)
+            self._mixer = Mixer(proposers, buckets.max_drafts)
         self._choose_rows = choose_rows
 
     def begin(self, training: bool, step: int) -> None:

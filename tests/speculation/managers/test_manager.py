@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafter, states_read
-from rljax.config.decoding import SpeculationConfig, ToggleConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
