@@ -1,8 +1,8 @@
 """Keys of speculative decoding, and the policies that decide how much is drafted, by name.
 
-A policy has its own keys: they are a class that extends `SpeculationKeys`, and the experiment's section has the keys
-of all policies. Those of papers are in `rljax/papers`, the only place that this module imports from there; without
-it, their names and keys are unknown.
+A policy has its own keys: they are a class that extends `SpeculationKeys`, and the experiment's section has
+the keys of all policies. Those of papers are in `rljax/papers`, the only place that this module imports from
+there; without it, their names and keys are unknown.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ as managers choose them (`rljax/speculation/managers`): the most tokens per seco
 import functools
 from collections.abc import Mapping, Sequence
 
-from rljax.cluster.planner import Affine, Mode, accepted_coupled, accepted_decoupled
+from rljax.cluster.window_costs import Affine, Mode, accepted_coupled, accepted_decoupled
 from rljax.simulation.costs import PassCosts
 
 LEVELS = 20  # acceptance is rounded to twentieths, so that requests of a level advance together

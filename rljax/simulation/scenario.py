@@ -8,10 +8,10 @@ from typing import Annotated, Literal, get_args, get_type_hints
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
 from rljax.cluster.pipe import tier_sizes
-from rljax.cluster.planner import Affine
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.router import Router, SharedQueue
 from rljax.cluster.spot import SpotRule
+from rljax.cluster.window_costs import Affine
 from rljax.errors import ConfigError, known_names
 from rljax.simulation.cluster import Cluster, Machines, Order
 from rljax.simulation.costs import (

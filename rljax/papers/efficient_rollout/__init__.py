@@ -1,11 +1,11 @@
-"""EfficientRollout: drafts of the policy itself in fewer bits, from when on they pay, and as long as they should be.
+"""EfficientRollout: the policy in fewer bits drafts, once that pays, and as far as it should.
 
 Algorithm 1 (appendix E.1), with the toggle of section 3.2 (Eq. 3) and the draft lengths of section 3.3:
 
     for every training step
         quantize the policy anew                                                   `drafters/quantized.py`
         until the rollout ends
-            off, and predicted speed-up < 1 + epsilon: a plain step                `toggle` in `manager.py`
+            off, and predicted speed-up < 1 + epsilon: a plain step                `Toggle` in `manager.py`
             off, and predicted speed-up >= 1 + epsilon: on, until the rollout ends
             on: draft gamma tokens and verify them
         tau = tokens of a pass, over the step                                      `draft_length.py`
@@ -14,8 +14,8 @@ Algorithm 1 (appendix E.1), with the toggle of section 3.2 (Eq. 3) and the draft
 
     speed-up = tau * T_p / (gamma * T_q + T_V)                                     `roofline.py`, Eq. 1 and 2
 
-with the seconds of a plain step, a draft step and a verifying pass by a roofline whose constants are fitted once
-for a policy and a device (appendix E.3, `calibration.py`) and judged by held-out passes (appendix E.4).
+with the seconds of a plain step, a draft step and a verifying pass by a roofline whose constants are fitted
+once for a policy and a device (appendix E.3, `fit.py`, `calibration.py`) and judged by held-out passes (appendix E.4).
 """
 
 import itertools

@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ from drafters.base import Drafter
 from drafters.quantized import QuantizedDrafter, QuantizedPolicy, WeightFormat, default_format
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import cache_dtype
-from rljax.errors import UserError
+from rljax.errors import ConfigError, UserError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.papers.efficient_rollout.fit import fit, held_out
+from rljax.papers.efficient_rollout.roofline import Point, Roofline, policy_costs
+from rljax.processes import copied_from_first
 from rljax.provenance import machine_facts
-from rljax.speculation.managers.papers.policy_costs import policy_costs
-from rljax.speculation.managers.papers.roofline import Point, Roofline
-from rljax.speculation.managers.papers.roofline_fit import fit
-from rljax.speculation.managers.papers.roofline_gates import held_out
 from rljax.speculation.warm_up import time_drafts, time_passes
 
 
@@ -93,14 +92,30 @@ def calibrate(
     return Calibration(fit(policy_costs(engine.config, engine.numerics, fmt), to_fit), points)
 
 
-def draft_format(drafters: Mapping[str, Drafter]) -> WeightFormat:
-    """The format of the self-drafter's weights that a calibration with these drafters has: the quantized
-    drafter's, else the device's default.
+def draft_format(drafter: Drafter) -> WeightFormat:
+    """The format of the self-drafter's weights that a calibration has: the quantized drafter's own, for
+    others the device's default.
     """
-    for drafter in drafters.values():
-        if isinstance(drafter, QuantizedDrafter):
-            return drafter.format
+    if isinstance(drafter, QuantizedDrafter):
+        return drafter.format
     return default_format(8 if jax.default_backend() == "cpu" else 4)
+
+
+def roofline_of(engine: DecodeEngine, drafter: Drafter, directory: str) -> Roofline:
+    """The constants that were measured for an engine and a drafter.
+
+    Raises:
+      ConfigError: `directory` has none.
+    """
+    devices = 1 if engine.mesh is None else engine.mesh.size
+    key = calibration_key(engine.config, engine.numerics, draft_format(drafter), devices)
+    calibration = copied_from_first(lambda: load_calibration(directory, key))
+    if calibration is None:
+        raise ConfigError(
+            f"speculation.choice: roofline finds no constants of this policy and device in {directory}; run"
+            " scripts/calibrate.py with this config first"
+        )
+    return calibration.roofline
 
 
 # -- the cache ---------------------------------------------------------------------------------------------

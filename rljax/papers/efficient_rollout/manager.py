@@ -1,31 +1,118 @@
 """EfficientRollout's manager: plain steps until a roofline predicts that drafting pays, then only that.
 
-EfficientRollout, section 3.2 (the toggle, `toggle.py`) and section 3.3 (the draft length, from one training
-step to the next, `draft_length_schedule.py`). The paper's drafter is the quantized policy. Others are gated
-alike: the time of drafting is then what `PassTimes` measured, and nothing for drafters on the host.
-Measured with the quantized drafter on two cores (docs/managers.md): 1.03 times plain decoding in the second
-epoch, where the default manager reaches 1.01.
+EfficientRollout, section 3.2 (Eq. 3, the toggle) and section 3.3 (the draft length, from one training step to
+the next, `draft_length.py`). With the seconds of a plain step, of a draft step and of a verifying pass,
+speculation with chains of gamma drafts is predicted to be
+
+    speed-up = tau * T_p / (gamma * T_q + T_V)
+
+times as fast, where tau is the tokens that a slot gets from a pass. Large batches saturate the arithmetic,
+and verifying is expensive; as responses end, it gets cheap.
+
+The paper's drafter is the quantized policy. Others are gated alike: the time of drafting is then what
+`PassTimes` measured, and nothing for drafters on the host. Measured with the quantized drafter on two cores
+(docs/managers.md): 1.03 times plain decoding in the second epoch, where the default manager reaches 1.01.
 """
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from drafters.device import TrainedDrafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
+from rljax.papers.efficient_rollout import EfficientRolloutKeys
+from rljax.papers.efficient_rollout.calibration import roofline_of
+from rljax.papers.efficient_rollout.draft_length import DraftLengthSchedule, StepAcceptance
+from rljax.papers.efficient_rollout.roofline import Roofline
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.draft_length import MARGIN
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.drafting import draft
-from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule, StepAcceptance
-from rljax.speculation.managers.papers.toggle import Toggle
+from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposer
 from rljax.speculation.strategies import Strategy
+
+
+class Verdict(NamedTuple):
+    """Whether to speculate, and a sentence for the log that says why."""
+
+    on: bool
+    reason: str
+
+
+class Toggle:
+    """Speculation off until it is predicted to pay, then on until the rollout ends (Eq. 3, Algorithm 1).
+
+    The active batch shrinks towards where speculation pays, so there is one moment to wait for, and no going
+    back and forth where predictions are close.
+
+    Args:
+      roofline: predicts.
+      buckets: the engine's, to which batch, context and rows are rounded up.
+      chain: draft tokens of a slot, gamma.
+      margin: by how much speculation must be predicted to be faster, epsilon.
+      drafting: seconds of drafting chains, by batch, context and chain, for drafters other than the quantized
+        self-drafter. None for the roofline's prediction of that one.
+    """
+
+    def __init__(
+        self,
+        roofline: Roofline,
+        buckets: Buckets,
+        chain: int,
+        margin: float = MARGIN,
+        drafting: Callable[[int, float, int], float] | None = None,
+    ) -> None:
+        self.roofline, self.buckets, self.margin, self.drafting = roofline, buckets, margin, drafting
+        self.begin(chain)
+
+    def begin(self, chain: int) -> None:
+        """A rollout begins, with speculation off and so many draft tokens of a slot."""
+        self.chain = chain
+        self._since: str | None = None
+
+    def __call__(self, batch: int, mean_context: float, acceptance: float, standing_by: int = 0) -> Verdict:
+        """Whether to speculate now.
+
+        Args:
+          batch: active slots.
+          mean_context: positions in their caches, any number in the right bucket.
+          acceptance: measured probability that a draft is accepted, given that its predecessors are.
+          standing_by: further active slots, which a plain step computes and this pass leaves out.
+        """
+        if self._since is not None:
+            return Verdict(True, self._since)
+        speedup = self.predicted(batch, mean_context, acceptance, standing_by)
+        where = f"{batch + standing_by} active at {mean_context:.0f} positions, acceptance {acceptance:.2f}"
+        needed = f"predicted {speedup:.2f} times plain decoding, needed {1 + self.margin:.2f}"
+        if speedup < 1.0 + self.margin:
+            return Verdict(False, f"off: {where}: {needed}")
+        self._since = f"on since {where}: {needed}"
+        return Verdict(True, self._since)
+
+    def predicted(self, batch: int, mean_context: float, acceptance: float, standing_by: int = 0) -> float:
+        """The predicted speed-up; 0 where no compiled pass has room for a draft. Arguments as above."""
+        share = batch / (batch + standing_by)  # the others get their tokens in another pass
+        slots = self.buckets.batch_for(batch + standing_by)
+        context = self.buckets.cache_for(math.ceil(mean_context))
+        chain, rows, attended = 0, 0, 0
+        # The smallest pass with room for the chain, else the one with the most room.
+        for size, nodes in self.buckets.passes(slots):
+            room = min(nodes, size // batch - 1, self.chain)
+            if room > chain:
+                chain, rows, attended = room, size, slots * (nodes + 1)
+        if not chain:
+            return 0.0
+        drafting = None if self.drafting is None else self.drafting(slots, context, chain)
+        return share * self.roofline.speedup(slots, context, chain, acceptance, rows, attended, drafting)
 
 
 class RooflineManager:
@@ -35,27 +122,26 @@ class RooflineManager:
     are verified as it has levels; one on the host drafts trees of as many nodes as the draft length.
 
     Args:
-      proposer: the drafter's.
-      buckets: sizes of passes.
-      times: measured times of plain steps, for the promises in the log.
-      toggle: predicts whether drafting pays.
-      schedule: sets the draft length, by the acceptance of earlier training steps.
+      setup: the drafter, sizes and times; these for the promises in the log.
+      config: the keys.
+      roofline: predicts; None for the one that `scripts/calibrate.py` has fitted.
+
+    Raises:
+      ConfigError: nothing was fitted for this policy and device.
     """
 
-    def __init__(
-        self,
-        proposer: Proposer,
-        buckets: Buckets,
-        times: PassTimes,
-        toggle: Toggle,
-        schedule: DraftLengthSchedule,
-    ) -> None:
-        self._proposer, self._buckets, self._times = proposer, buckets, times
-        self._toggle, self._schedule = toggle, schedule
+    def __init__(self, setup: Setup, config: EfficientRolloutKeys, roofline: Roofline | None = None) -> None:
+        (proposer,) = setup.proposers
+        self._proposer, self._buckets, self._times = proposer, setup.buckets, setup.times
+        self._schedule = DraftLengthSchedule(config.toggle, setup.buckets.max_drafts)
+        if roofline is None:
+            roofline = roofline_of(setup.engine, proposer.drafter, config.calibration_dir)
+        drafting = drafting_seconds(proposer, setup.times)
+        self._toggle = Toggle(roofline, setup.buckets, self._schedule.length, config.toggle.margin, drafting)
         self._training = False  # the last rollout was one of training
         self._step = -1  # the last training step
         self._step_acceptance = StepAcceptance()  # of the last training step
-        self._length = schedule.length  # of the last drafts
+        self._length = self._schedule.length  # of the last drafts
         self._trained = proposer.drafter if isinstance(proposer.drafter, TrainedDrafter) else None
         self._on_host = isinstance(proposer, HostProposer)
         self._host_acceptance = ChainAcceptance()  # other proposers count it themselves
@@ -66,7 +152,7 @@ class RooflineManager:
             self._step_acceptance, self._step = StepAcceptance(), step
         self._training = training
         self._host_acceptance.forget()
-        self._toggle.begin(chain=self._strategy(self._schedule.length).depth)
+        self._toggle.begin(self._strategy(self._schedule.length).depth)
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics

@@ -2,17 +2,84 @@
 
 EfficientRollout, section 3.2 (Eq. 2) and appendix E.3. A pass takes as long as the slower of reading memory
 and computing, and a little more for every slot. Bytes and operations are counted from the policy's shape
-(`policy_costs.py`); how long each takes is fitted to measured passes, once for a policy and a device
-(`roofline_fit.py`, `scripts/calibrate.py`). Four constants are not in the paper, because a CPU needs them
-(`docs/paper-managers.md` says why): how much of reading and computing overlaps, ceilings of their own for
-attention and for products of integers, and a fixed cost of a verifying pass.
+(`PolicyCosts`: W_T, W_D, kappa_theoretical, C_dense and C_attn); how long each takes is fitted to measured
+passes, once for a policy and a device (`fit.py`, `scripts/calibrate.py`). Four constants are not in the
+paper, because a CPU needs them (`docs/paper-managers.md` says why): how much of reading and computing
+overlaps, ceilings of their own for attention and for products of integers, and a fixed cost of a verifying
+pass.
 """
 
 import dataclasses
 from typing import Any, Literal
 
+from drafters.quantized import PROJECTIONS, WeightFormat
+from rljax.engine.kv_cache import cache_dtype
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import num_params, param_shapes
+from rljax.numerics.rows import Numerics
 from rljax.speculation.draft_length import expected_tokens
-from rljax.speculation.managers.papers.policy_costs import PolicyCosts
+
+_SCALE_BYTES, _ZERO_BYTES = 4, 1  # bytes per group of quantized weights
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyCosts:
+    """Counts for one policy and its quantized self-drafter.
+
+    Attributes:
+      weight_bytes: bytes of weights that a pass reads, however many tokens it computes.
+      draft_bytes: bytes of weights that a draft step reads.
+      kv_bytes: bytes of keys and values of one position of one slot.
+      projection_flops: operations of a token's products with the weights that the drafter has quantized.
+      head_flops: operations of a token's product with the LM head, which the drafter shares.
+      attention_flops: operations of a token's attention to one position.
+      integer_drafts: True if the drafter's products are of integers, at another speed than the policy's.
+    """
+
+    weight_bytes: float
+    draft_bytes: float
+    kv_bytes: float
+    projection_flops: float
+    head_flops: float
+    attention_flops: float
+    integer_drafts: bool
+
+    @property
+    def dense_flops(self) -> float:
+        """Operations of a token's products with weights."""
+        return self.projection_flops + self.head_flops
+
+
+def policy_costs(config: ModelConfig, numerics: Numerics, fmt: WeightFormat) -> PolicyCosts:
+    """Counts for a policy with the number formats of `numerics`, and a drafter with weights in `fmt`."""
+    layer = param_shapes(config)["layers"][0]
+    projections = [layer[name] for name in PROJECTIONS]
+    quantized = config.num_layers * sum(outputs * inputs for outputs, inputs in projections)
+    head = config.vocab_size * config.hidden_size
+    # A pass reads only one row a token of an untied input embedding.
+    read = num_params(config) - (0 if config.tie_embeddings else head)
+    size = numerics.dtype.itemsize
+    kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return PolicyCosts(
+        weight_bytes=size * read,
+        draft_bytes=size * (read - quantized)
+        + config.num_layers * sum(_quantized_bytes(*shape, fmt) for shape in projections),
+        kv_bytes=kept * cache_dtype(numerics).itemsize,
+        projection_flops=2 * quantized,
+        head_flops=2 * head,
+        # A multiply-add for the score and one for the value, of every query head.
+        attention_flops=4 * config.num_layers * config.num_heads * config.head_dim,
+        integer_drafts=fmt.activations == "int8",
+    )
+
+
+def _quantized_bytes(outputs: int, inputs: int, fmt: WeightFormat) -> int:
+    """Bytes of a `QuantizedWeight` [outputs, inputs]."""
+    groups = -(-inputs // fmt.group) if fmt.group else 1
+    if fmt.bits == 4:
+        return outputs * (-(-inputs // 2) + groups * (_SCALE_BYTES + _ZERO_BYTES))
+    return outputs * (inputs + groups * _SCALE_BYTES)
+
 
 Kind = Literal["plain", "verify", "draft"]
 

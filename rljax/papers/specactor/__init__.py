@@ -1,17 +1,18 @@
-"""SpecActor: the drafter that suits a rollout, further ones for its stragglers, and drafts made ahead of their pass.
+"""SpecActor: a drafter that suits the rollout, further ones for its stragglers, and drafts made ahead.
 
-Section 4.1, drafting on devices of its own. While the policy verifies a window of w drafts, the drafter goes on with
-the next window; a rejection wastes 2w - 1 drafts at most.
+Section 4.1, drafting on devices of its own. While the policy verifies a window of w drafts, the drafter goes
+on with the next window; a rejection wastes 2w - 1 drafts at most.
 
     Algorithm 1: of all device counts and windows, the one with the most tokens per second
-        decoupled    tau_w / max(w D, V_w)                                         `plan` in `decoupled.py`
+        decoupled    tau_w / max(w D, V_w)                                         `plan` in `planner.py`
     Algorithm 2: every thousand tokens, for each request that is accepted less than the mean,
         the better of coupled and decoupled with a window of its own               `reconfigure`
+    the manager that asks them                                                     `decoupled.py`
 
 Section 4.2, best-of-N.
 
     draft ladder: speed-up by drafter, acceptance and batch, from measured times   `ladder.py`
-    a rollout begins with the drafter whose historical acceptance is highest on the ladder
+    a rollout begins with the drafter that is highest on the ladder at its acceptance so far
     Algorithm 3: as responses end, the requests with the lowest acceptance get all other drafters,
         and the longest accepted prefix counts                                     `races.py`, `best_of_n.py`
 
@@ -19,17 +20,16 @@ Races between workers, where each has a drafter of its own, are in `rljax/cluste
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
+from rljax.cluster.window_costs import Mode
 from rljax.config.section import CountOrOff, Section
 from rljax.config.speculation import SpeculationKeys
 
 if TYPE_CHECKING:
     from rljax.config.schema import ExperimentConfig
-
-DecodingMode = Literal["plain", "coupled", "decoupled"]
 
 
 class DecoupledConfig(Section):
@@ -48,7 +48,7 @@ class DecoupledConfig(Section):
         " null is the first behind those of the mesh. Set others that are nearer to the policy's, or 0 to"
         " share the policy's, without drafting and verifying at once.",
     )
-    modes: Annotated[tuple[DecodingMode, ...], Field(strict=False, min_length=1)] = Field(
+    modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = Field(
         ("plain", "coupled", "decoupled"),
         description="Ways to decode that SpecActor's Algorithm 1 chooses among, by measured times and"
         " acceptance. Set decoupled alone to measure what choosing is worth.",
@@ -112,7 +112,11 @@ class SpecActorKeys(SpeculationKeys):
                 f"speculation.decoupled.window: needs engine.verification: coupled, got {verification};"
                 " drafts ahead are sampled with the requests' noise"
             )
-        if (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty) != (1.0, 0.0, 0.0):
+        if (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        ):
             yield (
                 "speculation.decoupled.window: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and"
                 " presence_penalty 0; the drafter's devices do not have the policy's counts of tokens"

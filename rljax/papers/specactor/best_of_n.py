@@ -1,10 +1,10 @@
 """SpecActor's manager: one drafter for a rollout, by the draft ladder, and for stragglers what wins a race.
 
-SpecActor, section 4.2. The ladder (`draft_ladder.py`) turns the acceptance of earlier rollouts, and what
+SpecActor, section 4.2. The ladder (`ladder.py`) turns the acceptance of earlier rollouts, and what
 drafting and passes take, into the drafter to begin with. Whenever half of the responses have ended since the
 last choice, it chooses anew for those that still run and have not found a drafter of their own, by their
 acceptance where they have one. How good a drafter is varies from request to request: once half of the
-responses have ended, or slots are idle, those that are accepted badly race (`drafter_races.py`), and each
+responses have ended, or slots are idle, those that are accepted badly race (`races.py`), and each
 goes on with the drafter that did best for it, beside others in the same pass.
 """
 
@@ -13,39 +13,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.engine.buckets import Buckets
+from rljax.config.speculation import SpeculationKeys
 from rljax.engine.state import DecodeState
+from rljax.papers.specactor.ladder import AcceptanceHistory, LadderCosts
+from rljax.papers.specactor.pass_plan import Entries, Entry, draft_plan, plan_pass
+from rljax.papers.specactor.races import Field, Races, RequestAcceptance
 from rljax.requests import DecodeStatistics
-from rljax.speculation.managers.papers.draft_ladder import AcceptanceHistory
-from rljax.speculation.managers.papers.drafter_races import Field, Races
-from rljax.speculation.managers.papers.ladder_costs import LadderCosts
-from rljax.speculation.managers.papers.pass_plan import Entries, Entry, plan_pass
-from rljax.speculation.managers.papers.planned_drafts import draft_plan
-from rljax.speculation.managers.papers.request_acceptance import RequestAcceptance
-from rljax.speculation.mixing import Mixer
+from rljax.speculation.managers.manager import Setup
+from rljax.speculation.mixing import Mixer, check_one_tree
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
-from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import ActiveSlots, Proposer
+from rljax.speculation.proposals import ActiveSlots
 
 
 class LadderManager:
     """Chooses by the draft ladder, and by races.
 
     Args:
-      proposers: the drafters, at most `MOST_DRAFTERS`.
-      buckets: sizes of passes.
-      times: measured times of passes and of drafting.
-      max_batch: larger batches decode plainly.
+      setup: drafters, sizes and times.
+      config: not read; the ladder has no keys.
     """
 
-    def __init__(
-        self, proposers: Sequence[Proposer], buckets: Buckets, times: PassTimes, max_batch: int
-    ) -> None:
-        self._proposers = {proposer.name: proposer for proposer in proposers}
-        self._buckets, self._times = buckets, times
-        self._costs = LadderCosts(self._proposers, buckets, times, max_batch)
-        self._mixer = Mixer(proposers, buckets.max_drafts)
+    def __init__(self, setup: Setup, config: SpeculationKeys) -> None:
+        check_one_tree(setup.proposers)
+        self._proposers = {proposer.name: proposer for proposer in setup.proposers}
+        self._buckets, self._times = setup.buckets, setup.times
+        self._costs = LadderCosts(setup)
+        self._mixer = Mixer(setup.proposers, setup.buckets.max_drafts)
         self._history = AcceptanceHistory(list(self._proposers))
         self._acceptance = RequestAcceptance(self._proposers)
         self._training = False

@@ -1,6 +1,6 @@
 """SpecActor's choice of coupled, decoupled or plain decoding, of the window, and for single requests.
 
-SpecActor, section 4.1. Algorithm 1 (`rljax.cluster.planner.plan`) chooses before a rollout, whenever the
+SpecActor, section 4.1. Algorithm 1 (`plan` in `planner.py`) chooses before a rollout, whenever the
 decode state has another shape, and every thousand tokens, from measured times and the acceptance so far. The
 devices are given: one group verifies, another one may draft. Algorithm 2 (`reconfigure`) then chooses anew
 for the requests that are accepted less than the mean. They share their passes with the others, so each of its
@@ -12,21 +12,21 @@ answers is a rule for what is drafted for the request (`DraftWindows`):
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from drafters.device import AheadDrafter
-from rljax.cluster.planner import Affine, Mode, Profile, plan, reconfigure
-from rljax.cluster.planner import Choice as Planned
-from rljax.engine.buckets import Buckets
+from rljax.cluster.window_costs import Affine
 from rljax.engine.state import DecodeState
+from rljax.papers.specactor import SpecActorKeys
+from rljax.papers.specactor.planner import Choice as Planned
+from rljax.papers.specactor.planner import Profile, plan, reconfigure
 from rljax.requests import DecodeStatistics
-from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.managers.drafting import draft, verify_all
+from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
-from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.strategies import Strategy
 
@@ -55,16 +55,13 @@ class DecoupledManager:
     """Chooses by SpecActor's Algorithms 1 and 2.
 
     Args:
-      proposer: the only drafter.
-      buckets: sizes of passes.
-      times: measured times of passes and of drafting.
-      modes: ways to decode to choose among.
+      setup: the drafter, sizes and times.
+      config: the keys. `decoupled.modes` are the ways to decode to choose among.
     """
 
-    def __init__(
-        self, proposer: AheadProposer, buckets: Buckets, times: PassTimes, modes: Sequence[Mode]
-    ) -> None:
-        self._proposer, self._buckets, self._times, self._modes = proposer, buckets, times, tuple(modes)
+    def __init__(self, setup: Setup, config: SpecActorKeys) -> None:
+        (self._proposer,) = setup.proposers
+        self._buckets, self._times, self._modes = setup.buckets, setup.times, config.decoupled.modes
         self.begin(False, 0)
 
     @property

@@ -1,4 +1,4 @@
-"""TLT: Taming the Long Tail (FastRL). How much is drafted, by a bandit that learns from measured rewards alone.
+"""TLT (FastRL): which strategy drafts, by a bandit that learns from measured rewards alone.
 
 Section 5.2, Algorithm 1, the Bucketed-Epsilon-Greedy selector (BEG-MAB):
 

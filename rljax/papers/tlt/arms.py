@@ -1,7 +1,7 @@
 """The arms that a bandit has at each batch size (TLT, section 5.1 and lines 1 to 4 of Algorithm 1).
 
-TLT groups strategies by the number of tokens that they verify, and maps the groups to batch sizes: the larger the
-batch, the fewer tokens. Differences:
+TLT groups strategies by the number of tokens that they verify, and maps the groups to batch sizes: the larger
+the batch, the fewer tokens. Differences:
 
 - The batch sizes are the engine's batch buckets, not thresholds to be set, and the rows of its compiled
   passes bound what a batch may verify.
@@ -28,9 +28,7 @@ _CHAIN_LENGTHS = (2, 4, 8)  # of a drafter that drafts chains
 _NODES = (3, 7, 15, 31)  # of one on the host
 
 
-def default_strategies(
-    proposers: Sequence[Proposer], room: int, mix: bool
-) -> list[Strategy]:
+def default_strategies(proposers: Sequence[Proposer], room: int, mix: bool) -> list[Strategy]:
     """A few sizes of every drafter, with up to `room` draft nodes of a slot.
 
     Args:
@@ -99,8 +97,8 @@ def arms_by_batch(
         groups = group_by_nodes([strategy for strategy in strategies if strategy.drafter == drafter])
         if batches and groups[0][0].nodes > rooms[0]:
             raise ConfigError(
-                f"speculation.strategies: {groups[0][0]} has more nodes than the {rooms[0]} that a pass over a batch of"
-                f" {batches[0]} has room for; lower nodes, or raise speculation.verify_buckets"
+                f"speculation.strategies: {groups[0][0]} has more nodes than the {rooms[0]} that a pass over a"
+                f" batch of {batches[0]} has room for; lower nodes, or raise speculation.verify_buckets"
             )
         spans = _spans(rooms, [group[0].nodes for group in groups], neighbours)
         for batch, (first, last) in zip(batches, spans, strict=True):

@@ -1,9 +1,9 @@
 """TLT's manager: the strategy that has brought the most tokens per second of late.
 
-TLT, section 5.2, Algorithm 1 (BEG-MAB): a multi-armed bandit for every batch bucket. With probability epsilon any of
-its arms is tried, else the one with the largest median reward over its last `window` uses. The median ignores
-a step that something else held up; the window forgets rewards from before policy and drafters moved on. The
-reward is tokens per second (line 9). The choice changes no token, only how long it takes.
+TLT, section 5.2, Algorithm 1 (BEG-MAB): a multi-armed bandit for every batch bucket. With probability epsilon
+any of its arms is tried, else the one with the largest median reward over its last `window` uses. The median
+ignores a step that something else held up; the window forgets rewards from before policy and drafters moved
+on. The reward is tokens per second (line 9). The choice changes no token, only how long it takes.
 
 Where the paper says nothing, or where this selector differs:
 
@@ -19,9 +19,9 @@ Where the paper says nothing, or where this selector differs:
   (`set_available`), an inefficient one has the lower median, and `arms_by_batch` gives every drafter an arm
   in every bucket.
 
-Measured with three drafters on two cores (docs/managers.md): 1.52 times plain decoding in the second epoch, where
-the default manager reaches 2.09, since it tries every strategy of every batch bucket three times before any median
-counts.
+Measured with three drafters on two cores (docs/managers.md): 1.52 times plain decoding in the second epoch,
+where the default manager reaches 2.09, since it tries every strategy of every batch bucket three times before
+any median counts.
 """
 
 import bisect
@@ -232,7 +232,8 @@ class BanditManager:
 
     Args:
       setup: drafters and sizes.
-      config: the keys. Without strategies, a few sizes of every drafter are the arms, with `mix` also of mixed
+      config: the keys. Without strategies, a few sizes of every drafter are the arms, with `mix` also of
+      mixed
         trees. With thresholds the bandit's batch is the number of running responses, as in the paper, not the
         batch bucket.
     """

@@ -26,14 +26,13 @@ class ExpectedManager:
 
     Args:
       setup: drafters, sizes and times.
-      config: the keys. With `mix`, the drafts of several drafters are also verified as one tree, where more than
+      config: the keys. With `mix`, the drafts of several drafters are also verified as one tree, where more
+      than
         one has drafted.
       choose_rows: chooses the rows of a pass over candidates.
     """
 
-    def __init__(
-        self, setup: Setup, config: SpeculationKeys, choose_rows: RowsChoice = best_rows
-    ) -> None:
+    def __init__(self, setup: Setup, config: SpeculationKeys, choose_rows: RowsChoice = best_rows) -> None:
         proposers, buckets = setup.proposers, setup.buckets
         self._proposers, self._buckets, self._times = proposers, buckets, setup.times
         self._mixer = None

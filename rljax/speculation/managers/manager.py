@@ -4,9 +4,9 @@
                       acceptance of such drafts so far and from measured times
     FixedManager      `fixed.py`: one strategy, always; the baseline of the others
 
-Further ones, for comparison, are in `rljax/papers`. A manager decides only how much work a forward pass does, never
-a token. `POLICIES` in `rljax/config/speculation.py` names all of them; a class is made as `manager(setup, keys)`, with
-the config's keys of speculation.
+Further ones, for comparison, are in `rljax/papers`. A manager decides only how much work a forward pass does,
+never a token. `POLICIES` in `rljax/config/speculation.py` names all of them; a class is made as
+`manager(setup, keys)`, with the config's keys of speculation.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ class StrategyChoice:
       make: makes the manager; None for the class that `POLICIES` has for the keys.
     """
 
-    config: SpeculationKeys = SpeculationConfig()
+    config: SpeculationKeys = dataclasses.field(default_factory=SpeculationConfig)
     seed: int = 0
     engine: DecodeEngine | None = None
     make: Callable[[Setup, SpeculationKeys], Manager] | None = None

@@ -15,14 +15,9 @@ The paper's tau takes every chain for one of gamma drafts. Many are shorter: a p
 the response ended. `StepAcceptance` judges each of them as far as it went.
 """
 
-import itertools
-from collections.abc import Sequence
-
 import numpy as np
 
-PAPER_LENGTHS = (5, 7, 9, 11)
-"""EfficientRollout's draft lengths (section 4.1)."""
-
+from rljax.papers.efficient_rollout import ToggleConfig
 
 _DEPTHS = 64  # draft nodes of a slot, and so the depth of a draft, are fewer
 
@@ -72,41 +67,17 @@ class StepAcceptance:
 
 
 class DraftLengthSchedule:
-    """Chooses the draft length of the next training step; defaults are the paper's (section 4.1).
+    """Chooses the draft length of the next training step.
 
     Args:
-      lengths: the draft lengths, ascending.
-      first: the length to begin with; None for the shortest.
-      alpha_up: acceptance from which longer drafts pay.
-      alpha_down: acceptance at which drafts are too long.
-      patience: consecutive steps that must agree.
-
-    Raises:
-      ValueError: an argument out of range.
+      keys: `speculation.toggle`.
+      most: `speculation.max_drafts`; longer lengths are left out, and where none is left it is the only one.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int] = PAPER_LENGTHS,
-        first: int | None = None,
-        alpha_up: float = 0.94,
-        alpha_down: float = 0.85,
-        patience: int = 2,
-    ) -> None:
-        first = lengths[0] if first is None and lengths else first
-        if not lengths or lengths[0] < 1 or any(b <= a for a, b in itertools.pairwise(lengths)):
-            raise ValueError(f"lengths: {list(lengths)}; expected ascending whole numbers from 1")
-        if first not in lengths:
-            raise ValueError(f"first: {first} is none of the lengths {list(lengths)}")
-        if not 0 <= alpha_down < alpha_up <= 1:
-            raise ValueError(
-                f"alpha_down {alpha_down}, alpha_up {alpha_up}: expected 0 <= alpha_down < alpha_up <= 1"
-            )
-        if patience < 1:
-            raise ValueError(f"patience: {patience}, expected at least 1")
-        self._lengths = tuple(lengths)
-        self._alpha_up, self._alpha_down, self._patience = alpha_up, alpha_down, patience
-        self._index = self._lengths.index(first)
+    def __init__(self, keys: ToggleConfig, most: int = _DEPTHS - 1) -> None:
+        self._lengths = tuple(length for length in keys.lengths if length <= most) or (most,)
+        self._alpha_up, self._alpha_down, self._patience = keys.alpha_up, keys.alpha_down, keys.patience
+        self._index = 0 if keys.first is None else self._lengths.index(keys.first)
         self._streak = 0  # steps in a row that asked for longer drafts, or, negative, for shorter ones
 
     @property

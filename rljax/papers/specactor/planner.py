@@ -14,21 +14,8 @@ here all three compete. A speed is that of one request, in tokens per second: al
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
 
-Mode = Literal["plain", "coupled", "decoupled"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Affine:
-    """Seconds that are affine in the batch: `each` a request, and `base`."""
-
-    each: float
-    base: float
-
-    def __call__(self, batch: float) -> float:
-        return batch * self.each + self.base
-
+from rljax.cluster.window_costs import Affine, Mode, accepted_coupled, accepted_decoupled
 
 Verifier = Callable[[int], Affine]
 """Window -> seconds of a pass that verifies so many drafts a request; 0 for plain decoding."""
@@ -66,24 +53,6 @@ class Choice:
     verifier_devices: int
     batch: int
     speed: float
-
-
-def accepted_coupled(acceptance: float, window: int) -> float:
-    """Tokens of a verified chain, with the one that verification adds (Leviathan et al., equation 1)."""
-    if acceptance >= 1.0:
-        return window + 1.0
-    return (1.0 - acceptance ** (window + 1)) / (1.0 - acceptance)
-
-
-def accepted_decoupled(acceptance: float, window: int) -> float:
-    """tau_w: tokens of a window, where a rejection wastes the next one too: hence the half (section 4.1)."""
-    partial = sum(acceptance**a * (1.0 - acceptance) * (a + 1) / 2 for a in range(window))
-    return partial + window * acceptance**window
-
-
-def wasted_at_most(window: int) -> int:
-    """Drafts that one rejection can waste: the rest of its window, and the window drafted meanwhile."""
-    return 2 * window - 1
 
 
 def speed_plain(verifier: Verifier, batch: float) -> float:
