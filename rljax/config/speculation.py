@@ -205,10 +205,14 @@ def _readers(key: str) -> list[str]:
     return [name for name, policy in POLICIES.items() if key in policy.reads]
 
 
-# Of several bases, pydantic takes the keys of the last one first.
-_BASES = tuple(dict.fromkeys(policy.keys for policy in reversed(OF_PAPERS.values()))) or (SpeculationKeys,)
-_Keys: Any = create_model("_Keys", __base__=_BASES)
-_Choice: Any = Literal[tuple(_WAYS)]
+if TYPE_CHECKING:
+    _Keys = SpeculationKeys
+    _Choice = str
+else:
+    # Of several bases, pydantic takes the keys of the last one first.
+    _bases = tuple(dict.fromkeys(policy.keys for policy in reversed(OF_PAPERS.values())))
+    _Keys = create_model("_Keys", __base__=_bases or (SpeculationKeys,))
+    _Choice = Literal[tuple(_WAYS)]
 
 
 class SpeculationConfig(_Keys):

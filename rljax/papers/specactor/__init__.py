@@ -112,11 +112,8 @@ class SpecActorKeys(SpeculationKeys):
                 f"speculation.decoupled.window: needs engine.verification: coupled, got {verification};"
                 " drafts ahead are sampled with the requests' noise"
             )
-        if (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty) != (
-            1.0,
-            0.0,
-            0.0,
-        ):
+        penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
+        if penalties != (1.0, 0.0, 0.0):
             yield (
                 "speculation.decoupled.window: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and"
                 " presence_penalty 0; the drafter's devices do not have the policy's counts of tokens"

@@ -97,8 +97,8 @@ def arms_by_batch(
         groups = group_by_nodes([strategy for strategy in strategies if strategy.drafter == drafter])
         if batches and groups[0][0].nodes > rooms[0]:
             raise ConfigError(
-                f"speculation.strategies: {groups[0][0]} has more nodes than the {rooms[0]} that a pass over a"
-                f" batch of {batches[0]} has room for; lower nodes, or raise speculation.verify_buckets"
+                f"speculation.strategies: {groups[0][0]} has more nodes than the {rooms[0]} that a pass over"
+                f" a batch of {batches[0]} has room for; lower nodes, or raise speculation.verify_buckets"
             )
         spans = _spans(rooms, [group[0].nodes for group in groups], neighbours)
         for batch, (first, last) in zip(batches, spans, strict=True):
