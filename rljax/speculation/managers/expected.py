@@ -29,17 +29,17 @@ class ExpectedManager:
       config: the keys. With `mix`, the drafts of several drafters are also verified as one tree, where more
       than
         one has drafted.
-      choose_rows: chooses the rows of a pass over candidates.
+      choose_rows: chooses the rows of a pass over candidates; None for `best_rows`.
     """
 
-    def __init__(self, setup: Setup, config: SpeculationKeys, choose_rows: RowsChoice = best_rows) -> None:
+    def __init__(self, setup: Setup, config: SpeculationKeys, choose_rows: RowsChoice | None = None) -> None:
         proposers, buckets = setup.proposers, setup.buckets
         self._proposers, self._buckets, self._times = proposers, buckets, setup.times
         self._mixer = None
         if config.mix and len(proposers) > 1:
             check_one_tree(proposers)
             self._mixer = Mixer(proposers, buckets.max_drafts)
-        self._choose_rows = choose_rows
+        self._choose_rows = choose_rows or best_rows
 
     def begin(self, training: bool, step: int) -> None:
         if self._mixer is not None:

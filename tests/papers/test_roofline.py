@@ -12,16 +12,16 @@ from rljax.engine.kv_cache import cache_dtype, empty_cache
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics, tree_cast
+from rljax.papers.efficient_rollout.fit import fit, gates, held_out, non_negative_least_squares
+from rljax.papers.efficient_rollout.manager import Toggle
+from rljax.papers.efficient_rollout.roofline import Point, Roofline, policy_costs
 from rljax.speculation.draft_length import expected_tokens
-from rljax.speculation.managers.papers.policy_costs import policy_costs
-from rljax.speculation.managers.papers.roofline import Point, Roofline
-from rljax.speculation.managers.papers.roofline_fit import fit, non_negative_least_squares
-from rljax.speculation.managers.papers.roofline_gates import gates, held_out
-from rljax.speculation.managers.papers.toggle import Toggle
 
 TINY = ModelConfig("qwen3", 64, 48, 2, 4, 2, 16, 80, tie_embeddings=True, qk_norm=True)
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False, attention_bias=True, qk_norm=False)
 LARGE = ModelConfig("qwen2", 150_000, 3584, 28, 28, 4, 128, 18_944)
+SIZES = tuple(2**n for n in range(10))
+EVERY_SIZE = Buckets(SIZES, (2048,), tuple(8 * size for size in SIZES), max_drafts=7)  # nothing is rounded up
 W4, W8 = WeightFormat(4, 128), WeightFormat(8, 0, "int8")
 
 
@@ -241,7 +241,7 @@ def test_a_third_is_held_out_by_whole_shapes():
 
 
 def test_off_while_the_batch_is_large_and_on_from_where_it_pays():
-    toggle = Toggle(roofline(), chain=7)
+    toggle = Toggle(roofline(), EVERY_SIZE, chain=7)
     decisions = {batch: toggle(batch, 2048, 0.9) for batch in (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)}
     for batch, decision in decisions.items():
         assert decision.on == (roofline().speedup(batch, 2048, 7, 0.9) >= 1.05), batch
@@ -249,28 +249,28 @@ def test_off_while_the_batch_is_large_and_on_from_where_it_pays():
 
 
 def test_once_on_it_stays_on_until_the_next_rollout():
-    toggle = Toggle(roofline(), chain=7)
+    toggle = Toggle(roofline(), EVERY_SIZE, chain=7)
     assert not toggle(512, 2048, 0.9).on
     first = toggle(1, 2048, 0.9)
     assert first.on and "1 active at 2048 positions, acceptance 0.90" in first.reason
     # A larger batch, nothing accepted: alone, either would turn it off.
     assert toggle(512, 2048, 0.9) == first and toggle(1, 2048, 0.0) == first
-    toggle.begin()
+    toggle.begin(chain=7)
     decision = toggle(512, 2048, 0.9)
     assert not decision.on and "needed 1.05" in decision.reason
     assert not toggle(1, 2048, 0.0).on
 
 
 def test_the_margin_is_between_what_is_predicted_and_on():
-    speedup = Toggle(roofline(), chain=7).predicted(8, 2048, 0.9)
-    assert Toggle(roofline(), chain=7, margin=speedup - 1.001)(8, 2048, 0.9).on
-    assert not Toggle(roofline(), chain=7, margin=speedup - 0.999)(8, 2048, 0.9).on
+    speedup = Toggle(roofline(), EVERY_SIZE, chain=7).predicted(8, 2048, 0.9)
+    assert Toggle(roofline(), EVERY_SIZE, chain=7, margin=speedup - 1.001)(8, 2048, 0.9).on
+    assert not Toggle(roofline(), EVERY_SIZE, chain=7, margin=speedup - 0.999)(8, 2048, 0.9).on
 
 
 def test_with_buckets_it_predicts_what_the_engine_computes():
     buckets = Buckets((4, 8), (256, 512), (8, 32, 64), max_drafts=15)
     apart = roofline(overlap=0.0)  # so that nothing is hidden
-    toggle = Toggle(apart, chain=7, buckets=buckets)
+    toggle = Toggle(apart, buckets, chain=7)
     # Three slots with 8 tokens each are 24 rows of 32, over 4 slots of up to 2 * 32 / 4 = 16 nodes each.
     expected = apart.speedup(4, 512, 7, 0.8, rows=32, attended=4 * 16)
     assert toggle.predicted(3, 300.5, 0.8) == expected
@@ -285,7 +285,7 @@ def test_with_buckets_it_predicts_what_the_engine_computes():
 
 
 def test_no_room_for_a_draft_is_off():
-    toggle = Toggle(roofline(), chain=7, buckets=Buckets((4, 8), (256,), (12,), max_drafts=15))
+    toggle = Toggle(roofline(), Buckets((4, 8), (256,), (12,), max_drafts=15), chain=7)
     assert toggle(8, 100, 1.0) == (False, toggle(8, 100, 1.0).reason)
     assert toggle.predicted(8, 100, 1.0) == 0.0
     assert toggle(4, 100, 1.0).on

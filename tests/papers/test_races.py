@@ -5,10 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rljax.speculation.managers.papers.draft_ladder import Costs, DraftCost, profile
-from rljax.speculation.managers.papers.drafter_races import Field, Races
-from rljax.speculation.managers.papers.pass_plan import Entry, PassEstimate, give_rows, plan_pass
-from rljax.speculation.managers.papers.request_acceptance import RequestAcceptance
+from rljax.papers.specactor.ladder import Costs, DraftCost, profile
+from rljax.papers.specactor.pass_plan import Entry, PassEstimate, give_rows, plan_pass
+from rljax.papers.specactor.races import Field, Races, RequestAcceptance
 
 PASSES = ((8, 7, 1.0), (16, 7, 1.25), (32, 7, 4.0))
 DRAFTING = {"a": 0.0, "b": 0.0, "slow": 0.5}

@@ -10,16 +10,16 @@ from rljax.errors import UserError
 from rljax.models.config import ModelConfig
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
-from rljax.speculation.managers.papers import calibration as module
-from rljax.speculation.managers.papers.calibration import (
+from rljax.papers.efficient_rollout import calibration as module
+from rljax.papers.efficient_rollout.calibration import (
     Calibration,
     calibration_key,
     calibration_path,
     load_calibration,
     save_calibration,
 )
-from rljax.speculation.managers.papers.roofline import Point
-from tests.speculation.managers.test_roofline import roofline
+from rljax.papers.efficient_rollout.roofline import Point
+from tests.papers.test_roofline import roofline
 
 CONFIG = ModelConfig("qwen3", 64, 48, 2, 4, 2, 16, 80)
 KNOWN = Calibration(roofline(), [Point("verify", 2, 128, 8, 16, 0.25)])

@@ -14,7 +14,9 @@ from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.errors import ConfigError
-from rljax.speculation.managers.papers.decoupled_manager import DecoupledManager
+from rljax.papers.specactor import DecoupledConfig, SpecActorKeys
+from rljax.papers.specactor.decoupled import DecoupledManager
+from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots
 from tests.devices import run_on_devices
@@ -34,7 +36,7 @@ from rljax.models.huggingface import save_model
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.managers.selection import strategy_choice
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_params, make_requests
 
@@ -52,7 +54,7 @@ found = {}
 
 
 def decode(engine, config, drafters, name, devices, rollouts=1):
-    choice = strategy_choice(config, 0)
+    choice = StrategyChoice(config)
     speculator = Speculator(engine, drafters, 4, times=CheapTimes(), strategies=choice)
     for rollout in range(rollouts):
         completions, statistics = Scheduler(engine, 4, None, speculator).run(params, requests)
@@ -156,7 +158,8 @@ def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled"
     )
     proposer = SimpleNamespace(name="small_model", drafter=drafter, acceptance=acceptance)
     times = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft_seconds * tree.depth)
-    return DecoupledManager(proposer, Buckets((4,), (64,), (16, 32), 7), times, modes)
+    config = SpecActorKeys(decoupled=DecoupledConfig.model_construct(modes=modes))
+    return DecoupledManager(Setup([proposer], Buckets((4,), (64,), (16, 32), 7), times, 4), config)
 
 
 def active_slots():

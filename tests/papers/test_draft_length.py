@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 
-from rljax.speculation.managers.papers.draft_length_schedule import DraftLengthSchedule, StepAcceptance
+from rljax.papers.efficient_rollout import ToggleConfig
+from rljax.papers.efficient_rollout.draft_length import DraftLengthSchedule, StepAcceptance
 
 HIGH, BETWEEN, LOW = 0.95, 0.90, 0.80
+
+
+def schedule(**keys):
+    return DraftLengthSchedule(ToggleConfig(**keys))
 
 
 def lengths(ladder, *acceptances):
@@ -13,7 +18,7 @@ def lengths(ladder, *acceptances):
 
 
 def test_up_and_down_after_two_steps_in_a_row():
-    ladder = DraftLengthSchedule()
+    ladder = schedule()
     assert ladder.length == 5
     assert lengths(ladder, HIGH, HIGH, HIGH, HIGH) == [5, 7, 7, 9]
     assert lengths(ladder, LOW, LOW, LOW, LOW) == [9, 7, 7, 5]
@@ -21,39 +26,39 @@ def test_up_and_down_after_two_steps_in_a_row():
 
 def test_the_papers_block_efficiencies():
     """Appendix G.3: Qwen2.5-7B rises at 5.73, 7.60 and 9.48 tokens a pass; Llama stays at 5 with 5.5."""
-    ladder = DraftLengthSchedule(patience=1)
+    ladder = schedule(patience=1)
     assert [ladder.update((tau - 1) / ladder.length) for tau in (5.73, 7.60, 9.48)] == [7, 9, 11]
-    assert DraftLengthSchedule(patience=1).update((5.5 - 1) / 5) == 5
+    assert schedule(patience=1).update((5.5 - 1) / 5) == 5
     # 1 + 5 * 0.94 = 5.70 is where it rises.
-    assert DraftLengthSchedule(patience=1).update((5.69 - 1) / 5) == 5
+    assert schedule(patience=1).update((5.69 - 1) / 5) == 5
 
 
 def test_thresholds_belong_to_the_rungs_beyond():
-    assert DraftLengthSchedule(patience=1).update(0.94) == 7
-    assert DraftLengthSchedule(first=7, patience=1).update(0.85) == 5
-    assert DraftLengthSchedule(first=7, patience=1).update(0.8501) == 7
-    assert DraftLengthSchedule(patience=1).update(0.9399) == 5
+    assert schedule(patience=1).update(0.94) == 7
+    assert schedule(first=7, patience=1).update(0.85) == 5
+    assert schedule(first=7, patience=1).update(0.8501) == 7
+    assert schedule(patience=1).update(0.9399) == 5
 
 
 def test_between_the_thresholds_nothing_moves_however_long():
-    ladder = DraftLengthSchedule(first=7)
+    ladder = schedule(first=7)
     assert lengths(ladder, *[BETWEEN] * 10) == [7] * 10
 
 
 def test_anything_else_in_between_begins_patience_anew():
-    ladder = DraftLengthSchedule(first=7)
+    ladder = schedule(first=7)
     assert lengths(ladder, HIGH, BETWEEN, HIGH, LOW, HIGH, LOW, BETWEEN, LOW) == [7] * 8
     assert lengths(ladder, LOW) == [5]
-    three = DraftLengthSchedule(patience=3)
+    three = schedule(patience=3)
     assert lengths(three, HIGH, HIGH, LOW, HIGH, HIGH, HIGH) == [5, 5, 5, 5, 5, 7]
 
 
 def test_a_new_length_is_given_its_own_patience():
     """The steps that led to it were drafted at another length and do not count again."""
-    ladder = DraftLengthSchedule(patience=3)
+    ladder = schedule(patience=3)
     assert lengths(ladder, *[HIGH] * 8) == [5, 5, 7, 7, 7, 9, 9, 9]
     # As printed, max(5.73, 6.9) <= 1 + 7 * 0.85 would go back after one step at 7.
-    ladder = DraftLengthSchedule()
+    ladder = schedule()
     lengths(ladder, (5.73 - 1) / 5, (5.73 - 1) / 5)
     assert ladder.length == 7
     assert ladder.update((6.9 - 1) / 7) == 7
@@ -61,22 +66,22 @@ def test_a_new_length_is_given_its_own_patience():
 
 
 def test_the_ends_hold():
-    ladder = DraftLengthSchedule(lengths=(2, 4))
+    ladder = schedule(lengths=(2, 4))
     assert lengths(ladder, LOW, LOW, LOW, HIGH, HIGH, HIGH, HIGH) == [2, 2, 2, 2, 4, 4, 4]
     assert lengths(ladder, LOW, LOW) == [4, 2]  # what could not lead on is no debt
-    only = DraftLengthSchedule(lengths=(3,), patience=1)
+    only = schedule(lengths=(3,), patience=1)
     assert lengths(only, HIGH, LOW) == [3, 3]
 
 
 def test_a_step_without_drafts_says_nothing():
-    ladder = DraftLengthSchedule()
+    ladder = schedule()
     assert lengths(ladder, HIGH, None, None, HIGH) == [5, 5, 5, 7]
 
 
 @pytest.mark.parametrize("acceptance", [-0.1, 1.1, float("nan")])
 def test_acceptance_is_a_share(acceptance):
     with pytest.raises(ValueError, match="expected a share"):
-        DraftLengthSchedule().update(acceptance)
+        schedule().update(acceptance)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +98,13 @@ def test_acceptance_is_a_share(acceptance):
 )
 def test_what_cannot_be_is_refused(arguments, named):
     with pytest.raises(ValueError, match=named):
-        DraftLengthSchedule(**arguments)
+        schedule(**arguments)
 
 
 @pytest.mark.parametrize("at", range(9))
 def test_a_restored_ladder_goes_on_as_before(at):
     steps = [HIGH, HIGH, HIGH, LOW, HIGH, HIGH, LOW, LOW, LOW]
-    through, before, after = DraftLengthSchedule(), DraftLengthSchedule(), DraftLengthSchedule()
+    through, before, after = schedule(), schedule(), schedule()
     expected = lengths(through, *steps)
     lengths(before, *steps[:at])
     state = before.state()
@@ -109,16 +114,16 @@ def test_a_restored_ladder_goes_on_as_before(at):
 
 
 def test_a_state_of_other_lengths_or_none():
-    ladder = DraftLengthSchedule(first=9)
+    ladder = schedule(first=9)
     ladder.update(HIGH)
-    other = DraftLengthSchedule(lengths=(4, 8, 12))
+    other = schedule(lengths=(4, 8, 12))
     other.load_state(ladder.state())
     assert other.length == 8
     assert lengths(other, HIGH, HIGH) == [8, 12]  # it has seen no step of this length yet
-    short = DraftLengthSchedule(lengths=(20, 30), first=30)
+    short = schedule(lengths=(20, 30), first=30)
     short.load_state(ladder.state())
     assert short.length == 20
-    fresh = DraftLengthSchedule(first=7)
+    fresh = schedule(first=7)
     fresh.load_state({})
     assert fresh.length == 7
 

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from rljax.speculation.managers.papers.bandit import BegMab
+from rljax.papers.tlt.bandit import BegMab
 from rljax.speculation.strategies import Strategy
 
 HEAD, HEAD_SMALL = Strategy(4, 4, 15, "eagle"), Strategy(3, 2, 6, "eagle")

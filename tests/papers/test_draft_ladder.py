@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 
-from rljax.speculation.managers.papers.draft_ladder import (
+from rljax.papers.specactor.ladder import (
     AcceptanceHistory,
     Costs,
     DraftCost,
