@@ -164,12 +164,14 @@ class Policy(NamedTuple):
       manager: where its class is, as `module:Class`; imported when a run chooses it.
       way: how it chooses, for --help; empty where other keys than `speculation.choice` choose it.
       reads: those of the keys `mix` and `strategies` that it reads.
+      drafters: where the function is that makes its drafters, as `module:function`; empty for the usual ones.
     """
 
     keys: type[SpeculationKeys]
     manager: str
     way: str = ""
     reads: tuple[str, ...] = ()
+    drafters: str = ""
 
 
 try:

@@ -22,5 +22,9 @@ POLICIES = {
         "rljax.papers.specactor.best_of_n:LadderManager",
         "by SpecActor's draft ladder, once per rollout, and by races for its stragglers",
     ),
-    "decoupled": Policy(SpecActorKeys, "rljax.papers.specactor.decoupled:DecoupledManager"),
+    "decoupled": Policy(
+        SpecActorKeys,
+        "rljax.papers.specactor.decoupled:DecoupledManager",
+        drafters="rljax.papers.specactor.drafters:make_ahead",
+    ),
 }

@@ -1,6 +1,7 @@
 """Drafters on devices of their own, ahead of the verifier (SpecActor, section 4.1).
 
-They draft the next window while the policy verifies the last one: see `rljax/engine/drafting_ahead.py`.
+They draft the next window while the policy verifies the last one: see
+`rljax/papers/specactor/drafting_ahead.py`.
 """
 
 import dataclasses
@@ -10,15 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from drafters.base import Drafter
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.drafter import EagleDrafter, PrefilledHead
 from drafters.eagle.drafting import DraftStrategy
-from drafters.eagle.slots_ahead import AheadHeadSlots
+from drafters.names import checked_arguments, keys_of
 from drafters.small_model import SmallModelArguments, SmallModelDrafter
-from rljax.config.decoding import DecoupledConfig
 from rljax.engine.companion import Companion
-from rljax.engine.decoupled_companion import DecoupledCompanion
-from rljax.engine.drafting_ahead import DraftingAhead
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.engine.state import DecodeState
@@ -26,7 +25,18 @@ from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.papers.specactor import DecoupledConfig, SpecActorKeys
+from rljax.papers.specactor.decoupled_companion import DecoupledCompanion
+from rljax.papers.specactor.drafting_ahead import DraftingAhead
+from rljax.papers.specactor.slots_ahead import AheadHeadSlots
 from rljax.sharding import replicated_axes
+
+
+def make_ahead(config: SpecActorKeys) -> dict[str, Drafter]:
+    """The drafter of a run that drafts ahead, by its name; raises as `make_drafters`."""
+    arguments = checked_arguments(*keys_of(config, config.drafter), config.drafter, config.args)
+    kind = {"eagle": DecoupledEagle, "small_model": DecoupledSmallModel}[config.drafter]
+    return {config.drafter: kind(arguments, config.decoupled)}
 
 
 class OnOwnDevices:

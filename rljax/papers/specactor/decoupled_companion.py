@@ -12,13 +12,13 @@ from jax import Array
 from jax.sharding import Mesh
 
 from rljax.engine.companion import Companion
-from rljax.engine.drafting_ahead import DraftingAhead
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import SelfDrafts, margin_log_probability
 from rljax.engine.state import DecodeState
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.papers.specactor.drafting_ahead import DraftingAhead
 
 
 class DecoupledCompanion(DraftingAhead, Companion):

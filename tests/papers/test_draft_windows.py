@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rljax.engine.draft_windows import DraftWindows
+from rljax.papers.specactor.draft_windows import DraftWindows
 
 VOCAB = 50
 

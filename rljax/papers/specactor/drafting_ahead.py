@@ -10,7 +10,7 @@ target's next pass. `DraftWindows` says how far it may go on behind drafts that 
     ahead.answered(slots, tokens, counts)  # the answer, taken over with what was drafted meanwhile
 
 `DraftingAhead` is the protocol; a small model (`decoupled_companion.py`) and an EAGLE head
-(`drafters/eagle/slots_ahead.py`) add how they draft.
+(`rljax/papers/specactor/slots_ahead.py`) add how they draft.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jax import Array
 
-from rljax.engine.draft_windows import DraftWindows
+from rljax.papers.specactor.draft_windows import DraftWindows
 
 
 @dataclasses.dataclass

@@ -1,7 +1,7 @@
 """A head on devices of its own, which drafts the next window while the policy verifies the last one.
 
-SpecActor, section 4.1; `rljax/engine/drafting_ahead.py` has the protocol. Features travel from the policy's
-devices to the head's when a pass is over, and weights when a rollout begins.
+SpecActor, section 4.1; `rljax/papers/specactor/drafting_ahead.py` has the protocol. Features travel from the
+policy's devices to the head's when a pass is over, and weights when a rollout begins.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from drafters.eagle.drafting_behind import draft_behind
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.slots import HeadSlots
 from rljax import target
-from rljax.engine.drafting_ahead import DraftingAhead
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import DecodeResult
 from rljax.engine.state import DecodeState
+from rljax.papers.specactor.drafting_ahead import DraftingAhead
 from rljax.sharding import replicated_sharding, vocab_parts
 
 
