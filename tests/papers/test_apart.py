@@ -42,8 +42,14 @@ import drafters, rljax
 for package in (rljax, drafters):
     assert package.__path__[0].startswith(sys.argv[1]), package
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.endswith("__main__"):
+        if module.name.endswith("__main__"):
+            continue
+        try:
             importlib.import_module(module.name)
+        except Exception as error:  # an optional package of somebody else's
+            cause = error.__cause__ or error
+            assert isinstance(cause, ModuleNotFoundError), module.name
+            assert cause.name.split(".")[0] not in ("rljax", "drafters"), module.name
 assert not any(name.startswith("rljax.papers") for name in sys.modules)
 
 from drafters.registry import make_drafters
