@@ -7,6 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
+from rljax.papers.tlt import TltKeys
 from rljax.papers.tlt.bandit import BegMab
 from rljax.speculation.strategies import Strategy
 
@@ -172,9 +173,9 @@ def test_what_makes_no_sense_is_refused():
             one.record(2, HEAD, tokens, seconds)
     for epsilon in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="epsilon"):
-            bandit(epsilon=epsilon)
+            TltKeys(epsilon=epsilon)
     with pytest.raises(ValueError, match="window"):
-        bandit(window=0)
+        TltKeys(window=0)
     with pytest.raises(ValueError, match="batch 4: the plain step is not among its arms"):
         bandit(arms={4: (HEAD,)})
 

@@ -6,10 +6,10 @@ import io
 import numpy as np
 import pytest
 
+from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.ladder import (
     AcceptanceHistory,
     Costs,
-    DraftCost,
     Ladder,
     profile,
 )
@@ -20,7 +20,7 @@ GRID = np.linspace(0.0, 1.0, 41)
 def test_speedups_by_hand():
     """Batch 2, plain step 1 s; passes over 4, 6 and 8 rows: windows of 1, 2 and 3."""
     costs = Costs(
-        {"free": DraftCost(0, 0), "dear": DraftCost(0.1, 0.2)},
+        {"free": Affine(0, 0), "dear": Affine(0.2, 0.1)},
         {2: 1.0},
         {4: 1.25, 6: 2.0, 8: 2.0},
         max_window=9,
@@ -40,7 +40,7 @@ def test_speedups_by_hand():
 
 
 def test_rows_are_rounded_up_to_what_is_compiled_and_windows_that_do_not_fit_are_none():
-    costs = Costs({"free": DraftCost(0, 0)}, {1: 1.0, 4: 1.0, 9: 1.0}, {8: 1.0, 16: 2.0}, max_window=5)
+    costs = Costs({"free": Affine(0, 0)}, {1: 1.0, 4: 1.0, 9: 1.0}, {8: 1.0, 16: 2.0}, max_window=5)
     ladder = profile(costs, [1.0])
     assert ladder.windows[0, 0].tolist() == [5, 1, 0]  # 6 of 8 rows; 8 of 8 (2 a second, 16 rows give 4 in 2)
     np.testing.assert_allclose(ladder.speedups[0, 0], [6.0, 2.0, 0.0])
@@ -50,7 +50,7 @@ def test_rows_are_rounded_up_to_what_is_compiled_and_windows_that_do_not_fit_are
 
 def test_tokens_of_a_pass_are_those_of_tokens_accepted_at_random():
     """The table against what the paper does: marking draft tokens as accepted or rejected by chance."""
-    costs = Costs({"a": DraftCost(0.01, 0)}, {1: 1.0}, {8: 1.5}, max_window=7)
+    costs = Costs({"a": Affine(0, 0.01)}, {1: 1.0}, {8: 1.5}, max_window=7)
     rng = np.random.default_rng(0)
     for acceptance in (0.3, 0.7, 0.95):
         ladder = profile(costs, [acceptance])
@@ -69,7 +69,7 @@ def random_costs(rng, drafters=3):
     verification = {size: 0.02 * (1.05 + max(size / limit - 1, 0) + 0.001 * size) for size in rows}
     plain = {size: verification[size] / 1.05 for size in (1, 2, 4, 8, 16, 32, 64)}
     costs = {
-        f"d{i}": DraftCost(0.02 * 10 ** rng.uniform(-4, -0.8), 0.02 * 10 ** rng.uniform(-6, -3))
+        f"d{i}": Affine(base=0.02 * 10 ** rng.uniform(-4, -0.8), each=0.02 * 10 ** rng.uniform(-6, -3))
         for i in range(drafters)
     }
     return Costs(costs, plain, verification, max_window=12)
@@ -192,7 +192,7 @@ def test_choosing_anew_as_the_batch_shrinks_is_no_worse_than_the_best_fixed_choi
 
 
 def test_a_straggler_is_ranked_by_its_own_acceptance():
-    costs = Costs({"a": DraftCost(0, 0), "b": DraftCost(0, 0.1)}, {1: 1.0}, {8: 1.5}, max_window=7)
+    costs = Costs({"a": Affine(0, 0), "b": Affine(0.1, 0)}, {1: 1.0}, {8: 1.5}, max_window=7)
     ladder = profile(costs, GRID)
     history = {"a": 0.8, "b": 0.8}
     assert ladder.ranking(history, 1) == ["a", "b"]

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rljax.papers.specactor.ladder import Costs, DraftCost, profile
+from rljax.cluster.window_costs import Affine
+from rljax.papers.specactor.ladder import Costs, profile
 from rljax.papers.specactor.pass_plan import Entry, PassEstimate, give_rows, plan_pass
 from rljax.papers.specactor.races import Field, Races, RequestAcceptance
 
@@ -97,7 +98,7 @@ HISTORY = {"a": 0.8, "b": 0.7, "slow": 0.75}
 
 
 def field_of(acceptance, requests=(0, 1), first="a", slow=0.01, **changes):
-    costs = {"a": DraftCost(0, 0), "b": DraftCost(0, 0), "slow": DraftCost(slow, 0)}
+    costs = {"a": Affine(0, 0), "b": Affine(0, 0), "slow": Affine(0, slow)}
     verification = {rows: seconds for rows, _, seconds in PASSES}
     ladder = profile(Costs(costs, {len(requests): 1.0}, verification, 7), np.linspace(0, 1, 41))
     of_pass = estimate(len(requests), drafting={name: cost.seconds(1) for name, cost in costs.items()})

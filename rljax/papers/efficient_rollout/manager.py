@@ -22,6 +22,7 @@ import numpy as np
 
 from drafters.device import TrainedDrafter
 from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.state import DecodeState
 from rljax.papers.efficient_rollout import EfficientRolloutKeys
 from rljax.papers.efficient_rollout.calibration import roofline_of
@@ -36,8 +37,7 @@ from rljax.speculation.managers.drafting import draft
 from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
-from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import ActiveSlots, Proposer
+from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.strategies import Strategy
 
 
@@ -59,8 +59,8 @@ class Toggle:
       buckets: the engine's, to which batch, context and rows are rounded up.
       chain: draft tokens of a slot, gamma.
       margin: by how much speculation must be predicted to be faster, epsilon.
-      drafting: seconds of drafting chains, by batch, context and chain, for drafters other than the quantized
-        self-drafter. None for the roofline's prediction of that one.
+      drafting: seconds of drafting chains, by batch, context and chain; None where the roofline predicts
+      them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Toggle:
         buckets: Buckets,
         chain: int,
         margin: float = MARGIN,
-        drafting: Callable[[int, float, int], float] | None = None,
+        drafting: Callable[[int, int, int], float | None] = lambda *_: None,
     ) -> None:
         self.roofline, self.buckets, self.margin, self.drafting = roofline, buckets, margin, drafting
         self.begin(chain)
@@ -111,7 +111,7 @@ class Toggle:
                 chain, rows, attended = room, size, slots * (nodes + 1)
         if not chain:
             return 0.0
-        drafting = None if self.drafting is None else self.drafting(slots, context, chain)
+        drafting = self.drafting(slots, context, chain)
         return share * self.roofline.speedup(slots, context, chain, acceptance, rows, attended, drafting)
 
 
@@ -136,8 +136,8 @@ class RooflineManager:
         self._schedule = DraftLengthSchedule(config.toggle, setup.buckets.max_drafts)
         if roofline is None:
             roofline = roofline_of(setup.engine, proposer.drafter, config.calibration_dir)
-        drafting = drafting_seconds(proposer, setup.times)
-        self._toggle = Toggle(roofline, setup.buckets, self._schedule.length, config.toggle.margin, drafting)
+        length, margin = self._schedule.length, config.toggle.margin
+        self._toggle = Toggle(roofline, setup.buckets, length, margin, self._drafting)
         self._training = False  # the last rollout was one of training
         self._step = -1  # the last training step
         self._step_acceptance = StepAcceptance()  # of the last training step
@@ -201,15 +201,29 @@ class RooflineManager:
         """The strategy of the drafter for a draft length."""
         name = self._proposer.name
         if isinstance(self._proposer, DeviceProposer):
-            trees = self._proposer.drafter.strategies
-            tree = min(trees, key=lambda tree: abs(tree.depth - length))
+            tree = self._tree(length)
             return Strategy(tree.depth, tree.top_k, tree.depth, name)
         return Strategy(length, length if self._on_host else 1, length, name)
+
+    def _tree(self, length: int) -> DraftStrategy:
+        return min(self._proposer.drafter.strategies, key=lambda tree: abs(tree.depth - length))
+
+    def _drafting(self, batch: int, context: int, chain: int) -> float | None:
+        """Seconds of drafting chains; None for those of the self-drafter, which the roofline predicts."""
+        if isinstance(self._proposer, SelfProposer):
+            return None
+        if not isinstance(self._proposer, DeviceProposer):
+            return 0.0  # drafting on the host costs next to nothing
+        return self._times.draft(batch, context, self._proposer.name, self._tree(chain))
 
     def record(self, record: PassRecord) -> None:
         if record.nodes is None:
             return
-        judged, accepted = judged_drafts(record)
+        # A level is judged if the level above was right and the response went on behind that. Where a
+        # response ends with a right draft, its last token is not counted as accepted.
+        kept = record.nodes.accepted.sum(axis=1)
+        judged, taken = record.choice.proposal.judged(record.nodes.verified, record.nodes.correct)
+        judged, accepted = np.where(taken > kept, kept + 1, judged), np.minimum(taken, kept + 1)
         if self._training:
             self._step_acceptance.add(judged, accepted)
         if self._on_host:
@@ -237,30 +251,3 @@ class RooflineManager:
             self._host_acceptance.load_state(state["toggle_chains"])
         names = self.state().keys()
         return {name: array for name, array in state.items() if name not in names}
-
-
-def judged_drafts(record: PassRecord) -> tuple[np.ndarray, np.ndarray]:
-    """Levels of drafts of each slot that a verifying pass judged, and how many were right: int64 [n] each.
-
-    A level is judged if the level above was right and the response went on behind that.
-    """
-    nodes = record.nodes
-    kept = nodes.accepted.sum(axis=1)
-    judged, taken = record.choice.proposal.judged(nodes.verified, nodes.correct)
-    # Where a response ends with a right draft, its last token is not counted as accepted.
-    return np.where(taken > kept, kept + 1, judged), np.minimum(taken, kept + 1)
-
-
-def drafting_seconds(proposer: Proposer, times: PassTimes) -> Callable[[int, float, int], float] | None:
-    """Seconds of drafting by batch, context and chain, as `Toggle` asks; None where the roofline has them."""
-    if isinstance(proposer, SelfProposer):
-        return None
-    if not isinstance(proposer, DeviceProposer):
-        return lambda batch, context, chain: 0.0  # drafting on the host costs next to nothing
-    trees = proposer.drafter.strategies
-
-    def seconds(batch: int, context: float, chain: int) -> float:
-        tree = min(trees, key=lambda tree: abs(tree.depth - chain))
-        return times.draft(batch, int(context), proposer.name, tree)
-
-    return seconds

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.pass_plan import PassEstimate
 from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
@@ -26,35 +27,18 @@ _ACCEPTANCES = np.linspace(0.0, 1.0, 41)
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftCost:
-    """Seconds of drafting one token for each request of a batch: `fixed + per_request * batch` (section 4.1).
-
-    Attributes:
-      fixed: seconds of a step, however small the batch; 0 for drafters that look tokens up.
-      per_request: further seconds for every request.
-    """
-
-    fixed: float
-    per_request: float
-
-    def seconds(self, batch: int) -> float:
-        """Seconds for a batch."""
-        return self.fixed + self.per_request * batch
-
-
-@dataclasses.dataclass(frozen=True)
 class Costs:
     """Measured times of a machine.
 
     Attributes:
-      drafters: drafting costs, by name.
+      drafters: seconds of drafting one token for each request of a batch, by name (section 4.1).
       plain: seconds of a step of plain decoding, by batch.
       verification: seconds of a verifying pass, by compiled rows. A pass over fewer rows takes as long as the
         next larger one.
       max_window: draft tokens of a request in a pass at most.
     """
 
-    drafters: Mapping[str, DraftCost]
+    drafters: Mapping[str, Affine]
     plain: Mapping[int, float]
     verification: Mapping[int, float]
     max_window: int
@@ -137,7 +121,7 @@ def profile(costs: Costs, acceptances: Sequence[float]) -> Ladder:
             continue
         verifying = pass_seconds[np.searchsorted(rows, batch * (fit + 1))]
         for index, cost in enumerate(costs.drafters.values()):
-            seconds = fit * cost.seconds(batch) + verifying
+            seconds = fit * cost(batch) + verifying
             predicted = tokens[:, : len(fit)] * costs.plain[batch] / seconds
             speedups[index, :, column] = predicted.max(axis=1)
             best_windows[index, :, column] = fit[predicted.argmax(axis=1)]
@@ -212,7 +196,7 @@ class LadderCosts:
                 for rows, nodes in self._buckets.passes(batch)
             ]
         costs = self._costs_of(length)
-        drafting = {name: cost.seconds(batch) for name, cost in costs.drafters.items()}
+        drafting = {name: cost(batch) for name, cost in costs.drafters.items()}
         passes = self._passes[batch, length]
         return PassEstimate(costs.plain[batch], passes, drafting, active.current, active.standing_by)
 
@@ -239,7 +223,7 @@ class LadderCosts:
         return self._costs[length]
 
 
-def _draft_cost(proposer: Proposer, times: PassTimes, length: int, batches: Sequence[int]) -> DraftCost:
+def _draft_cost(proposer: Proposer, times: PassTimes, length: int, batches: Sequence[int]) -> Affine:
     """Seconds of drafting one token for every response: a line through the measured batches."""
     if isinstance(proposer, SelfProposer):
         seconds = [times.draft(batch, length, proposer.name) for batch in batches]
@@ -250,9 +234,9 @@ def _draft_cost(proposer: Proposer, times: PassTimes, length: int, batches: Sequ
             for batch in batches
         ]
     else:  # drafting on the host costs next to nothing
-        return DraftCost(0.0, 0.0)
+        return Affine(0.0, 0.0)
     if len(seconds) == 1:
-        return DraftCost(seconds[0], 0.0)
+        return Affine(0.0, seconds[0])
     slope, fixed = np.polyfit(batches, seconds, 1)
     slope = max(float(slope), 0.0)
-    return DraftCost(max(float(fixed), 0.0) if slope else float(np.mean(seconds)), slope)
+    return Affine(slope, max(float(fixed), 0.0) if slope else float(np.mean(seconds)))

@@ -1,16 +1,9 @@
 """The arms that a bandit has at each batch size (TLT, section 5.1 and lines 1 to 4 of Algorithm 1).
 
 TLT groups strategies by the number of tokens that they verify, and maps the groups to batch sizes: the larger
-the batch, the fewer tokens. Differences:
-
-- The batch sizes are the engine's batch buckets, not thresholds to be set, and the rows of its compiled
-  passes bound what a batch may verify.
-- Neighbouring groups are arms, too. With one group a bucket and one strategy a group, as in TLT's code, a
-  bandit never explores.
-- Each drafter's strategies are mapped separately, so that every drafter has an arm at every batch size.
-- The plain step is an arm everywhere.
-
-`arms_by_threshold` has only the last of these differences.
+the batch, the fewer tokens. `arms_by_threshold` does that, with the plain step as a further arm.
+`arms_by_batch` lays each drafter's groups along the engine's batch buckets, with their neighbours, as far as
+passes have room for them.
 """
 
 import collections
