@@ -12,8 +12,9 @@ here all three compete. A speed is that of one request, in tokens per second: al
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rljax.cluster.window_costs import Affine, Mode, accepted_coupled, accepted_decoupled
 
@@ -55,21 +56,14 @@ class Choice:
     speed: float
 
 
-def speed_plain(verifier: Verifier, batch: float) -> float:
-    """Tokens per second of a request without drafts."""
-    return 1.0 / verifier(0)(batch)
-
-
-def speed_coupled(drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float) -> float:
-    """Tokens per second of a request whose drafts are verified before the next ones are made."""
-    return accepted_coupled(acceptance, window) / (window * drafter(batch) + verifier(window)(batch))
-
-
-def speed_decoupled(
-    drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float
+def speed(
+    mode: Mode, drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float
 ) -> float:
-    """Tokens per second of a request whose next window is drafted while the last one is verified."""
-    return accepted_decoupled(acceptance, window) / max(window * drafter(batch), verifier(window)(batch))
+    """Tokens per second of a request; without drafts, the window is 0."""
+    drafting, verifying = window * drafter(batch), verifier(window)(batch)
+    if mode == "decoupled":  # the next window is drafted while the last one is verified
+        return accepted_decoupled(acceptance, window) / max(drafting, verifying)
+    return accepted_coupled(acceptance, window) / (drafting + verifying)
 
 
 def largest_window(drafter: Affine, verifier: Verifier) -> int:
@@ -102,40 +96,28 @@ def plan(
     Raises:
       ValueError: nothing of it fits the devices.
     """
-    choices = list(_choices(requests, devices, profile, acceptance, most_window, modes))
-    if not choices:
-        sizes = ", ".join(map(str, profile.verifiers))
-        raise ValueError(f"nothing of {', '.join(modes)} fits {devices} devices with verifiers of {sizes}")
-    return max(choices, key=lambda choice: choice.speed)
-
-
-def _choices(
-    requests: int,
-    devices: int,
-    profile: Profile,
-    acceptance: float,
-    most_window: int,
-    modes: Sequence[Mode],
-) -> Iterable[Choice]:
+    choices = []
     for size, verifier in profile.verifiers.items():
         if size > devices:
             continue
         batch = math.ceil(size * requests / devices)
         if "plain" in modes:
-            yield Choice("plain", 0, 0, size, batch, speed_plain(verifier, batch))
+            plain = speed("plain", Affine(0.0, 0.0), verifier, batch, 0, acceptance)
+            choices.append(Choice("plain", 0, 0, size, batch, plain))
         for drafting, drafter in profile.drafters.items():
             if drafting > size:
                 continue
             windows = range(1, min(largest_window(drafter, verifier), most_window) + 1)
-            if "coupled" in modes:
-                for window in windows:
-                    speed = speed_coupled(drafter, verifier, batch, window, acceptance)
-                    yield Choice("coupled", window, 0, size, batch, speed)
-            if "decoupled" in modes and drafting + size <= devices:
-                more = math.ceil((drafting + size) * requests / devices)
-                for window in windows:
-                    speed = speed_decoupled(drafter, verifier, more, window, acceptance)
-                    yield Choice("decoupled", window, drafting, size, more, speed)
+            more = math.ceil((drafting + size) * requests / devices)
+            ways = [("coupled", 0, batch)] + [("decoupled", drafting, more)] * (drafting + size <= devices)
+            for (mode, own, share), window in itertools.product(ways, windows):
+                if mode in modes:
+                    rate = speed(mode, drafter, verifier, share, window, acceptance)
+                    choices.append(Choice(mode, window, own, size, share, rate))
+    if not choices:
+        sizes = ", ".join(map(str, profile.verifiers))
+        raise ValueError(f"nothing of {', '.join(modes)} fits {devices} devices with verifiers of {sizes}")
+    return max(choices, key=lambda choice: choice.speed)
 
 
 def reconfigure(
@@ -157,17 +139,14 @@ def reconfigure(
     drafting = planned.drafter_devices or min(profile.drafters)
     drafter = profile.drafters[drafting]
     windows = range(1, min(largest_window(drafter, verifier), most_window) + 1)
-    chosen = {}
+    size, chosen = planned.verifier_devices, {}
+    ways = [("coupled", 0)] + [("decoupled", drafting)] * (planned.mode == "decoupled")
     for request, acceptance in acceptances.items():
         if acceptance >= mean:
             continue
-        size = planned.verifier_devices
-        choices = [Choice("plain", 0, 0, size, 1, speed_plain(verifier, 1))]
-        for window in windows:
-            speed = speed_coupled(drafter, verifier, 1, window, acceptance)
-            choices.append(Choice("coupled", window, 0, size, 1, speed))
-            if planned.mode == "decoupled":
-                speed = speed_decoupled(drafter, verifier, 1, window, acceptance)
-                choices.append(Choice("decoupled", window, drafting, size, 1, speed))
+        choices = [Choice("plain", 0, 0, size, 1, speed("plain", drafter, verifier, 1, 0, acceptance))]
+        for window, (mode, own) in itertools.product(windows, ways):
+            rate = speed(mode, drafter, verifier, 1, window, acceptance)
+            choices.append(Choice(mode, window, own, size, 1, rate))
         chosen[request] = max(choices, key=lambda choice: choice.speed)
     return chosen
