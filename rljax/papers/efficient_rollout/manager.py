@@ -34,7 +34,7 @@ from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import MARGIN
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.drafting import draft
-from rljax.speculation.managers.manager import Setup
+from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots
@@ -115,7 +115,7 @@ class Toggle:
         return share * self.roofline.speedup(slots, context, chain, acceptance, rows, attended, drafting)
 
 
-class RooflineManager:
+class RooflineManager(Manager):
     """Toggles between plain steps and the drafts of a drafter, at most once in a rollout.
 
     A drafter on the device drafts its tree whose depth is nearest to the draft length, of which as many nodes

@@ -19,14 +19,14 @@ from rljax.papers.specactor.ladder import AcceptanceHistory, LadderCosts
 from rljax.papers.specactor.pass_plan import Entries, Entry, draft_plan, plan_pass
 from rljax.papers.specactor.races import Field, Races, RequestAcceptance
 from rljax.requests import DecodeStatistics
-from rljax.speculation.managers.manager import Setup
+from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.mixing import Mixer, check_one_tree
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots
 
 
-class LadderManager:
+class LadderManager(Manager):
     """Chooses by the draft ladder, and by races.
 
     Args:

@@ -24,7 +24,7 @@ from rljax.papers.specactor.planner import Choice as Planned
 from rljax.papers.specactor.planner import Profile, plan, reconfigure
 from rljax.requests import DecodeStatistics
 from rljax.speculation.managers.drafting import draft, verify_all
-from rljax.speculation.managers.manager import Setup
+from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots
@@ -51,7 +51,7 @@ class _Plan:
     others: Mapping[int, Planned]
 
 
-class DecoupledManager:
+class DecoupledManager(Manager):
     """Chooses by SpecActor's Algorithms 1 and 2.
 
     Args:
@@ -154,12 +154,6 @@ class DecoupledManager:
         judged, taken = record.choice.proposal.judged(record.nodes.verified, record.nodes.correct)
         for request, added in zip(record.requests.tolist(), np.stack([judged, taken], axis=1), strict=True):
             self._counts[request] = self._counts.get(request, np.zeros(2)) + added
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return state
 
 
 def _reason(chosen: _Plan) -> str:

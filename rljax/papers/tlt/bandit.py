@@ -28,7 +28,7 @@ from rljax.papers.tlt import TltKeys
 from rljax.papers.tlt.arms import arms_by_batch, arms_by_threshold, default_strategies, room_per_slot
 from rljax.requests import DecodeStatistics
 from rljax.speculation.managers.drafting import draft, strategies_of
-from rljax.speculation.managers.manager import Setup
+from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.mixing import Mixer, check_one_tree, proposer_of
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
@@ -213,7 +213,7 @@ class BegMab:
         return rest
 
 
-class BanditManager:
+class BanditManager(Manager):
     """Chooses by `BegMab`.
 
     Args:

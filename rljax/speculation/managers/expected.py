@@ -14,14 +14,13 @@ from rljax.config.speculation import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.draft_length import MARGIN
-from rljax.speculation.managers.manager import Setup
+from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.mixing import Mixer, check_one_tree
 from rljax.speculation.pass_choice import Candidates, Choice, RowsChoice, best_rows
-from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots, Proposal
 
 
-class ExpectedManager:
+class ExpectedManager(Manager):
     """Chooses what promises the most tokens per second.
 
     Args:
@@ -94,9 +93,6 @@ class ExpectedManager:
         rate = candidates.rate(rows, nodes, self._times.verify(*shape, rows))
         reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"
         return Choice.verify(proposal, candidates, rows, reason, expected_rate=rate, plain_rate=plain_rate)
-
-    def record(self, record: PassRecord) -> None:
-        """Does nothing: proposers learn the acceptance, and times are measured for all managers."""
 
     def state(self) -> dict[str, np.ndarray]:
         return {} if self._mixer is None else self._mixer.state()

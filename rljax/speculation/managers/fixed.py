@@ -1,19 +1,16 @@
 """One strategy, always, as the papers' always-on baselines do."""
 
-import numpy as np
-
 from rljax.config.speculation import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.managers.drafting import draft, strategies_of, verify_all
-from rljax.speculation.managers.manager import Setup
+from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.mixing import Mixer, proposer_of
 from rljax.speculation.pass_choice import Choice
-from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots
 
 
-class FixedManager:
+class FixedManager(Manager):
     """Uses one strategy before every pass, whether it pays or not.
 
     Args:
@@ -27,9 +24,6 @@ class FixedManager:
         self._proposer = proposer_of(self._strategy, setup.proposers, mixer)
         self._buckets, self._times = setup.buckets, setup.times
 
-    def begin(self, training: bool, step: int) -> None:
-        """Does nothing."""
-
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
@@ -42,12 +36,3 @@ class FixedManager:
             reason = f"{self._proposer.name} had nothing to verify ({reason})"
             return state, Choice.plain(reason, plain_rate, draft_seconds=drafted.seconds)
         return state, verify_all(drafted, state, self._buckets, self._times, reason, plain_rate)
-
-    def record(self, record: PassRecord) -> None:
-        """Does nothing."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return state

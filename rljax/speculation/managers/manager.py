@@ -49,7 +49,7 @@ class Setup:
 
 
 class Manager(Protocol):
-    """Decides before every pass over a batch that may verify."""
+    """Decides before every pass over a batch that may verify. Only `choose` has to be written."""
 
     def begin(self, training: bool, step: int) -> None:
         """A rollout begins, with weights that may have moved.
@@ -69,6 +69,8 @@ class Manager(Protocol):
 
     def state(self) -> dict[str, np.ndarray]:
         """Checkpoint content."""
+        return {}
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Restores the part of `state` that is this manager's, and returns the rest."""
+        return state
