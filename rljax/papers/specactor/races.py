@@ -18,23 +18,7 @@ from rljax.papers.specactor.pass_plan import Entries, Entry, PassEstimate, give_
 _POOR = 0.5  # share of a drafter's acceptance in history below which a request's is bad
 _PASSES = 8  # of a race
 _HISTORY_WEIGHT = 4.0  # draft tokens that the history counts as, against those of the requests
-
-
-@dataclasses.dataclass
-class _Counts:
-    """What became of one drafter's tokens for one request.
-
-    Attributes:
-      judged: tokens that were verified and whose predecessors were accepted.
-      accepted: those of them that were accepted.
-      asked: passes in which the drafter was asked.
-      answered: those of them in which it had something.
-    """
-
-    judged: int = 0
-    accepted: int = 0
-    asked: int = 0
-    answered: int = 0
+_NOTHING = np.zeros(4, np.int64)
 
 
 class RequestAcceptance:
@@ -45,14 +29,14 @@ class RequestAcceptance:
     """
 
     def __init__(self, drafters: Iterable[str]) -> None:
-        self._counts: dict[str, dict[int, _Counts]] = {drafter: {} for drafter in drafters}
+        # By drafter and request, int [4]: tokens that were verified behind accepted ones, those
+        # of them that were accepted, passes in which it was asked, and those in which it had something.
+        self._counts: dict[str, dict[int, np.ndarray]] = {drafter: {} for drafter in drafters}
 
     def ask(self, drafter: str, requests: Sequence[int], answered: Sequence[bool]) -> None:
         """A drafter was asked for requests, and had something for those where `answered` says so."""
         for request, had in zip(requests, answered, strict=True):
-            counts = self._of(drafter, request)
-            counts.asked += 1
-            counts.answered += had
+            self._add(drafter, request, [0, 0, 1, had])
 
     def add(self, drafter: str, requests: Sequence[int], judged: np.ndarray, accepted: np.ndarray) -> None:
         """A pass verified a drafter's tokens.
@@ -63,11 +47,9 @@ class RequestAcceptance:
           judged: int [n], tokens that were verified and whose predecessors were accepted.
           accepted: int [n], those of them that were accepted.
         """
-        for request, of_judged, of_accepted in zip(requests, judged.tolist(), accepted.tolist(), strict=True):
+        for request, of_judged, of_accepted in zip(requests, judged, accepted, strict=True):
             if of_judged:
-                counts = self._of(drafter, request)
-                counts.judged += of_judged
-                counts.accepted += of_accepted
+                self._add(drafter, request, [of_judged, of_accepted, 0, 0])
 
     def has_drafted(self, drafter: str, request: int) -> bool:
         """Whether a drafter was asked for a request."""
@@ -81,8 +63,7 @@ class RequestAcceptance:
         """
         of_drafter = self._counts[drafter]
         known = [of_drafter[request] for request in requests if request in of_drafter]
-        judged, accepted = sum(each.judged for each in known), sum(each.accepted for each in known)
-        asked, answered = sum(each.asked for each in known), sum(each.answered for each in known)
+        judged, accepted, asked, answered = np.sum([_NOTHING, *known], axis=0).tolist()
         rate = (accepted + _HISTORY_WEIGHT * history[drafter]) / (judged + _HISTORY_WEIGHT)
         return rate * answered / asked if asked else rate
 
@@ -93,16 +74,14 @@ class RequestAcceptance:
     def totals(self) -> dict[str, tuple[int, int]]:
         """Tokens judged and accepted, of all requests together, by drafter; without those never judged."""
         sums = {
-            drafter: (
-                sum(each.judged for each in counts.values()),
-                sum(each.accepted for each in counts.values()),
-            )
+            drafter: np.sum([_NOTHING, *counts.values()], axis=0).tolist()
             for drafter, counts in self._counts.items()
         }
-        return {drafter: counts for drafter, counts in sums.items() if counts[0]}
+        return {drafter: (judged, accepted) for drafter, (judged, accepted, *_) in sums.items() if judged}
 
-    def _of(self, drafter: str, request: int) -> _Counts:
-        return self._counts[drafter].setdefault(request, _Counts())
+    def _add(self, drafter: str, request: int, counts: Sequence[int]) -> None:
+        known = self._counts[drafter].get(request, _NOTHING)
+        self._counts[drafter][request] = known + np.asarray(counts, np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
