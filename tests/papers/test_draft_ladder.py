@@ -117,7 +117,7 @@ def decode(rng, costs, ladder, lengths, acceptance, choose):
         counts[drafter] += [int(np.minimum(tokens + 1, window).sum()), int(tokens.sum())]
         left[active] -= tokens + 1
         size = int(rows[np.searchsorted(rows, batch * (window + 1))])
-        seconds += window * costs.drafters[drafter].seconds(batch) + costs.verification[size]
+        seconds += window * costs.drafters[drafter](batch) + costs.verification[size]
     return seconds, counts
 
 
@@ -159,7 +159,7 @@ def throughput(of, drafter, batch):
     share = of.rng.choice(of.acceptance[drafter], (passes, batch, 1))
     accepted = np.cumprod(of.rng.random((passes, batch, window)) < share, axis=2).sum()
     rows = min(size for size in of.costs.verification if size >= batch * (window + 1))
-    seconds = window * of.costs.drafters[drafter].seconds(batch) + of.costs.verification[rows]
+    seconds = window * of.costs.drafters[drafter](batch) + of.costs.verification[rows]
     return (passes * batch + accepted) / (passes * seconds)
 
 

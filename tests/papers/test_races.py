@@ -101,7 +101,7 @@ def field_of(acceptance, requests=(0, 1), first="a", slow=0.01, **changes):
     costs = {"a": Affine(0, 0), "b": Affine(0, 0), "slow": Affine(0, slow)}
     verification = {rows: seconds for rows, _, seconds in PASSES}
     ladder = profile(Costs(costs, {len(requests): 1.0}, verification, 7), np.linspace(0, 1, 41))
-    of_pass = estimate(len(requests), drafting={name: cost.seconds(1) for name, cost in costs.items()})
+    of_pass = estimate(len(requests), drafting={name: cost(1) for name, cost in costs.items()})
     entry = None if first is None else Entry(first, HISTORY[first], 2)
     of_pass = dataclasses.replace(of_pass, **changes)
     return Field(list(requests), acceptance, HISTORY, ladder, of_pass, entry)
