@@ -13,7 +13,7 @@ from drafters.arguments import (
     checked,
 )
 from drafters.eagle.arguments import EagleArguments
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError, known_names
 
 # By name: the arguments that `speculation.args` may hold.

@@ -1,10 +1,10 @@
 """Makes the drafters that a config names; `drafters/names.py` has their arguments."""
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from drafters.base import Drafter
-from drafters.decoupled import DecoupledEagle, DecoupledSmallModel
 from drafters.device import DeviceDrafter, SelfDrafter
 from drafters.eagle.drafter import EagleDrafter
 from drafters.histospec import HistoSpec
@@ -14,7 +14,7 @@ from drafters.quantized import QuantizedDrafter
 from drafters.rehearsal import rehearse
 from drafters.small_model import SmallModelDrafter
 from drafters.suffix import prompt_lookup, srt, suffix_decoding
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import POLICIES, SpeculationConfig
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
@@ -33,11 +33,6 @@ DEVICE_DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
 }
 # Those whose weights are trained in the run, by measured times.
 TRAINED_DRAFTERS = frozenset({"eagle"})
-# Those that can draft ahead of the policy, on devices of their own (`speculation.decoupled`).
-_AHEAD: dict[str, Callable[..., Drafter]] = {
-    "eagle": DecoupledEagle,
-    "small_model": DecoupledSmallModel,
-}
 DRAFTERS = dict(sorted((HOST_DRAFTERS | DEVICE_DRAFTERS).items()))
 
 
@@ -64,9 +59,8 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     if config.drafter is None:
         return {}
     check_drafters(config)
-    if config.decoupled.window:
-        given = checked_arguments(*keys_of(config, config.drafter), config.drafter, config.args)
-        return {config.drafter: _AHEAD[config.drafter](given, config.decoupled)}
+    if POLICIES[config.policy].drafters:
+        return pkgutil.resolve_name(POLICIES[config.policy].drafters)(config)
     drafters = {
         name: _make(*keys_of(config, name), kind, config.arguments[name])
         for name, kind in config.kinds.items()

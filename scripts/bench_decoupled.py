@@ -22,7 +22,7 @@ from drafters.registry import make_drafters, states_read
 from engine_benchmarks.policies import qwen3
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
@@ -33,7 +33,7 @@ from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
-from rljax.speculation.managers.selection import strategy_choice
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
 from rollout_benchmarks.equality import check_equal
@@ -98,7 +98,7 @@ def _row(name: str, given: dict[str, Any], mode: str, window: int, rollouts: int
     """
     speculation = {"decoupled": {"window": window, "modes": [mode]}, "max_drafts": _MOST_DRAFTS}
     config = SpeculationConfig.model_validate(given | speculation)
-    choice, drafters = strategy_choice(config, 0), make_drafters(config)
+    choice, drafters = StrategyChoice(config), make_drafters(config)
     buckets = Buckets((_SLOTS,), (128,), (_SLOTS * 4, _SLOTS * (_MOST_DRAFTS + 1)), _MOST_DRAFTS)
     engine = DecodeEngine(
         _POLICY, Numerics(), SamplingParams(), buckets, (), 4, hidden_layers=states_read(drafters, _POLICY)

@@ -18,8 +18,7 @@ from rljax.benchmarking import Interference, Row, print_table, results_console, 
 from rljax.config import ExperimentConfig, SpeculationConfig, load_config
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
-from rljax.provenance import command_line
-from rljax.speculation.managers.papers.calibration import (
+from rljax.papers.efficient_rollout.calibration import (
     Calibration,
     calibrate,
     calibration_key,
@@ -27,8 +26,9 @@ from rljax.speculation.managers.papers.calibration import (
     load_calibration,
     save_calibration,
 )
-from rljax.speculation.managers.papers.roofline import Point, Roofline
-from rljax.speculation.managers.papers.roofline_gates import ERROR_GATE, SIGN_GATE, Gates, gates, held_out
+from rljax.papers.efficient_rollout.fit import ERROR_GATE, SIGN_GATE, Gates, gates, held_out
+from rljax.papers.efficient_rollout.roofline import Point, Roofline
+from rljax.provenance import command_line
 from rollout_benchmarks.variants import open_run
 
 _OUTPUT = Path("benchmarks/results/calibration.json")

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rljax.config import load_config
-from rljax.speculation.managers.papers import calibration
-from rljax.speculation.managers.papers.calibration import Calibration
+from rljax.papers.efficient_rollout import calibration
+from rljax.papers.efficient_rollout.calibration import Calibration
 from tests.scripts import load_script
 
 calibrate = load_script("calibrate")
@@ -102,7 +102,7 @@ def test_errors_are_one_line(arguments, capsys, extra, message):
 
 def test_the_cached_verdict_is_the_measured_one():
     """Rows are made of points and constants alone, so a reused calibration prints what was measured."""
-    from tests.speculation.managers.test_roofline import roofline, synthetic
+    from tests.papers.test_roofline import roofline, synthetic
 
     known = Calibration(roofline(), synthetic(roofline()))
     rows = {row.name: row for row in calibrate._rows(known)}

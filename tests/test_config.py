@@ -25,12 +25,6 @@ from rljax.errors import ConfigError
 from tests.scripts import SCRIPTS, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
-DECOUPLED = ["speculation.drafter=small_model", "speculation.decoupled.window=4"]
-BANDIT = [
-    "speculation.drafter=srt",
-    "speculation.choice=bandit",
-    "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
-]
 
 MINIMAL = """
 run_dir: runs/x
@@ -316,91 +310,17 @@ def test_an_unknown_key_that_resembles_none_lists_the_section(config_file):
                 "speculation.drafter=srt",
                 "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
             ],
-            "speculation.strategies: only speculation.choice: bandit or fixed reads them",
+            "speculation.strategies: only speculation.choice: ",
         ),
-        (
-            ["speculation.drafter=srt", "speculation.batch_thresholds=[1]"],
-            "speculation.batch_thresholds: needs speculation.choice: bandit, and speculation.strategies",
-        ),
-        (
-            [*BANDIT, "speculation.batch_thresholds=[2, 2]"],
-            "speculation.batch_thresholds: should ascend, got",
-        ),
-        (
-            [*BANDIT, "speculation.batch_thresholds=[1, 17]"],
-            "speculation.batch_thresholds: from 17 responses on nothing is drafted, since"
-            " speculation.max_batch is 16",
-        ),
-        ([*BANDIT, "speculation.batch_thresholds=[0]"], "speculation.batch_thresholds"),
         (
             ["speculation.drafter=srt", "speculation.choice=fixed"],
             "speculation.choice: fixed needs one strategy in speculation.strategies, got 0",
-        ),
-        (
-            ["speculation.drafter=srt", "speculation.others={quantized: {}}", "speculation.choice=roofline"],
-            "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and no",
-        ),
-        (["speculation.choice=roofline"], "speculation.choice: roofline switches one drafter on and off"),
-        (
-            ["speculation.toggle.lengths=[5, 5]"],
-            "speculation.toggle.lengths: [5, 5] should be ascending",
-        ),
-        (["speculation.toggle.lengths=[]"], "speculation.toggle.lengths: "),
-        (
-            ["speculation.toggle.first=6"],
-            "speculation.toggle.first: 6 is none of lengths [5, 7, 9, 11]",
-        ),
-        (
-            ["speculation.toggle.alpha_down=0.95"],
-            "speculation.toggle.alpha_down: 0.95 should be less than alpha_up 0.94",
-        ),
-        (["speculation.toggle.patience=0"], "speculation.toggle.patience: should be greater than"),
-        (["speculation.toggle.margin=-0.1"], "speculation.toggle.margin: should be greater than"),
-        (
-            [
-                "speculation.drafter=quantized",
-                "speculation.choice=roofline",
-                "speculation.max_drafts=7",
-                "speculation.toggle.first=9",
-            ],
-            "speculation.toggle.first: 9 is more than speculation.max_drafts 7",
         ),
         (
             ["engine.weights=fsdp", "mesh.data=2"],
             "engine.weights: fsdp splits the weights over mesh.fsdp, which is 1",
         ),
         (["speculation.max_batch=0"], "speculation.max_batch: should be greater than or equal to 1"),
-        ([*DECOUPLED, "speculation.decoupled.window=1"], "speculation.decoupled.window: 1 leaves nothing to"),
-        (
-            [*DECOUPLED, "speculation.max_drafts=3"],
-            "speculation.decoupled.window: 4 is more than speculation.",
-        ),
-        (
-            [*DECOUPLED, "speculation.drafter=srt"],
-            "speculation.decoupled.window: needs speculation.drafter: small_model or eagle alone; others",
-        ),
-        (
-            [*DECOUPLED, "speculation.others={srt: {}}"],
-            "speculation.decoupled.window: needs speculation.drafter",
-        ),
-        (
-            [*DECOUPLED, "speculation.choice=bandit"],
-            "speculation.decoupled.window: is chosen by SpecActor's Algorithm 1; leave out",
-        ),
-        (
-            [*DECOUPLED, "speculation.overlap=true"],
-            "speculation.decoupled.window: is not possible with speculation.overlap",
-        ),
-        ([*DECOUPLED, "speculation.decoupled.devices=[]"], "speculation.decoupled.devices: "),
-        ([*DECOUPLED, "speculation.decoupled.modes=[always]"], "speculation.decoupled.modes.0: "),
-        (
-            [*DECOUPLED, "engine.verification=rejection"],
-            "speculation.decoupled.window: needs engine.verification: coupled, got rejection",
-        ),
-        (
-            [*DECOUPLED, "rollout.presence_penalty=0.5"],
-            "speculation.decoupled.window: needs rollout.repetition_penalty 1.0",
-        ),
         (["engine.verification=copied"], "engine.verification: "),
         (
             ["engine.batch_buckets=[8, 32]"],

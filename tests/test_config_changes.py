@@ -19,7 +19,7 @@ def test_what_changes_no_number_is_harmless():
         training={"steps": 7},
         checkpoint={"every": 3, "keep_every": 6, "on_failure": "go_on"},
         evaluation={"every": 2},
-        speculation={"drafter": "srt", "calibration_dir": "there"},
+        speculation={"drafter": "srt"},
         engine={"max_slots": 8, "batch_buckets": [8], "decode_steps_per_sync": 4, "compilation_cache": None},
     ) == dict.fromkeys(
         (
@@ -30,7 +30,6 @@ def test_what_changes_no_number_is_harmless():
             "checkpoint.on_failure",
             "evaluation.every",
             "speculation.drafter",
-            "speculation.calibration_dir",
             "engine.max_slots",
             "engine.batch_buckets",
             "engine.decode_steps_per_sync",

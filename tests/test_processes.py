@@ -89,15 +89,6 @@ def test_other_processes_are_the_same_experiment(tmp_path):
     ("overrides", "message"),
     [
         (["mesh.data=2"], "the product must be 4"),
-        (
-            [
-                "mesh.data=4",
-                "speculation.drafter=eagle",
-                "speculation.others={}",
-                "speculation.decoupled.window=3",
-            ],
-            "speculation.decoupled.window: decides by the clock of one process",
-        ),
     ],
 )
 def test_what_processes_cannot_share_is_named(tmp_path, overrides, message):
@@ -121,9 +112,8 @@ def test_workers_draft_by_clocks_of_their_own(tmp_path):
         check_with_workers(sent)
 
 
-@pytest.mark.parametrize("choice", ["expected", "bandit", "ladder"])
-def test_processes_draft_by_the_clock_of_the_first(tmp_path, choice):
-    keys = ["mesh.data=4", "speculation.drafter=eagle", f"speculation.choice={choice}"]
+def test_processes_draft_by_the_clock_of_the_first(tmp_path):
+    keys = ["mesh.data=4", "speculation.drafter=eagle"]
     more = ["speculation.others={srt: {}, quantized: {}}", "speculation.overlap=true"]
     config = load_config(write_config(tmp_path), [*keys, *more, "speculation.run_ahead_below=2"])
     check_over_processes(config, 4, 2, {"eagle"})

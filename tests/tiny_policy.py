@@ -1,16 +1,20 @@
 """A policy of one layer, and requests to it, for tests of how rollouts are decoded."""
 
+import dataclasses
+import functools
 import itertools
 
 import jax
 import numpy as np
 
 from drafters.base import Outcome
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.requests import Request
 from rljax.sampling.noise import request_key
+from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 
@@ -98,6 +102,19 @@ class CheapTimes(PassTimes):
         assert seconds > 0
 
 
+def strategy_choice(choice, *strategies, make=None, **keys):
+    """The manager of a policy's name, with these strategies and keys of speculation, unchecked."""
+    given = [dataclasses.asdict(strategy) for strategy in strategies]
+    config = SpeculationConfig.model_construct(choice=choice, strategies=given, **keys)
+    return StrategyChoice(config, make=make)
+
+
+def by_rows(choose_rows, **keys):
+    """The default manager, with another choice of the rows of a pass."""
+    make = functools.partial(ExpectedManager, choose_rows=choose_rows)
+    return strategy_choice("expected", make=make, **keys)
+
+
 class FavouriteRows(CheapTimes):
     """Rows of passes in turn, whatever they promise; 0 is a plain step."""
 
@@ -112,4 +129,4 @@ class FavouriteRows(CheapTimes):
 
     @property
     def choice(self):
-        return StrategyChoice(choose_rows=self.choose)
+        return by_rows(self.choose)

@@ -2,7 +2,7 @@
 
 coordinator.py   which worker decodes what: a pure state machine. Read this one first
 rollouts.py      the rollouts under way, and which one a worker works on
-router.py        who decodes what of one; pipe.py, migration.py, racing.py, planner.py plan, and
+router.py        who decodes what of one; pipe.py, migration.py, racing.py plan, and
                  ranked_queues.py, moving_routers.py carry it out; routing.py makes the router of a run
 messages.py      events, commands and orders
 ledger.py        every token that was sampled; the same one twice must be the same bits

@@ -19,7 +19,7 @@ from drafters.device import SharedDrafter, SpotDrafter, TrainedDrafter
 from drafters.registry import make_drafters
 from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError

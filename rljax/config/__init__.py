@@ -10,7 +10,8 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     tools.py         keys of tools
     environment.py   keys of environments of several turns
     agents.py        keys of agents that talk to the run over HTTP
-    decoding.py      keys of sampling, the engine, kernels and speculation
+    decoding.py      keys of sampling, the engine and kernels
+    speculation.py   keys of speculation, and the policies that they choose among
     task.py          keys of the task, its rewards and their sandbox
     algorithm.py     keys of the algorithm and its critic
     learning.py      keys of the optimizer and the update
@@ -29,7 +30,7 @@ from rljax.config.agents import AgentsConfig
 from rljax.config.algorithm import AlgorithmConfig, CriticConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.config.compute_dtype import with_compute_dtype
-from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig, SpeculationConfig
+from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig
 from rljax.config.environment import EnvironmentConfig
 from rljax.config.help import describe_keys
 from rljax.config.learning import OptimizerConfig, TrainingConfig
@@ -44,6 +45,7 @@ from rljax.config.schema import (
     check_devices,
 )
 from rljax.config.section import Buckets
+from rljax.config.speculation import SpeculationConfig
 from rljax.config.task import MixtureConfig, RewardConfig, SandboxConfig, TaskConfig
 from rljax.config.tools import ToolsConfig
 from rljax.config.tracking import TrackingConfig

@@ -201,7 +201,7 @@ def check_with_workers(config: "ExperimentConfig") -> None:
         raise ConfigError(
             "cluster.spot.idle: with rollout.max_staleness no rollout ends, so workers are seldom idle; set 0"
         )
-    drafting = config.speculation.decoupled.num_devices
+    drafting = config.speculation.drafting_devices
     for key, used, instead in (
         (
             "engine.row_invariant",

@@ -114,7 +114,7 @@ def check_over_processes(
     speculates = speculation.drafter is not None
     for key, used, instead in (
         ("tools", config.tools is not None, "leave the section out"),
-        ("speculation.decoupled.window", speculates and bool(speculation.decoupled.window), "set 0"),
+        *((key, speculates, "set 0") for key in speculation.by_one_clock),
     ):
         if used:
             raise ConfigError(

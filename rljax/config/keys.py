@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from rljax.config.schema import ExperimentConfig
 from rljax.config.section import Section
+from rljax.config.speculation import MISSING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,15 @@ def without_numbers(name: str) -> str:
 
 def unknown_key(name: str) -> str:
     """Returns one line about an unknown key, with the nearest known key."""
-    parent, _, leaf = without_numbers(name).rpartition(".")
+    unknown = f"{name}: unknown key; {_hint(without_numbers(name))}"
+    return unknown + MISSING if name.startswith("speculation.") else unknown
+
+
+def _hint(name: str) -> str:
+    """What to write in the place of an unknown key."""
+    parent, _, leaf = name.rpartition(".")
     if parent in KEYS and KEYS[parent].section is None and KEYS[parent].items is None:
-        return f"{name}: unknown key; the nearest is {parent}, which holds a value"
+        return f"the nearest is {parent}, which holds a value"
     siblings = [key for key in KEYS.values() if key.parent == parent]
     same_leaf = [key.name for key in KEYS.values() if key.leaf == leaf]
 
@@ -92,7 +99,7 @@ def unknown_key(name: str) -> str:
         or (None if siblings else nearest({known: known for known in KEYS}, name, 0.6))
     )
     if guess is not None:
-        return f"{name}: unknown key; the nearest is {guess}"
+        return f"the nearest is {guess}"
     if siblings:
-        return f"{name}: unknown key; {parent or 'the config'} has {', '.join(key.leaf for key in siblings)}"
-    return f"{name}: unknown key; --help lists all keys"
+        return f"{parent or 'the config'} has {', '.join(key.leaf for key in siblings)}"
+    return "--help lists all keys"

@@ -15,7 +15,6 @@ from rljax.config.decoding import (
     EngineConfig,
     KernelsConfig,
     RolloutConfig,
-    SpeculationConfig,
 )
 from rljax.config.distributed import DistributedConfig
 from rljax.config.environment import EnvironmentConfig
@@ -23,6 +22,7 @@ from rljax.config.learning import OptimizerConfig, TrainingConfig
 from rljax.config.mesh import MeshConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, PathText, Section
+from rljax.config.speculation import SpeculationConfig
 from rljax.config.task import TaskConfig
 from rljax.config.tools import ToolsConfig, mistaken_answers
 from rljax.config.tracking import TrackingConfig
@@ -243,11 +243,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
-    if config.speculation.decoupled.window and engine.verification != "coupled":
-        yield (
-            f"speculation.decoupled.window: needs engine.verification: coupled, got {engine.verification};"
-            " drafts ahead are sampled with the requests' noise"
-        )
+    yield from config.speculation.contradictions(config)
     if config.evaluation.sampling_changes and engine.verification != "coupled":
         name = next(iter(config.evaluation.sampling_changes))
         yield (
@@ -260,11 +256,6 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             " held-out reward are kept"
         )
     penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
-    if config.speculation.decoupled.window and penalties != (1.0, 0.0, 0.0):
-        yield (
-            "speculation.decoupled.window: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and"
-            " presence_penalty 0; the drafter's devices do not have the policy's counts of tokens"
-        )
     if config.tools is not None and penalties != (1.0, 0.0, 0.0):
         yield (
             "tools: need rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; what a"

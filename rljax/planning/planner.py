@@ -275,7 +275,7 @@ def make_planning(
     compilers: Executor | None = None,
 ) -> tuple[Planning, Hardware]:
     """Returns what a run is planned from, and the figures of a device; `compilers` as of `PlanningPool`."""
-    if config.speculation.decoupled.window:
+    if config.speculation.drafting_devices:
         raise ConfigError(
             "speculation.decoupled.window: the devices that draft are not planned; set 0, which plans those"
             " of the mesh"

@@ -31,7 +31,7 @@ from rljax.config import (
     TaskConfig,
 )
 from rljax.config.cluster import ClusterConfig, check_with_workers
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.background import CompilerThread
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.invariance import Invariance

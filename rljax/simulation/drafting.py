@@ -7,16 +7,14 @@ as managers choose them (`rljax/speculation/managers`): the most tokens per seco
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
+from rljax.cluster.window_costs import Mode
 from rljax.simulation.costs import PassCosts
 from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
 
 LEVELS = 20  # acceptance is rounded to twentieths, so that requests of a level advance together
 
 NO_DRAFTS = ""
-
-Mode = Literal["plain", "coupled", "decoupled"]
 
 Way = tuple[Mode, int]
 """How a worker decodes: kind of speculation, and window."""

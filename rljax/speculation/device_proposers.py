@@ -37,7 +37,6 @@ from rljax.speculation.proposals import (
 from rljax.speculation.strategies import Strategy
 from rljax.speculation.warm_up import time_drafts, time_trees
 
-_CHAIN_LENGTHS = (2, 4, 8)  # draft lengths that a bandit chooses from
 _DRAFT_DELAY = 2  # in buckets: drafting is compiled behind the verifying passes of the same shape
 
 
@@ -139,10 +138,6 @@ class SelfProposer(_OnDevice):
         plain = self._times.plain_rate(current + active.standing_by, *shape)
         saving = 1.0 - plain / rate if rate > plain else 0.0
         return rate if self._start.allows(self.drafter.pending_seconds, saving) else 0.0
-
-    def default_strategies(self, room: int) -> list[Strategy]:
-        lengths = sorted({min(length, room) for length in _CHAIN_LENGTHS})
-        return [Strategy(length, 1, length, self.name) for length in lengths]
 
     def choose_length(self, shape: tuple[int, int], slots: int, current: int) -> tuple[int, float]:
         """Draft steps before the next pass, and the tokens per second that they promise."""
@@ -248,13 +243,6 @@ class DeviceProposer(_OnDevice):
             *shape,
         )
         return rate
-
-    def default_strategies(self, room: int) -> list[Strategy]:
-        sizes = set()
-        for tree in self.drafter.strategies:
-            most = min(tree.nodes, room)
-            sizes |= {(tree.depth, tree.top_k, nodes) for nodes in (most, max(most // 2, 1))}
-        return [Strategy(*size, self.name) for size in sorted(sizes)]
 
     def propose(
         self,

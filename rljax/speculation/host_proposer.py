@@ -21,8 +21,6 @@ from rljax.speculation.proposals import (
 )
 from rljax.speculation.strategies import Strategy
 
-_NODES = (3, 7, 15, 31)  # draft nodes of a slot that a bandit chooses from
-
 
 class HostProposer:
     """A `Proposer` for a drafter on the host.
@@ -54,10 +52,6 @@ class HostProposer:
 
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         return float("inf")
-
-    def default_strategies(self, room: int) -> list[Strategy]:
-        sizes = sorted({min(size, room) for size in _NODES})
-        return [Strategy(nodes, nodes, nodes, self.name) for nodes in sizes]  # trees of any shape
 
     def propose(
         self,

@@ -1,7 +1,7 @@
 """Several proposals as one tree (`drafters/mixed.py`), and back: credit for each drafter's own nodes.
 
-Mixer           mixes proposals that were made anyway (`ExpectedManager`, `LadderManager`)
-MixedProposer   presents several drafters as one that strategies can name (`BanditManager`)
+Mixer           mixes proposals that were made anyway
+MixedProposer   presents several drafters as one that strategies can name
 """
 
 import dataclasses
@@ -12,10 +12,19 @@ import numpy as np
 from drafters.base import Drafts
 from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, credit, mix
 from rljax.engine.state import DecodeState
+from rljax.errors import ConfigError
 from rljax.requests import DecodeStatistics
-from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
 from rljax.speculation.strategies import MIXED, Strategy
+
+
+def check_one_tree(proposers: Sequence[Proposer]) -> None:
+    """Raises a ConfigError for more drafters than one tree can have."""
+    if len(proposers) > MOST_DRAFTERS:
+        raise ConfigError(
+            f"speculation.others: {len(proposers)} drafters, and a tree holds drafts of at most"
+            f" {MOST_DRAFTERS}; leave some out, or use speculation.choice: expected alone"
+        )
 
 
 class Mixer:
@@ -144,14 +153,6 @@ class MixedProposer:
         self.name = MIXED.join(part.name for part in parts)
         self._parts, self._mixer = tuple(parts), mixer
 
-    def default_strategies(self, room: int) -> list[Strategy]:
-        """For every tree that a part can draft on the device, as many nodes as there is room for."""
-        drafting = filter(_on_device, self._parts)
-        shapes = sorted(
-            {(tree.depth, tree.top_k) for part in drafting for tree in part.default_strategies(room)}
-        )
-        return [Strategy(depth, top_k, room, self.name) for depth, top_k in shapes]
-
     def propose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics, strategy: Strategy
     ) -> tuple[DecodeState, MixedProposal]:
@@ -168,17 +169,6 @@ def proposer_of(strategy: Strategy, proposers: Sequence[Proposer], mixer: Mixer)
     by_name = {proposer.name: proposer for proposer in proposers}
     parts = [by_name[name] for name in strategy.drafters]
     return parts[0] if len(parts) == 1 else MixedProposer(parts, mixer)
-
-
-def pairs(proposers: Sequence[Proposer], mixer: Mixer) -> list[MixedProposer]:
-    """The first drafter on the host with each one on the device: these fail in different places."""
-    host = next((proposer for proposer in proposers if not _on_device(proposer)), None)
-    others = [proposer for proposer in proposers if _on_device(proposer)]
-    return [] if host is None else [MixedProposer((host, other), mixer) for other in others]
-
-
-def _on_device(proposer: Proposer) -> bool:
-    return not isinstance(proposer, HostProposer)
 
 
 def _empty(slots: int, nodes: int) -> Proposal:

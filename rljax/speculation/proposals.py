@@ -197,9 +197,6 @@ class Proposer(Protocol):
           active: the slots that would draft.
         """
 
-    def default_strategies(self, room: int) -> list[Strategy]:
-        """Strategies for a bandit that was given none, with up to `room` draft nodes of a slot."""
-
     def propose(
         self,
         state: DecodeState,

@@ -37,9 +37,7 @@ from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import check_settings
 from rljax.sharding import row_multiple
-from rljax.speculation.managers.papers.calibration import calibration_key, draft_format, load_calibration
-from rljax.speculation.managers.papers.roofline import Roofline
-from rljax.speculation.managers.selection import strategy_choice
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.warm_up import has_spare_cores
@@ -221,7 +219,7 @@ def make_scheduler(
             drafters,
             speculation.max_batch,
             run_ahead,
-            strategies=strategy_choice(speculation, config.seed, _roofline(config, engine, drafters)),
+            strategies=StrategyChoice(speculation, config.seed, engine),
         )
     stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
     tools = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer)
@@ -291,21 +289,3 @@ def warm_up(
             speculator.warm_up(params, prompt_length, requests_join, slots, longest)
     elif thread is not None and has_spare_cores():
         thread.start()
-
-
-def _roofline(
-    config: ExperimentConfig, engine: DecodeEngine, drafters: dict[str, Drafter]
-) -> Roofline | None:
-    """Returns the device's measured constants if the rollout manager predicts from them, else None."""
-    speculation = config.speculation
-    if speculation.choice != "roofline":
-        return None
-    fmt = draft_format(drafters)
-    key = calibration_key(engine.config, engine.numerics, fmt, config.mesh.num_devices)
-    calibration = processes.copied_from_first(lambda: load_calibration(speculation.calibration_dir, key))
-    if calibration is None:
-        raise ConfigError(
-            f"speculation.choice: roofline finds no constants of this policy and device in"
-            f" {speculation.calibration_dir}; run scripts/calibrate.py with this config first"
-        )
-    return calibration.roofline

@@ -16,7 +16,7 @@ from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import ServingEngine, save_head
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.head_state import nested_leaves
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.errors import CheckpointError
 from rljax.models import peft
 from rljax.models.huggingface import save_model

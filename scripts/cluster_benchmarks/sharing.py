@@ -9,7 +9,7 @@ from cluster_benchmarks.runs import in_turns, most_rows, replaced, step_metrics
 from rljax.benchmarking import Row
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.messages import Delivery, Load, Weights
-from rljax.speculation.managers import selection
+from rljax.speculation.managers import expected as expected_manager
 from rljax.training import session
 
 _SHARING = (
@@ -52,7 +52,7 @@ class _Alone(ClusterDecoder):
 def accept_length(workers: int, shares: bool, steps: int) -> float:
     """Tokens a verifying pass yields per response, over the second half of a run's steps."""
     with contextlib.ExitStack() as parts:
-        parts.enter_context(replaced((selection, "best_rows", most_rows)))
+        parts.enter_context(replaced((expected_manager, "best_rows", most_rows)))
         if workers:
             kind = ClusterDecoder if shares else _Alone
             parts.enter_context(replaced((session, "cluster_of", in_turns(kind))))

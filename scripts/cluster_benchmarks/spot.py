@@ -10,7 +10,7 @@ from rljax.benchmarking import Row
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.draft_length import WorthStarting
-from rljax.speculation.managers import selection
+from rljax.speculation.managers import expected as expected_manager
 from rljax.training import session
 
 _RUN = (
@@ -77,7 +77,7 @@ def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
 
     places = (
         (session, "cluster_of", in_turns(Counting)),
-        (selection, "best_rows", most_rows),
+        (expected_manager, "best_rows", most_rows),
         (WorthStarting, "allows", lambda *_: True),
         (DeviceProposer, "promise", lambda *_: 1e9),
     )

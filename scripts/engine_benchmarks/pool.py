@@ -22,8 +22,9 @@ from rljax.engine.executables import ExecutablePool
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
+from rljax.papers.tlt.arms import arms_by_batch
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.strategies import Strategy, arms_by_batch
+from rljax.speculation.strategies import Strategy
 
 _LENGTH = 512
 _NODES = (1, 3, 5, 7, 11, 15, 23, 31)  # per slot, by strategy

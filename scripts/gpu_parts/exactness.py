@@ -33,7 +33,6 @@ from rljax.requests import Completion, Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
 from rollout_benchmarks.equality import Count
@@ -178,8 +177,7 @@ def _drafted(
     """Returns the responses with drafts in every second pass."""
     every_pass = EveryPass()
     drafter = SimpleDrafterAdapter(_Known(requests, plain, engine.config.vocab_size))
-    choice = StrategyChoice(choose_rows=every_pass)
-    speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=choice)
+    speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=every_pass.choice())
     speculator.warm_up(params, len(requests[0].prompt_ids))
     take_turns(speculator, every_pass, alone=False)
     return Scheduler(engine, len(requests), speculator=speculator).run(params, requests)[0]

@@ -1,11 +1,15 @@
 """Drafting at every turn, whatever is predicted to pay: passes of all sizes, and all drafters."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
+from rljax.config import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.speculation.device_proposers import SelfProposer
+from rljax.speculation.managers.expected import ExpectedManager
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_choice import Candidates
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
@@ -14,7 +18,7 @@ _ALWAYS = 1e9  # predicted tokens per second above any other prediction
 
 
 class EveryPass:
-    """Chooses passes of all sizes in turn, with occasional plain steps (`StrategyChoice.choose_rows`)."""
+    """Chooses passes of all sizes in turn, with occasional plain steps."""
 
     def __init__(self) -> None:
         self.turns = itertools.count()
@@ -24,6 +28,11 @@ class EveryPass:
     ) -> int:
         sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
         return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
+
+    def choice(self, mix: bool = False) -> StrategyChoice:
+        """The default manager with these passes; see `speculation.mix`."""
+        keys = SpeculationConfig.model_construct(mix=mix)
+        return StrategyChoice(keys, make=functools.partial(ExpectedManager, choose_rows=self))
 
 
 def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from drafters.registry import make_drafter, states_read
-from rljax.config import ExperimentConfig
+from rljax.config import ExperimentConfig, SpeculationConfig
 from rljax.durable_files import write_durably
 from rljax.errors import UserError
 from rljax.provenance import machine_facts
@@ -134,8 +134,10 @@ def _count(
     run_ahead = RunAhead(64, 1.0) if mechanism.run_ahead else None
     shared = times.setdefault(engine.hidden_layers, PassTimes())
     every_pass = EveryPass() if mechanism.choice == "every pass" else None
-    by = mechanism.choice if every_pass is None else "expected"
-    choice = StrategyChoice(by, mechanism.mix, choose_rows=every_pass)
+    if every_pass is None:
+        choice = StrategyChoice(SpeculationConfig(choice=mechanism.choice))
+    else:
+        choice = every_pass.choice(mechanism.mix)
     speculator = Speculator(engine, drafters, run.config.engine.max_slots, run_ahead, shared, choice)
     speculator.warm_up(params, run.config.rollout.max_prompt_length)
     if every_pass is not None:

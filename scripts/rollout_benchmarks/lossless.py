@@ -14,7 +14,6 @@ from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.requests import Completion, DecodeStatistics, accumulate
 from rljax.rollout.scheduler import Scheduler
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
@@ -74,7 +73,7 @@ def _compare(
     drafters = {each: make_drafter(each, **ARGUMENTS.get(each, {})) for each in _DRAFTERS[name]}
     engine = run.engine.handing_out(states_read(drafters, run.engine.config))
     every_pass = EveryPass()
-    choice = StrategyChoice(mix="mixed" in name, choose_rows=every_pass)
+    choice = every_pass.choice(mix="mixed" in name)
     speculator = Speculator(engine, drafters, 64, run_ahead, times, choice)
     speculator.warm_up(params, run.config.rollout.max_prompt_length)
     take_turns(speculator, every_pass, alone="turn" in name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from drafters.base import Drafts, HostDrafter, Queries
 from rljax.benchmarking import Row
-from rljax.config import ExperimentConfig
+from rljax.config import ExperimentConfig, SpeculationConfig
 from rljax.requests import Completion, DecodeStatistics, accumulate
 from rljax.rollout.scheduler import Scheduler
 from rljax.speculation.managers.selection import StrategyChoice
@@ -93,7 +93,9 @@ def race_rows(config: ExperimentConfig, seeds: int = _SEEDS) -> list[Row]:
             for name, total in totals.items():
                 names = ["first"] if name == "first alone" else list(_SHARES)
                 drafters = {each: _Knowing(right[each], completions) for each in names}
-                choice = StrategyChoice("expected" if name == "expected" else "ladder")
+                choice = StrategyChoice(
+                    SpeculationConfig(choice="expected" if name == "expected" else "ladder")
+                )
                 scheduler = _scheduler(run, drafters, choice)
                 scheduler.run(params, requests)
                 again, statistics = scheduler.run(params, requests)

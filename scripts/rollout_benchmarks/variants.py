@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,17 +15,18 @@ import numpy as np
 from drafters.base import Outcome
 from drafters.registry import make_drafters, states_read
 from rljax.config import ExperimentConfig
-from rljax.config.decoding import DecoupledConfig
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
+from rljax.papers.efficient_rollout.calibration import calibrate, draft_format
+from rljax.papers.efficient_rollout.manager import RooflineManager
+from rljax.papers.specactor import DecoupledConfig
 from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing, WantedGroups, outcomes
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
-from rljax.speculation.managers.papers.calibration import calibrate, draft_format
-from rljax.speculation.managers.selection import strategy_choice
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
@@ -177,19 +179,20 @@ def make_variant(
             speculation = speculation.model_copy(update={"others": others})
         drafters = make_drafters(speculation)
         engine = engine.handing_out(states_read(drafters, engine.config))
-        overlap, roofline = speculation.overlap, None
+        overlap, make = speculation.overlap, None
         params = run.engine.load_params(run.state.params)
         if speculation.choice == "roofline":
             run.progress.message("calibrating the roofline")
-            fmt = draft_format(drafters)
+            fmt = draft_format(drafters[speculation.drafter])
             roofline = calibrate(engine, params, fmt, _CALIBRATION_ROUNDS, repeats=1).roofline
+            make = functools.partial(RooflineManager, roofline=roofline)
         speculator = Speculator(
             engine,
             drafters,
             speculation.max_batch,
             RunAhead(below, speculation.run_ahead_share) if below else None,
             times.setdefault((engine.hidden_layers, "decoupled" in keys), PassTimes()),
-            strategy_choice(speculation, config.seed, roofline),
+            StrategyChoice(speculation, config.seed, engine, make),
         )
     scheduler = Scheduler(
         engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap

@@ -9,7 +9,7 @@ import pytest
 
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
-from rljax.speculation.managers import selection
+from rljax.speculation.managers import expected as expected_manager
 from tests.cluster.same_run import lucky_world, run
 
 
@@ -46,7 +46,7 @@ def drafts_always(monkeypatch):
         return sizes[-1] if next(turns) else 0
 
     promised = itertools.cycle((1e9, 0.0))
-    monkeypatch.setattr(selection, "best_rows", choose)
+    monkeypatch.setattr(expected_manager, "best_rows", choose)
     monkeypatch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, next(promised)))
     monkeypatch.setattr(WorthStarting, "allows", lambda self, *_: True)
     monkeypatch.setattr(DeviceProposer, "promise", lambda self, *_: next(promised))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rljax.errors import ClusterError, NumericsError, PolicyError
-from rljax.speculation.managers import selection
+from rljax.speculation.managers import expected as expected_manager
 from tests.cluster.same_run import differences, run
 from tests.cluster.test_drafters import FEW
 from tests.cluster.turns import in_the_middle, local_run
@@ -52,7 +52,7 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world,
                 trouble.append(name)
                 return
 
-    monkeypatch.setattr(selection, "best_rows", verify_always)
+    monkeypatch.setattr(expected_manager, "best_rows", verify_always)
     clustered, turns = local_run(world, "trouble", monkeypatch, *DRAFTS, interfere=interfere)
     assert len(trouble) == 2
     assert not differences(alone, clustered)

@@ -5,7 +5,7 @@ import pytest
 from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.cluster.ranked_queues import RankedQueues
-from rljax.speculation.managers import selection
+from rljax.speculation.managers import expected as expected_manager
 from rljax.training import loop
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run
@@ -76,7 +76,7 @@ def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands):
         sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
         return sizes[-1]
 
-    monkeypatch.setattr(selection, "best_rows", verify_always)
+    monkeypatch.setattr(expected_manager, "best_rows", verify_always)
     race = (
         "speculation.drafter=srt",
         "speculation.others={prompt_lookup: {}}",

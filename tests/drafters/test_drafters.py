@@ -9,7 +9,7 @@ from drafters.base import DraftRequest, Outcome, Queries, Sampled
 from drafters.names import ARGUMENTS
 from drafters.registry import DRAFTERS, HOST_DRAFTERS, make_drafter, make_drafters
 from drafters.validation import usable_nodes
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError
 
 A, B = (11, 12, 13), (21, 22, 23, 24)

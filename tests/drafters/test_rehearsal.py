@@ -6,7 +6,7 @@ from numba.core import event
 
 from drafters.base import DraftRequest, Outcome, Queries, Sampled
 from drafters.registry import HOST_DRAFTERS, make_drafter, rehearse_drafters
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 
 
 @pytest.mark.parametrize("name", sorted(HOST_DRAFTERS))

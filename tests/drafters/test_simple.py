@@ -12,7 +12,7 @@ from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
 from drafters.device import TrainedDrafter
 from drafters.registry import make_drafter, make_drafters, rehearse_drafters
 from drafters.simple import SimpleDrafterAdapter
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError, DrafterError
 from rljax.numerics.rows import Numerics

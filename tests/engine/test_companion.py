@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.companion import Companion
-from rljax.engine.decoupled_companion import DecoupledCompanion
 from rljax.engine.draft_tree import pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
@@ -132,15 +130,6 @@ def stranger(world, config=OTHER):
     return Companion(world.engine, config, lively_params(config, seed=5))
 
 
-def ahead(world, window):
-    """The policy as a companion that drafts ahead, here on the policy's device."""
-    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
-    config = world.engine.config
-    return DecoupledCompanion(
-        world.engine, config, lively_params(config), world.engine.numerics, mesh, window
-    )
-
-
 # -- a companion that is the policy ------------------------------------------------------------------------
 
 
@@ -171,24 +160,6 @@ def test_after_plain_steps_and_chains_that_were_not_verified():
         pair.check_drafts()
         pair.verify()
     assert pair.emitted == world.plain
-
-
-def test_ahead_after_plain_steps_behind_unanswered_drafts():
-    """The entry of the last draft was not written: it is computed when more tokens than drafts have come."""
-    world, window = world_of(), 3
-    companion = ahead(world, window)
-    pair = Pair(world, companion)
-    slots = np.asarray(list(pair.slots), np.int32)
-    keys, limits = ([getattr(ASKED[pair.slots[slot]], name) for slot in slots] for name in ("key", "limit"))
-    companion.entitle(slots, keys, limits)
-    for steps in (window + 1, 1, window + 2, window, 2):  # what is left of a chain goes on with it
-        companion.fill(slots)
-        tokens, _ = companion.ready(slots, 512, window)
-        for slot, drafted in zip(slots.tolist(), tokens.tolist(), strict=True):
-            done = len(pair.emitted[pair.slots[slot]])
-            left = sum(token >= 0 for token in drafted)
-            assert left and drafted[:left] == world.plain[pair.slots[slot]][done : done + left]
-        pair.plain(steps)
 
 
 def test_through_compaction_and_growth():

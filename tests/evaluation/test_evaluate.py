@@ -19,7 +19,7 @@ from rljax.evaluation.evaluator import Evaluator
 from rljax.evaluation.records import JsonLog
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import save_model
-from rljax.speculation.managers import selection
+from rljax.speculation.managers import expected as expected_manager
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.saved_policy import load_saved_policy
 from rljax.training.session import run as run_training
@@ -163,7 +163,7 @@ def test_drafts_change_no_byte(trained, whole, tmp_path, monkeypatch):
         passes.append((batch, length))
         return buckets.passes(batch)[-1][0]
 
-    monkeypatch.setattr(selection, "best_rows", choose)
+    monkeypatch.setattr(expected_manager, "best_rows", choose)
     speculation = "speculation={drafter: prompt_lookup, verify_buckets: [16], max_drafts: 3}"
     assert evaluate(run, "--output", tmp_path, speculation) == 0
     assert passes

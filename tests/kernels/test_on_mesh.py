@@ -162,9 +162,8 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, by_rows, make_params, make_requests
 
 SLOTS = 4
 requests = make_requests(limits=(24, 20, 16, 7, 1, 30))
@@ -186,7 +185,7 @@ outcomes = [Outcome(r.prompt_ids, done.response_ids, 1.0) for r, done in zip(req
 for label, mesh in each_mesh():
     engine, params = make_engine(mesh, on(mesh, tree_attention=backend))
     plain, _ = Scheduler(engine, SLOTS).run(params, requests)
-    choice = StrategyChoice(choose_rows=lambda candidates, *_: 8)
+    choice = by_rows(lambda candidates, *_: 8)
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, strategies=choice)
     speculator.learn(outcomes)
     drafted, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)

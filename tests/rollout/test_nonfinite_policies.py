@@ -11,9 +11,8 @@ from rljax.errors import PolicyError
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, FixedTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, FixedTimes, by_rows, make_params, make_requests
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def test_what_overflows_ends_the_rollout(engine, drafter):
     speculator = None
     if drafter is not None:
         times = FixedTimes({0: 1.0, 8: 1.0})
-        choice = StrategyChoice(choose_rows=lambda *_: 8)
+        choice = by_rows(lambda *_: 8)
         speculator = Speculator(engine, {drafter: make_drafter(drafter)}, 2, times=times, strategies=choice)
     requests = make_requests(lengths=(3, 20), limits=(20, 20))
     with pytest.raises(

@@ -16,7 +16,8 @@ import pytest
 from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.commands.generate import _speed
-from rljax.config.decoding import RolloutConfig, SpeculationConfig
+from rljax.config.decoding import RolloutConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
@@ -279,11 +280,12 @@ def test_how_a_run_is_decoded(run):
 def test_drafters_have_the_runs_arguments_but_not_its_files():
     srt = {"min_match": 3, "spill_dir": "spilled"}
     eagle, others = {"depths": [2], "save_dir": "heads"}, {"srt": srt, "histospec": {"spill_dir": "x"}}
-    config = SpeculationConfig(drafter="eagle", args=eagle, others=others, choice="bandit", overlap=True)
+    always = {"choice": "fixed", "strategies": [{"drafter": "eagle", "depth": 2, "top_k": 1, "nodes": 2}]}
+    config = SpeculationConfig(drafter="eagle", args=eagle, others=others, overlap=True, **always)
     served = lambda name: serving_policy._speculation(config, name)  # noqa: E731
     assert (served(None).drafter, served(None).args) == ("eagle", {"depths": [2]})
     assert served(None).others == {"srt": {"min_match": 3}, "histospec": {}}
-    assert (served(None).choice, served("srt").choice, served(None).overlap) == ("bandit", "expected", False)
+    assert (served(None).choice, served("srt").choice, served(None).overlap) == ("fixed", "expected", False)
     assert (served("srt").args, served("srt").others) == ({"min_match": 3}, {})
     assert (served("prompt_lookup").drafter, served("prompt_lookup").args) == ("prompt_lookup", {})
     assert served("none").drafters == []

@@ -14,8 +14,8 @@ from rljax.models.huggingface import save_model
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
+from rljax.speculation.strategies import Strategy
 from tests.tiny_policy import (
     CONFIG,
     EOS,
@@ -26,6 +26,7 @@ from tests.tiny_policy import (
     make_params,
     make_requests,
     outcomes,
+    strategy_choice,
 )
 
 BUCKETS = Buckets((SLOTS,), (128,), (16,), 7)
@@ -138,9 +139,9 @@ def test_a_follower_leaves_where_its_programs_are_missing(params, requests, expe
         assert (4, True) in followed and not any(batch == 2 and takes_part for batch, takes_part in followed)
 
 
-def test_a_bandit_waits_for_its_drafters(params, requests, expected, tmp_path):
-    """It would take a drafter that is not ready for one whose drafts are refused."""
-    settings = {"strategies": StrategyChoice("bandit")}
+def test_other_managers_wait_for_their_drafters(params, requests, expected, tmp_path):
+    """They would take a drafter that is not ready for one that has nothing to propose."""
+    settings = {"strategies": strategy_choice("fixed", Strategy(3, 1, 3, "quantized"))}
     with speculator_of("quantized", params, requests, tmp_path, **settings) as speculator:
         (proposer,) = speculator.proposers
         speculator.decoder.compiler.wait()

@@ -28,9 +28,8 @@ from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import make_mesh
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_requests
+from tests.tiny_policy import CONFIG, EOS, CheapTimes, by_rows, make_requests
 
 SLOTS = 8
 ODD = dataclasses.replace(CONFIG, vocab_size=65)
@@ -77,7 +76,7 @@ for name in ("plain", *sys.argv[2:]):
         continue
     turns, one = itertools.count(), {"same": [], "logprobs": [], "accepted": []}
     # Three passes with drafts, one plain step; of several drafters, all, as one tree.
-    choice = StrategyChoice(mix=True, choose_rows=lambda *_: (16, 16, 16, 0)[next(turns) % 4])
+    choice = by_rows(lambda *_: (16, 16, 16, 0)[next(turns) % 4], mix=True)
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), strategies=choice)
     for proposer in speculator.proposers:
         if proposer.name == "quantized":

@@ -15,11 +15,20 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation import acceptance, pass_times, warm_up
 from rljax.speculation.acceptance import NodeCalibration
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_choice import Candidates, best_rows
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, FixedTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import (
+    BUCKETS,
+    CONFIG,
+    EOS,
+    SLOTS,
+    FixedTimes,
+    assert_same,
+    by_rows,
+    make_params,
+    make_requests,
+)
 
 ROWS = (0, *BUCKETS.verify)
 
@@ -176,7 +185,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
     def largest(candidates, buckets, times, batch, length):  # whatever this machine's clock says
         return buckets.passes(batch)[-1][0] if candidates.probability.any() else 0
 
-    choice = StrategyChoice(choose_rows=largest)
+    choice = by_rows(largest)
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, strategies=choice)
     message = r"a pass over 32 tokens of 4 responses needs \d+ MB where \d+ MB are free: it is left out"
     with pytest.warns(UserWarning, match=message):

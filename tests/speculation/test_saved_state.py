@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafter, states_read
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from tests.speculation.managers.test_manager import CHEAP, FEW, learn, make_engine, roll_out, toggled
-from tests.tiny_policy import CONFIG, HEAD, SLOTS, make_params, make_requests
+from tests.speculation.speculators import CHEAP, FEW, learn, make_engine, roll_out
+from tests.tiny_policy import CONFIG, HEAD, SLOTS, make_params, make_requests, strategy_choice
 
 EAGLE = HEAD | {"slices": 1, "train_below": 0}
 
@@ -28,12 +27,10 @@ def requests():
 
 OF_EVERY_RUN = {"lengths_prompts", "lengths_sizes", "lengths_counts", "lengths_tokens"}
 KEPT = {
-    "bandit": (
-        lambda: StrategyChoice("bandit", epsilon=0.5, window=8),
+    "expected": (
+        strategy_choice("expected"),
         ("srt", "eagle"),
         {
-            "bandit_rates",
-            "bandit_draws",
             "calibration_of_srt",
             "calibration_of_eagle",
             "chains_of_eagle",
@@ -50,25 +47,18 @@ KEPT = {
         },
     ),
     "mixed": (
-        lambda: StrategyChoice(mix=True),
+        strategy_choice("expected", mix=True),
         ("srt", "suffix_decoding"),
         {"agreement_gained", "agreement_squares", "calibration_of_suffix_decoding"},
     ),
-    "ladder": (
-        lambda: StrategyChoice("ladder"),
-        ("srt", "quantized"),
-        {"acceptance_of_quantized", "chains_of_quantized"},
-    ),
-    "roofline": (toggled, ("quantized",), {"patience_ladder", "toggle_step"}),
 }
 
 
-def make_speculator(name):
-    choice, names, _ = KEPT[name]
+def make_speculator(choice, names):
     drafters = {each: make_drafter(each, **(EAGLE if each == "eagle" else {})) for each in names}
-    ahead = RunAhead(1, 0.5) if name == "bandit" else None
+    ahead = RunAhead(1, 0.5) if "eagle" in names else None
     engine = make_engine(states_read(drafters, CONFIG), FEW)
-    return Speculator(engine, drafters, SLOTS, ahead, times=CHEAP, strategies=choice())
+    return Speculator(engine, drafters, SLOTS, ahead, times=CHEAP, strategies=choice)
 
 
 def through_a_file(state):
@@ -88,9 +78,15 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_nothing_is_lost_on_the_way_through_a_checkpoint(params, requests, name):
-    """And what was handed out does not change when the rollouts go on: it is written meanwhile."""
-    speculator = make_speculator(name)
-    fresh = through_a_file(make_speculator(name).state())
+    check_checkpoint(params, requests, *KEPT[name])
+
+
+def check_checkpoint(params, requests, choice, names, kept):
+    """What is kept is that, and what was handed out does not change when the rollouts go on: it is written
+    meanwhile.
+    """
+    speculator = make_speculator(choice, names)
+    fresh = through_a_file(make_speculator(choice, names).state())
     for step in range(2):
         requests = [dataclasses.replace(each, step=step) for each in requests]
         completions, _ = roll_out(speculator, params, requests)
@@ -100,9 +96,9 @@ def test_nothing_is_lost_on_the_way_through_a_checkpoint(params, requests, name)
     state = speculator.state()
     saved = through_a_file(state)
     learned = {key for key in saved if key not in fresh or not np.array_equal(saved[key], fresh[key])}
-    for kept in KEPT[name][2] | OF_EVERY_RUN:
-        assert any(key.startswith(kept) for key in learned), kept
-    again = make_speculator(name)
+    for name in kept | OF_EVERY_RUN:
+        assert any(key.startswith(name) for key in learned), name
+    again = make_speculator(choice, names)
     again.load_state(dict(saved))
     assert_same(through_a_file(again.state()), saved)
     for each in (speculator, again):  # what the last rollout has to tell is told when the next begins
@@ -116,10 +112,10 @@ def test_nothing_is_lost_on_the_way_through_a_checkpoint(params, requests, name)
 
 def test_the_state_is_taken_up_by_a_run_with_other_drafters(params, requests):
     """What only others know waits for them or is dropped; what is left is as in a fresh run."""
-    speculator = make_speculator("ladder")
+    speculator = make_speculator(strategy_choice("expected"), ("srt", "quantized"))
     completions, _ = roll_out(speculator, params, requests)
     learn(speculator, requests, completions)
-    other = make_speculator("mixed")
+    other = make_speculator(*KEPT["mixed"][:2])
     other.load_state(through_a_file(speculator.state()))
     state = other.state()
     assert np.array_equal(state["calibration_of_srt"], speculator.state()["calibration_of_srt"])

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from drafters.registry import make_drafters, rehearse_drafters, states_read
-from rljax.config.decoding import SpeculationConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool

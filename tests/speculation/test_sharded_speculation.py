@@ -24,10 +24,9 @@ from rljax.engine.engine import DecodeEngine
 from rljax.sampling.distribution import SamplingParams
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from rljax.sharding import make_mesh
-from tests.tiny_policy import CONFIG, EOS, make_params, make_requests
+from tests.tiny_policy import CONFIG, EOS, by_rows, make_params, make_requests
 
 SLOTS = 8
 requests = make_requests()
@@ -67,7 +66,7 @@ def choose(candidates, buckets, times, batch, length):
     shapes.add((batch, length, rows))
     return rows
 
-choice, name = StrategyChoice(choose_rows=choose), sys.argv[2]
+choice, name = by_rows(choose), sys.argv[2]
 speculator = Speculator(engine, {name: make_drafter(name)}, SLOTS, strategies=choice)
 speculator.warm_up(params)
 (proposer,) = speculator.proposers

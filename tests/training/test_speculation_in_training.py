@@ -13,7 +13,7 @@ from drafters.registry import DRAFTERS
 from rljax.engine.background import CompilerThread
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
-from rljax.speculation.managers import selection
+from rljax.speculation.managers import expected as expected_manager
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from rljax.training.learner import Learner
@@ -70,7 +70,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
                 sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
                 return sizes[-1] if next(turns) else 0
 
-            patch.setattr(selection, "best_rows", choose)
+            patch.setattr(expected_manager, "best_rows", choose)
             patch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, 1e9))
             patch.setattr(WorthStarting, "allows", lambda self, *_: True)  # whatever quantizing took
             patch.setattr(DeviceProposer, "promise", lambda self, *_: 1e9)

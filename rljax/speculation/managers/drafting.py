@@ -1,19 +1,52 @@
 """Drafting by a given strategy, for managers that choose among strategies."""
 
 import dataclasses
+import itertools
 import time
 from typing import Self
 
 import numpy as np
 
+from rljax.config.speculation import SpeculationKeys
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
+from rljax.errors import ConfigError
 from rljax.processes import agree
 from rljax.requests import DecodeStatistics
+from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_choice import Candidates, Choice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
-from rljax.speculation.strategies import Strategy
+from rljax.speculation.strategies import Strategy, parse_strategies
+
+
+def strategies_of(setup: Setup, config: SpeculationKeys) -> tuple[Strategy, ...]:
+    """The strategies of a config. Drafters on the host can draft all of them.
+
+    Raises:
+      ConfigError: they are invalid, or their drafters cannot draft them.
+    """
+    proposers, max_drafts = setup.proposers, setup.buckets.max_drafts
+    strategies = parse_strategies(config.strategies, [proposer.name for proposer in proposers], max_drafts)
+    for strategy, proposer in itertools.product(strategies, proposers):
+        if proposer.name not in strategy.drafters:
+            continue
+        if isinstance(proposer, SelfProposer):
+            if strategy.depth > max_drafts or strategy.top_k > 1:
+                raise ConfigError(
+                    f"speculation.strategies: {strategy}: {proposer.name} drafts chains, of up to"
+                    f" speculation.max_drafts {max_drafts} tokens; give it top_k 1 and no more depth"
+                )
+        elif isinstance(proposer, DeviceProposer):
+            offered = [(tree.depth, tree.top_k) for tree in proposer.drafter.strategies]
+            if (strategy.depth, strategy.top_k) not in offered:
+                trees = ", ".join(f"{depth}/{top_k}" for depth, top_k in offered)
+                raise ConfigError(
+                    f"speculation.strategies: {strategy}: {proposer.name} is set up for trees of"
+                    f" depth/top_k {trees}; see its arguments"
+                )
+    return strategies
 
 
 @dataclasses.dataclass(frozen=True)

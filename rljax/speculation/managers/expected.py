@@ -7,43 +7,38 @@ The idea is EfficientRollout's toggle (section 3.2, Eq. 3), with measured times 
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.engine.buckets import Buckets
+from rljax.config.speculation import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.draft_length import MARGIN
-from rljax.speculation.mixing import Mixer
+from rljax.speculation.managers.manager import Manager, Setup
+from rljax.speculation.mixing import Mixer, check_one_tree
 from rljax.speculation.pass_choice import Candidates, Choice, RowsChoice, best_rows
-from rljax.speculation.pass_record import PassRecord
-from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
+from rljax.speculation.proposals import ActiveSlots, Proposal
 
 
-class ExpectedManager:
+class ExpectedManager(Manager):
     """Chooses what promises the most tokens per second.
 
     Args:
-      proposers: the drafters.
-      buckets: sizes of passes.
-      times: measured times of passes and of drafting.
-      mix: also verify the drafts of several drafters as one tree, where more than one has drafted.
-      choose_rows: chooses the rows of a pass over candidates.
+      setup: drafters, sizes and times.
+      config: the keys. With `mix`, the drafts of several drafters are also verified as one tree, where more
+      than
+        one has drafted.
+      choose_rows: chooses the rows of a pass over candidates; None for `best_rows`.
     """
 
-    def __init__(
-        self,
-        proposers: Sequence[Proposer],
-        buckets: Buckets,
-        times: PassTimes,
-        mix: bool = False,
-        choose_rows: RowsChoice = best_rows,
-    ) -> None:
-        self._proposers, self._buckets, self._times = proposers, buckets, times
-        self._mixer = Mixer(proposers, buckets.max_drafts) if mix and len(proposers) > 1 else None
-        self._choose_rows = choose_rows
+    def __init__(self, setup: Setup, config: SpeculationKeys, choose_rows: RowsChoice | None = None) -> None:
+        proposers, buckets = setup.proposers, setup.buckets
+        self._proposers, self._buckets, self._times = proposers, buckets, setup.times
+        self._mixer = None
+        if config.mix and len(proposers) > 1:
+            check_one_tree(proposers)
+            self._mixer = Mixer(proposers, buckets.max_drafts)
+        self._choose_rows = choose_rows or best_rows
 
     def begin(self, training: bool, step: int) -> None:
         if self._mixer is not None:
@@ -98,9 +93,6 @@ class ExpectedManager:
         rate = candidates.rate(rows, nodes, self._times.verify(*shape, rows))
         reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"
         return Choice.verify(proposal, candidates, rows, reason, expected_rate=rate, plain_rate=plain_rate)
-
-    def record(self, record: PassRecord) -> None:
-        """Does nothing: proposers learn the acceptance, and times are measured for all managers."""
 
     def state(self) -> dict[str, np.ndarray]:
         return {} if self._mixer is None else self._mixer.state()

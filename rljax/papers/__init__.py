@@ -1,0 +1,12 @@
+"""The wing of the papers: what a paper proposes and the default path does not need, a folder a paper.
+
+    tlt/                 TLT (FastRL): a bandit over strategies
+    efficient_rollout/   EfficientRollout: a roofline that switches drafts on, and their length
+    specactor/           SpecActor: the draft ladder, races for stragglers, and drafting ahead
+
+Each folder begins with the paper's algorithm and the keys of its policies. Nothing outside imports from here
+but `rljax/config/speculation.py`, and that only `registry.py`: without this folder the rest works, and has
+fewer keys.
+"""
+
+import rljax.config  # noqa: F401  its keys are complete with those in here, so it comes first

@@ -1,0 +1,120 @@
+"""SpecActor: a drafter that suits the rollout, further ones for its stragglers, and drafts made ahead.
+
+Section 4.1, drafting on devices of its own. While the policy verifies a window of w drafts, the drafter goes
+on with the next window; a rejection wastes 2w - 1 drafts at most.
+
+    Algorithm 1: of all device counts and windows, the one with the most tokens per second
+        decoupled    tau_w / max(w D, V_w)                                         `plan` in `planner.py`
+    Algorithm 2: every thousand tokens, for each request that is accepted less than the mean,
+        the better of coupled and decoupled with a window of its own               `reconfigure`
+    the manager that asks them                                                     `decoupled.py`
+
+Section 4.2, best-of-N.
+
+    draft ladder: speed-up by drafter, acceptance and batch, from measured times   `ladder.py`
+    a rollout begins with the drafter that is highest on the ladder at its acceptance so far
+    Algorithm 3: as responses end, the requests with the lowest acceptance get all other drafters,
+        and the longest accepted prefix counts                                     `races.py`, `best_of_n.py`
+
+Races between workers, where each has a drafter of its own, are in `rljax/cluster/racing.py`.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+
+from rljax.cluster.window_costs import Mode
+from rljax.config.section import CountOrOff, Section
+from rljax.config.speculation import SpeculationKeys
+
+if TYPE_CHECKING:
+    from rljax.config.schema import ExperimentConfig
+
+
+class DecoupledConfig(Section):
+    """Decoupled speculation: a small model or an EAGLE head on devices of its own drafts the next window
+    while the policy verifies the last one (SpecActor, section 4.1)."""
+
+    window: CountOrOff = Field(
+        0,
+        description="Most tokens that are drafted ahead at a time, 2 or more; 0 is off. Set it where devices"
+        " are left over and the drafts are nearly always accepted; a rejection throws up to"
+        " twice as many drafts away.",
+    )
+    devices: Annotated[tuple[CountOrOff, ...], Field(strict=False, min_length=1)] | None = Field(
+        None,
+        description="Numbers of the devices that draft, from 0 on; several split the model by its heads."
+        " null is the first behind those of the mesh. Set others that are nearer to the policy's, or 0 to"
+        " share the policy's, without drafting and verifying at once.",
+    )
+    modes: Annotated[tuple[Mode, ...], Field(strict=False, min_length=1)] = Field(
+        ("plain", "coupled", "decoupled"),
+        description="Ways to decode that SpecActor's Algorithm 1 chooses among, by measured times and"
+        " acceptance. Set decoupled alone to measure what choosing is worth.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DecoupledConfig":
+        if self.window == 1:
+            raise ValueError(
+                "speculation.decoupled.window: 1 leaves nothing to draft ahead; set 0 (off) or at least 2"
+            )
+        return self
+
+
+class SpecActorKeys(SpeculationKeys):
+    """Keys of drafting ahead; `choice: ladder` has none of its own."""
+
+    decoupled: DecoupledConfig = DecoupledConfig()
+
+    @model_validator(mode="after")
+    def _check_decoupled(self) -> "SpecActorKeys":
+        window, key = self.decoupled.window, "speculation.decoupled.window"
+        if not window:
+            return self
+        if self.drafter not in ("small_model", "eagle") or self.others:
+            raise ValueError(
+                f"{key}: needs speculation.drafter: small_model or eagle alone; others draft on the policy's"
+                " devices, or take no time that could be hidden"
+            )
+        if self.choice != "expected":
+            raise ValueError(
+                f"{key}: is chosen by SpecActor's Algorithm 1; leave out speculation.choice: {self.choice}"
+            )
+        if self.overlap or self.run_ahead_below:
+            raise ValueError(
+                f"{key}: is not possible with speculation.overlap or run_ahead_below; leave these out"
+            )
+        if window > self.max_drafts:
+            raise ValueError(f"{key}: {window} is more than speculation.max_drafts {self.max_drafts}")
+        return self
+
+    @property
+    def policy(self) -> str:
+        return "decoupled" if self.decoupled.window else super().policy
+
+    @property
+    def drafting_devices(self) -> int:
+        devices = self.decoupled.devices
+        return (1 if devices is None else len(devices)) if self.decoupled.window else 0
+
+    @property
+    def by_one_clock(self) -> tuple[str, ...]:
+        return ("speculation.decoupled.window",) if self.decoupled.window else ()
+
+    def contradictions(self, config: "ExperimentConfig") -> Iterator[str]:
+        if not self.decoupled.window:
+            return
+        rollout, verification = config.rollout, config.engine.verification
+        if verification != "coupled":
+            yield (
+                f"speculation.decoupled.window: needs engine.verification: coupled, got {verification};"
+                " drafts ahead are sampled with the requests' noise"
+            )
+        penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            yield (
+                "speculation.decoupled.window: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and"
+                " presence_penalty 0; the drafter's devices do not have the policy's counts of tokens"
+            )

@@ -1,0 +1,166 @@
+"""A head on devices of its own, which drafts the next window while the policy verifies the last one.
+
+SpecActor, section 4.1; `rljax/papers/specactor/drafting_ahead.py` has the protocol. Features travel from the
+policy's devices to the head's when a pass is over, and weights when a rollout begins.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from drafters.eagle.drafting import DraftStrategy, ScoredTree
+from drafters.eagle.drafting_behind import draft_behind
+from drafters.eagle.model import HeadConfig
+from drafters.eagle.slots import HeadSlots
+from rljax import target
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import DecodeResult
+from rljax.engine.state import DecodeState
+from rljax.papers.specactor.drafting_ahead import DraftingAhead
+from rljax.sharding import replicated_sharding, vocab_parts
+
+
+class AheadHeadSlots(DraftingAhead, HeadSlots):
+    """A head that drafts ahead.
+
+    Args:
+      config, engine, unread_bytes: see `HeadSlots`.
+      mesh: its devices.
+      window: most tokens that it drafts at a time.
+    """
+
+    def __init__(
+        self, config: HeadConfig, engine: DecodeEngine, mesh: Mesh, window: int, unread_bytes: int
+    ) -> None:
+        HeadSlots.__init__(self, config, engine, 3 * window, unread_bytes, mesh)
+        self._plan_ahead(window, engine.eos_token_ids)
+        # Numbers of unanswered drafts that programs read, rounded up: none, a window, and the most.
+        self._unanswered_sizes = sorted({0, window, 2 * window - 2})
+
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def start(self, batch: int) -> None:
+        super().start(batch)
+        self._begin_ahead(batch)
+        self._sizes = np.zeros(batch, np.int32)
+        self._cache_length = self._engine.buckets.cache[0]
+
+    def enter(
+        self,
+        slots: Sequence[int],
+        sizes: Sequence[int],
+        keys: Sequence[np.ndarray],
+        responses: Sequence[int],
+    ) -> None:
+        """Requests were inserted into `slots`: tokens of each, and what `entitle` takes."""
+        self._settle()
+        self._sizes[list(slots)] = sizes
+        self.windows.drop(np.asarray(slots, np.int32))
+        self.entitle(slots, keys, responses)
+
+    def resize(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
+        """Slots that `forget` has emptied have so many tokens now."""
+        self._settle()
+        self._sizes[list(slots)] = sizes
+        self.windows.drop(np.asarray(slots, np.int32))
+
+    def pretend(self, state: DecodeState) -> None:
+        """To time drafting: as if every slot held the pairs of `state`'s tokens."""
+        lengths = np.asarray(state.lengths, np.int32)
+        placed = target.put(lengths, self._state.lengths.sharding)
+        self._state = dataclasses.replace(self._state, lengths=placed)
+        self._sizes, self._limits = lengths + 1, lengths + 1 + self._length
+
+    def advance(self, result: DecodeResult) -> np.ndarray:
+        counts = super().advance(result)
+        slots = np.flatnonzero(counts)
+        self.answered(slots, result.tokens[slots], counts[slots])
+        return counts
+
+    def compact(self, slots: Sequence[int], batch: int) -> None:
+        self._settle()
+        super().compact(slots, batch)
+        self._keep(slots, batch)
+
+    def widen(self, batch: int) -> None:
+        self._settle()
+        before = len(self._sizes)
+        super().widen(batch)
+        self._keep(range(before), len(self._held))
+
+    def _keep(self, slots: Sequence[int], batch: int) -> None:
+        self._keep_ahead(slots, batch)
+        self._sizes = np.pad(self._sizes[list(slots)], (0, batch - len(slots)))
+
+    # -- drafting --------------------------------------------------------------------------------------------
+
+    def _grow(self, length: int) -> None:
+        self._cache_length = length
+
+    def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
+        """Compiles and times drafting: every slot's drafts are replaced by a window of others."""
+        batch, length = len(self._state.lengths), state.cache.length
+        for unanswered in self._unanswered_sizes[1:]:
+            self._program("draft_behind", *self._behind(batch, unanswered, length), donate=())
+        if self._should_stop is not None:  # shapes stand in the place of arrays
+            return self._run("draft_behind", *self._behind(batch, 0, length), donate=())
+        self._settle()
+        self.windows.drop(np.arange(batch))
+        self._grow(length)
+        self._start(np.where(self._sizes > 0, self.window, 0).astype(np.int32))
+        return self._drafts
+
+    def _draft_behind(self, room: np.ndarray) -> tuple[Array, Array]:
+        self._catch_up()
+        unanswered = self.windows.unanswered
+        size = next(size for size in self._unanswered_sizes if size >= unanswered.max())
+        job = self._behind(len(room), size, self._cache_length)
+        self._drafts = self._run("draft_behind", *job, donate=())
+        return self._drafts.tree.tokens, self._drafts.log_probability
+
+    def _behind(self, batch: int, unanswered: int, length: int) -> tuple[tuple, Any, dict[str, Any]]:
+        """What `_run` takes to draft behind at most so many unanswered drafts: shapes, program, arguments."""
+        static = {
+            "config": self.config,
+            "steps": self.window,
+            "sampling": self._engine.sampling,
+            "numerics": self.numerics,
+            "attended": self._attended(length),
+            "vocab_parts": vocab_parts(self._mesh),
+        }
+        chains = np.full((batch, unanswered), -1, np.int32)
+        positions, keys = np.zeros(batch, np.int32), np.zeros((batch, 2), np.uint32)
+        if self._should_stop is None:
+            mine, counts = self.windows.chains, self.windows.unanswered
+            rows, order = np.nonzero(np.arange(mine.shape[1]) < counts[:, None])
+            chains[rows, unanswered - counts[rows] + order] = mine[rows, order]
+            positions, keys = np.maximum(self._sizes - 1, 0), self._keys
+        here = replicated_sharding(self._mesh)
+        given = {
+            "params": self._params,
+            "shared": self._shared,
+            "state": self._state,
+            "rope": self._rope,
+            # Copies: a device may read an array in place, and later.
+            "chains": target.put(chains, here),
+            "positions": target.put(positions.copy(), here),
+            "noise_keys": target.put(keys.copy(), here),
+        }
+        shapes = (batch, unanswered, self.window, self._engine.sampling, static["attended"])
+        return shapes, lambda given: draft_behind(**given, **static), given
+
+    def _scores(self, sure: np.ndarray) -> np.ndarray:
+        before = np.pad(sure[:, :-1], [(0, 0), (1, 0)])
+        with np.errstate(invalid="ignore"):  # -inf behind the end, where nothing reads it
+            return np.nan_to_num(sure - before)
+
+    def _settle(self) -> None:
+        self._take_drafts()
+        for slots, tokens, counts in self._noted():
+            counts = np.where(self._sizes[slots] > 0, counts, 0)
+            self._check(slots, tokens, counts)
+            self._sizes[slots] += counts

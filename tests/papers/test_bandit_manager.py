@@ -1,0 +1,166 @@
+"""TLT's manager in rollouts: the tokens are those of plain decoding, and what pays is used."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from drafters.registry import make_drafter
+from rljax.config.speculation import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.papers.tlt import bandit
+from rljax.papers.tlt.bandit import BanditManager
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.pass_record import PassRecord
+from rljax.speculation.speculator import Speculator
+from rljax.speculation.strategies import Strategy
+from tests.speculation.speculators import (
+    BUCKETS,
+    CHEAP,
+    Altered,
+    Head,
+    active_slots,
+    check_log,
+    check_plainly,
+    check_tokens,
+    learn,
+    make_engine,
+    make_speculator,
+    roll_out,
+)
+from tests.tiny_policy import (
+    SLOTS,
+    assert_same,
+    strategy_choice,
+)
+
+BANDIT = strategy_choice("bandit", epsilon=0.3, window=8)
+
+
+def test_the_tokens_are_those_of_plain_decoding(params, requests, expected):
+    check_tokens(params, requests, expected, BANDIT)
+
+
+def test_a_batch_that_no_pass_verifies_decodes_plainly(params, requests, expected):
+    choice = strategy_choice("bandit", Strategy(1, 1, 1, "srt"), epsilon=1.0)  # whatever the clock says
+    check_plainly(params, requests, expected, choice)
+
+
+def test_with_thresholds_the_running_responses_choose_the_strategy(params, requests, expected):
+    """Ranges need not end where batch buckets do: 3 and 4 responses are one bucket."""
+    strategies = [{"drafter": "srt", "depth": n, "top_k": 1, "nodes": n} for n in (7, 3, 1)]
+    section = {"drafter": "srt", "choice": "bandit", "strategies": strategies, "max_batch": 4}
+    section |= {"max_drafts": 7, "batch_thresholds": (1, 2, 4), "epsilon": 0.0}
+    choice = StrategyChoice(SpeculationConfig(**section))
+    speculator = make_speculator(("srt",), choice)
+    arms, choose = {}, speculator.manager.choose
+
+    def choosing(state, active, statistics):
+        state, chosen = choose(state, active, statistics)
+        responses = len(active.slots) + active.standing_by
+        arms.setdefault(responses, set()).add(chosen.arm and chosen.arm.nodes)
+        return state, chosen
+
+    speculator.manager.choose = choosing
+    for _ in range(2):
+        completions, statistics = roll_out(speculator, params, requests)
+        assert_same(completions, expected)
+        learn(speculator, requests, completions)
+    assert statistics.verified > 0
+    by_range = [arms.get(1, set()), arms.get(2, set()) | arms.get(3, set()), arms[4]]
+    assert by_range[0] <= {None, 7} and by_range[1:] == [{None, 3}, {None, 1}]
+
+
+def test_every_token_and_second_is_in_the_log(params, requests):
+    check_log(params, requests, BANDIT, overlap=True)
+
+
+def test_a_bandit_says_when_there_was_nothing_to_verify(params, requests):
+    choice = strategy_choice("bandit", Strategy(3, 1, 3, "prompt_lookup"), epsilon=0.0)
+    speculator = make_speculator(("prompt_lookup",), choice)
+    drafter = speculator.proposers[0].drafter
+    propose = drafter.propose
+    drafter.propose = lambda queries: dataclasses.replace(
+        propose(queries), counts=np.zeros_like(queries.budgets)
+    )
+    roll_out(speculator, params, requests)
+    reasons = {each["reason"] for each in speculator.decisions.take()}
+    assert any(reason.startswith("prompt_lookup had nothing to verify (") for reason in reasons)
+
+
+def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
+    """Where all is drafted right, the most nodes win; a drafter that is always wrong loses to plain steps."""
+
+    class Telling(Altered):
+        def __init__(self, right):
+            super().__init__()
+            self.right = right
+
+        def propose(self, queries):
+            drafts = self.inner.propose(queries)
+            return drafts if self.right else dataclasses.replace(drafts, tokens=(drafts.tokens + 1) % 64)
+
+    for right in (True, False):
+        strategies = (Strategy(2, 1, 2, "telling"), Strategy(7, 1, 7, "telling"))
+        choice = strategy_choice("bandit", *strategies, epsilon=0.0, window=8)
+        speculator = Speculator(
+            make_engine(), {"telling": Telling(right)}, SLOTS, times=CHEAP, strategies=choice
+        )
+        chosen = []
+        record = speculator.manager.record
+
+        def recording(one, record=record, chosen=chosen):
+            arm = one.choice.arm
+            chosen.append(arm)
+            steps = -(-one.tokens // one.waiting)  # plain visits take several steps
+            seconds = {2: 1.1, 7: 1.2}[arm.nodes] if arm else steps
+            record(dataclasses.replace(one, seconds=seconds))
+
+        speculator.manager.record = recording
+        learn(speculator, requests, expected)
+        for _ in range(2):
+            completions, _ = roll_out(speculator, params, requests)
+            assert_same(completions, expected)
+        last = chosen[-20:]
+        assert last.count(strategies[1] if right else None) > 10, last
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_without_strategies_every_drafter_has_some(params, mix):
+    """And each that drafts on the device some with the first on the host, where trees are mixed."""
+    choice = strategy_choice("bandit", mix=mix)
+    speculator = make_speculator(("srt", "quantized", "eagle"), choice, eagle={"depths": [1, 3]})
+    assert isinstance(speculator.manager, BanditManager)
+    arms = speculator.manager.state()["bandit_drafters"].tolist()
+    assert {"", "srt", "quantized", "eagle", *(("srt+quantized", "srt+eagle") if mix else ())} == set(arms)
+
+
+def test_where_no_pass_has_room_for_a_draft_a_bandit_has_nothing_to_choose_from():
+    engine = make_engine(buckets=Buckets((4,), (128,), (4,), 7))
+    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CHEAP, strategies=BANDIT)
+    assert speculator.manager.state()["bandit_drafters"].tolist() == [""]
+
+
+def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
+    """And the time of a pass is for the half that waits for it, too."""
+    head, history = SimpleNamespace(name="eagle", drafter=Head()), SimpleNamespace(name="srt", drafter=None)
+    arms = (Strategy(2, 1, 2, "eagle"), Strategy(2, 1, 2, "srt+eagle"))
+    choice = strategy_choice("bandit", *arms, epsilon=1.0, window=8)
+    manager = choice.manager([history, head], BUCKETS, CHEAP, SLOTS)
+    drafted = SimpleNamespace(rows=0, seconds=1.0)
+    monkeypatch.setattr(bandit, "draft", lambda proposer, strategy, state, *_: (state, drafted))
+    state, active = SimpleNamespace(batch=4), active_slots(2, standing_by=2)
+
+    def chosen():
+        choices = []
+        for _ in range(30):
+            choices.append(manager.choose(state, active, None)[1])
+            manager.record(PassRecord(choices[-1], 4, 4, 4, 1.0))
+        return choices
+
+    assert {choice.arm for choice in chosen()} == {None}
+    assert "not available: eagle" in manager.choose(state, active, None)[1].reason
+    head.drafter.trained = True
+    assert {choice.arm for choice in chosen()} == {None, *arms}
+    assert chosen()[-1].plain_rate == pytest.approx(4.0)  # tokens of all four, a second

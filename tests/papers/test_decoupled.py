@@ -1,0 +1,206 @@
+"""A small model, or a head, on a device of its own drafts while the policy verifies: the tokens of plain
+decoding.
+
+The devices are forced on the host platform, in a process of their own.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from drafters.registry import make_drafters
+from rljax.config.speculation import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftStrategy
+from rljax.errors import ConfigError
+from rljax.papers.specactor import DecoupledConfig, SpecActorKeys
+from rljax.papers.specactor.decoupled import DecoupledManager
+from rljax.speculation.managers.manager import Setup
+from rljax.speculation.pass_record import PassRecord, VerifiedNodes
+from rljax.speculation.proposals import ActiveSlots
+from tests.devices import run_on_devices
+from tests.tiny_policy import FixedTimes
+
+WINDOW = 3
+
+CHECKS = """
+import json, sys
+import jax, numpy as np
+from drafters.registry import make_drafters, states_read
+from rljax.config.speculation import SpeculationConfig
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.models.huggingface import save_model
+from rljax.numerics.rows import Numerics
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.speculator import Speculator
+from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_params, make_requests
+
+directory, window = sys.argv[1], int(sys.argv[2])
+params, requests, pool = make_params(), make_requests(), ExecutablePool()
+buckets = Buckets((4,), (128,), (16,), 7)
+engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool)
+expected, plain = Scheduler(engine, 4).run(params, requests)
+save_model(f"{directory}/the policy", CONFIG, params, "float32")
+keys = iter(jax.random.split(jax.random.key(1), 99))
+stirred = jax.tree.map(lambda x: x + 0.02 * jax.random.normal(next(keys), x.shape), params)
+save_model(f"{directory}/another", CONFIG, stirred, "float32")
+
+found = {}
+
+
+def decode(engine, config, drafters, name, devices, rollouts=1):
+    choice = StrategyChoice(config)
+    speculator = Speculator(engine, drafters, 4, times=CheapTimes(), strategies=choice)
+    for rollout in range(rollouts):
+        completions, statistics = Scheduler(engine, 4, None, speculator).run(params, requests)
+        speculator.learn([])
+        found[name.format(rollout)] = {
+            "same": all(
+                np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logprobs, b.logprobs)
+                for a, b in zip(completions, expected, strict=True)
+            ),
+            "devices": [device.id for device in devices()],
+            "steps": statistics.steps,
+            "plain steps": plain.steps,
+            **speculator.metrics(statistics),
+        }
+
+
+for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("another", "coupled")):
+    config = SpeculationConfig(
+        drafter="small_model",
+        args={"path": f"{directory}/{name}"},
+        decoupled={"window": window, "modes": [mode]},
+        max_drafts=7,
+    )
+    drafters = make_drafters(config)
+    where = lambda: drafters["small_model"]._companion.params["embed"].devices()
+    decode(engine, config, drafters, f"{name}, {mode}", where)
+
+# A head that begins with the run, trained behind each rollout.
+head = {"variant": "eagle", "train_below": 0, "slices": 64, "pack_length": 64, "rows": 8}
+head |= {"learning_rate": 3e-3}
+for mode, rollouts in (("decoupled", 3), ("coupled", 1)):
+    decoupled = {"window": window, "modes": [mode]}
+    config = SpeculationConfig(drafter="eagle", args=head, decoupled=decoupled, max_drafts=7)
+    drafters = make_drafters(config)
+    reading = DecodeEngine(
+        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool,
+        hidden_layers=states_read(drafters, CONFIG),
+    )
+    where = lambda: drafters["eagle"].slots._params["fc"].devices()
+    decode(reading, config, drafters, "head {}, " + mode, where, rollouts)
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_on_devices(CHECKS, 2, tmp_path_factory.mktemp("models"), WINDOW)
+
+
+def test_drafts_ahead_change_no_token(found):
+    for one in found.values():
+        assert one["same"] and one["devices"] == [1]
+        assert one["steps"] < one["plain steps"] and one["speculation/accepted"] > 50
+
+
+def test_a_drafter_that_is_always_right_wastes_nothing(found):
+    """Its tokens, positions, noise and cache are those of the policy, however far it goes on alone."""
+    one = found["the policy, decoupled"]
+    assert one["speculation/decoupled_windows"] > 50
+    assert one["speculation/decoupled_wasted"] == one["speculation/decoupled_most_wasted"] == 0
+    assert one["speculation/acceptance"] > 0.98  # the token that ends a response counts as the pass's own
+    assert one["speculation/accept_length"] > 2.5
+
+
+def test_a_rejection_wastes_two_windows_less_one_at_most(found):
+    ahead, between = found["another, decoupled"], found["another, coupled"]
+    assert ahead["speculation/decoupled_most_wasted"] == 2 * WINDOW - 1
+    assert 0 <= ahead["speculation/decoupled_ready_share"] <= 1
+    assert between["speculation/decoupled_windows"] == 0
+    assert 0 < between["speculation/decoupled_most_wasted"] <= WINDOW
+    assert between["speculation/decoupled_wasted"] < ahead["speculation/decoupled_wasted"]
+
+
+def test_a_head_drafts_ahead_and_learns_beside_the_policy(found):
+    first, last = found["head 0, decoupled"], found["head 2, decoupled"]
+    assert last["speculation/decoupled_windows"] > 50
+    assert last["speculation/head/loss"] < first["speculation/head/loss"]
+    assert last["speculation/accept_length"] > first["speculation/accept_length"]
+    assert first["speculation/decoupled_most_wasted"] == 2 * WINDOW - 1
+    between = found["head 0, coupled"]
+    assert between["speculation/decoupled_windows"] == 0
+    assert between["speculation/decoupled_most_wasted"] <= WINDOW
+
+
+@pytest.mark.parametrize("name", ["depths", "top_k", "nodes"])
+def test_arguments_of_trees_are_refused(name):
+    args = {name: [2] if name == "depths" else 2}
+    with pytest.raises(ConfigError, match=f"speculation.args.{name}: is of draft trees"):
+        make_drafters(SpeculationConfig(drafter="eagle", args=args, decoupled={"window": 3}))
+
+
+# -- the choice ----------------------------------------------------------------------------------------------
+
+
+def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled")):
+    """A manager of four slots, whose passes take a second, a little more the more rows there are."""
+    used = []
+    tree = DraftStrategy(4, 1, 4)
+    drafter = SimpleNamespace(
+        window=4, strategies=(tree,), use=lambda *args, **named: used.append((args, named))
+    )
+    proposer = SimpleNamespace(name="small_model", drafter=drafter, acceptance=acceptance)
+    times = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft_seconds * tree.depth)
+    config = SpecActorKeys(decoupled=DecoupledConfig.model_construct(modes=modes))
+    return DecoupledManager(Setup([proposer], Buckets((4,), (64,), (16, 32), 7), times, 4), config)
+
+
+def active_slots():
+    slots = np.arange(4, dtype=np.int32)
+    return ActiveSlots(slots, slots, slots, np.ones(4, bool))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "draft_seconds", "mode", "window"),
+    [
+        (0.98, 0.3, "decoupled", 4),  # drafting takes as long as a pass, and is hidden
+        (0.8, 0.05, "coupled", 4),  # there is little to hide, and a rejection wastes two windows
+        (0.3, 0.3, "plain", 0),
+    ],
+)
+def test_algorithm_1_chooses_by_times_and_acceptance(acceptance, draft_seconds, mode, window):
+    chosen = manager_of(acceptance, draft_seconds)._chosen((4, 64), active_slots()).all
+    assert (chosen.mode, chosen.window) == (mode, window)
+
+
+def test_algorithm_1_is_asked_again_after_a_thousand_tokens():
+    manager = manager_of(0.98, 0.3)
+    first = manager._chosen((4, 64), active_slots())
+    manager._proposer.acceptance = 0.3
+    plain_steps = PassRecord(None, 4, 4, tokens=999, seconds=1.0)
+    manager.record(plain_steps)
+    assert manager._chosen((4, 64), active_slots()) is first
+    manager.record(plain_steps)
+    assert manager._chosen((4, 64), active_slots()).all.mode == "plain"
+
+
+def test_algorithm_2_drafts_otherwise_for_requests_that_are_accepted_badly():
+    manager = manager_of(0.98, 0.3)
+    verified = np.ones((4, 4), bool)
+    correct = verified.copy()
+    correct[1], correct[2, 2:] = False, False
+    proposal = SimpleNamespace(judged=lambda *_: (np.array([4, 1, 3, 4]), np.array([4, 0, 2, 4])))
+    nodes = VerifiedNodes(verified, correct, correct)
+    choice, requests = SimpleNamespace(proposal=proposal), np.arange(4)
+    for _ in range(40):
+        manager.record(PassRecord(choice, 4, 4, 13, 1.0, requests=requests, nodes=nodes))
+    others = manager._chosen((4, 64), active_slots()).others
+    assert sorted(others) == [1, 2] and others[1].mode == "plain"
+    assert (others[2].mode == "decoupled" and others[2].window < 4) or others[2].mode == "coupled"

@@ -1,0 +1,232 @@
+"""The draft ladder: predictions by hand and by chance, rankings, and rollouts with what it chooses."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+
+from rljax.cluster.window_costs import Affine
+from rljax.papers.specactor.ladder import (
+    AcceptanceHistory,
+    Costs,
+    Ladder,
+    profile,
+)
+
+GRID = np.linspace(0.0, 1.0, 41)
+
+
+def test_speedups_by_hand():
+    """Batch 2, plain step 1 s; passes over 4, 6 and 8 rows: windows of 1, 2 and 3."""
+    costs = Costs(
+        {"free": Affine(0, 0), "dear": Affine(0.2, 0.1)},
+        {2: 1.0},
+        {4: 1.25, 6: 2.0, 8: 2.0},
+        max_window=9,
+    )
+    ladder = profile(costs, [0.0, 0.5, 1.0])
+    # a = 0: one token a pass, best with the smallest. a = 0.5: 1.5, 1.75, 1.875 tokens. a = 1: 2, 3, 4.
+    np.testing.assert_allclose(ladder.speedups[0, :, 0], [1 / 1.25, 1.5 / 1.25, 4 / 2.0])
+    assert ladder.windows[0, :, 0].tolist() == [1, 1, 3]
+    # Drafting takes 0.1 + 2 * 0.2 s a token.
+    np.testing.assert_allclose(ladder.speedups[1, :, 0], [1 / 1.75, 1.5 / 1.75, 2 / 1.75])
+    assert ladder.speedup("free", 0.75, 2) == pytest.approx((1.5 / 1.25 + 2.0) / 2)
+    assert (ladder.window("free", 0.6, 2), ladder.window("free", 0.9, 2)) == (1, 3)
+    assert ladder.first({"free": 0.0, "dear": 0.5}, 2) is None  # 0.8 and 0.86
+    assert ladder.first({"free": 0.25, "dear": 1.0}, 2) == "dear"  # 1.0 and 1.14
+    assert ladder.ranking({"free": 0.0, "dear": 0.5}, 2) == ["dear", "free"]
+    assert ladder.ranking({"free": 0.5, "dear": 0.5}, 2) == ["free", "dear"]
+
+
+def test_rows_are_rounded_up_to_what_is_compiled_and_windows_that_do_not_fit_are_none():
+    costs = Costs({"free": Affine(0, 0)}, {1: 1.0, 4: 1.0, 9: 1.0}, {8: 1.0, 16: 2.0}, max_window=5)
+    ladder = profile(costs, [1.0])
+    assert ladder.windows[0, 0].tolist() == [5, 1, 0]  # 6 of 8 rows; 8 of 8 (2 a second, 16 rows give 4 in 2)
+    np.testing.assert_allclose(ladder.speedups[0, 0], [6.0, 2.0, 0.0])
+    assert ladder.first({"free": 1.0}, 9) is None
+    assert [ladder.speedup("free", 1.0, batch) for batch in (1, 2, 4, 5, 99)] == [6.0, 2.0, 2.0, 0.0, 0.0]
+
+
+def test_tokens_of_a_pass_are_those_of_tokens_accepted_at_random():
+    """The table against what the paper does: marking draft tokens as accepted or rejected by chance."""
+    costs = Costs({"a": Affine(0, 0.01)}, {1: 1.0}, {8: 1.5}, max_window=7)
+    rng = np.random.default_rng(0)
+    for acceptance in (0.3, 0.7, 0.95):
+        ladder = profile(costs, [acceptance])
+        window = ladder.window("a", acceptance, 1)
+        accepted = np.cumprod(rng.random((40_000, window)) < acceptance, axis=1).sum(axis=1)
+        tokens = 1 + accepted
+        sigma = tokens.std() / 200
+        seconds = 0.01 * window + 1.5
+        assert abs(tokens.mean() - ladder.speedup("a", acceptance, 1) * seconds) < 4 * sigma
+
+
+def random_costs(rng, drafters=3):
+    """A machine: passes that cost more beyond some rows, drafters between looking up and a model."""
+    rows = [2**k for k in range(11)]
+    limit = rng.uniform(16, 256)
+    verification = {size: 0.02 * (1.05 + max(size / limit - 1, 0) + 0.001 * size) for size in rows}
+    plain = {size: verification[size] / 1.05 for size in (1, 2, 4, 8, 16, 32, 64)}
+    costs = {
+        f"d{i}": Affine(base=0.02 * 10 ** rng.uniform(-4, -0.8), each=0.02 * 10 ** rng.uniform(-6, -3))
+        for i in range(drafters)
+    }
+    return Costs(costs, plain, verification, max_window=12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_more_acceptance_never_ranks_a_drafter_lower(seed):
+    rng = np.random.default_rng(seed)
+    ladder = profile(random_costs(rng, drafters=5), GRID[::4])
+    assert (np.diff(ladder.speedups, axis=1) >= 0).all()
+    for _ in range(100):
+        history = dict(zip(ladder.drafters, rng.random(5), strict=True))
+        drafter, batch = rng.choice(ladder.drafters), int(rng.integers(1, 80))
+        better = history | {drafter: rng.uniform(history[drafter], 1.0)}
+        assert ladder.ranking(better, batch).index(drafter) <= ladder.ranking(history, batch).index(drafter)
+
+
+def decode(rng, costs, ladder, lengths, acceptance, choose):
+    """Seconds of a rollout that begins `lengths` responses at once; draft tokens are accepted at random.
+
+    Args:
+      rng: chance.
+      costs: of the machine.
+      ladder: for the windows.
+      lengths: tokens of every response.
+      acceptance: by drafter, of every request.
+      choose: from a batch to a drafter, or None for plain decoding.
+
+    Returns:
+      Seconds, and draft tokens judged and accepted by drafter.
+    """
+    left, seconds = np.asarray(lengths).copy(), 0.0
+    counts = {drafter: np.zeros(2, int) for drafter in acceptance}
+    rows = np.asarray(sorted(costs.verification))
+    while (active := np.flatnonzero(left > 0)).size:
+        batch = int(min(size for size in costs.plain if size >= active.size))
+        drafter = choose(batch)
+        if drafter is None:
+            seconds += costs.plain[batch]
+            left[active] -= 1
+            continue
+        window = ladder.window(drafter, float(acceptance[drafter].mean()), batch)
+        accepted = rng.random((active.size, window)) < acceptance[drafter][active, None]
+        tokens = np.cumprod(accepted, axis=1).sum(axis=1)
+        counts[drafter] += [int(np.minimum(tokens + 1, window).sum()), int(tokens.sum())]
+        left[active] -= tokens + 1
+        size = int(rows[np.searchsorted(rows, batch * (window + 1))])
+        seconds += window * costs.drafters[drafter](batch) + costs.verification[size]
+    return seconds, counts
+
+
+@dataclasses.dataclass
+class World:
+    rng: np.random.Generator
+    costs: Costs
+    ladder: Ladder
+    acceptance: dict
+    history: AcceptanceHistory
+
+
+def world(seed, spread):
+    """A machine, and drafters whose acceptance is known from one rollout of each.
+
+    spread: how much acceptance varies from request to request; 0 not at all.
+    """
+    rng = np.random.default_rng(seed)
+    costs = random_costs(rng)
+    ladder = profile(costs, GRID)
+    acceptance = {}
+    for drafter in costs.drafters:
+        mean = rng.uniform(0.2, 0.95)
+        varied = rng.beta(mean / spread, (1 - mean) / spread, 64) if spread else np.full(64, mean)
+        acceptance[drafter] = varied
+    history = AcceptanceHistory(ladder.drafters)
+    for drafter in ladder.drafters:
+        _, counts = decode(rng, costs, ladder, [100] * 64, acceptance, lambda batch, d=drafter: d)
+        history.record(drafter, *counts[drafter].tolist())
+    return World(rng, costs, ladder, acceptance, history)
+
+
+def throughput(of, drafter, batch):
+    """Tokens per second of 20,000 visits to slots that are refilled at once, so that the batch stays."""
+    if drafter is None:
+        return batch / of.costs.plain[batch]
+    passes = 20_000 // batch
+    window = of.ladder.window(drafter, float(of.acceptance[drafter].mean()), batch)
+    share = of.rng.choice(of.acceptance[drafter], (passes, batch, 1))
+    accepted = np.cumprod(of.rng.random((passes, batch, window)) < share, axis=2).sum()
+    rows = min(size for size in of.costs.verification if size >= batch * (window + 1))
+    seconds = window * of.costs.drafters[drafter](batch) + of.costs.verification[rows]
+    return (passes * batch + accepted) / (passes * seconds)
+
+
+# Of what the best fixed choice reaches: acceptances that are this close are not told apart by one rollout.
+TOLERANCE = 0.05
+
+
+@pytest.mark.parametrize("spread", [0, 1 / 30])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_first_choice_is_the_best_fixed_one_in_hindsight(seed, spread):
+    of = world(seed, spread)
+    for batch in (1, 8, 64):
+        reached = {choice: throughput(of, choice, batch) for choice in (*of.ladder.drafters, None)}
+        chosen = of.ladder.first(of.history.rates, batch)
+        assert reached[chosen] >= (1 - TOLERANCE) * max(reached.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_choosing_anew_as_the_batch_shrinks_is_no_worse_than_the_best_fixed_choice(seed):
+    """Log-normal lengths; eight rollouts, for the last response of one alone is much up to chance."""
+    of = world(seed, spread=0)
+    choices = {choice: lambda batch, c=choice: c for choice in (*of.ladder.drafters, None)}
+    choices["ladder"] = lambda batch: of.ladder.first(of.history.rates, batch)
+    seconds = dict.fromkeys(choices, 0.0)
+    for _ in range(8):
+        lengths = np.minimum(of.rng.lognormal(4.5, 1.0, 64).astype(int) + 1, 2000)
+        for choice, choose in choices.items():
+            seconds[choice] += decode(of.rng, of.costs, of.ladder, lengths, of.acceptance, choose)[0]
+    assert seconds.pop("ladder") <= (1 + TOLERANCE) * min(seconds.values())
+
+
+def test_a_straggler_is_ranked_by_its_own_acceptance():
+    costs = Costs({"a": Affine(0, 0), "b": Affine(0.1, 0)}, {1: 1.0}, {8: 1.5}, max_window=7)
+    ladder = profile(costs, GRID)
+    history = {"a": 0.8, "b": 0.8}
+    assert ladder.ranking(history, 1) == ["a", "b"]
+    assert ladder.ranking(history | {"a": 0.1}, 1) == ["b", "a"]
+
+
+def test_a_drafter_without_history_is_tried_and_its_acceptance_remembered():
+    history = AcceptanceHistory(["a", "b"])
+    assert history.rates == {"a": 0.8, "b": 0.8}
+    history.record("a", 84, 7)
+    assert history.rates == {"a": pytest.approx((7 + 12.8) / 100), "b": 0.8}
+    history.record("a", 0, 0)
+    assert history.rates["a"] == pytest.approx((3.5 + 12.8) / 58)
+
+
+def test_the_history_survives_a_file():
+    history = AcceptanceHistory(("d0", "d1"))
+    history.record("d1", 200, 50)
+    file = io.BytesIO()
+    np.savez(file, **history.state())
+    file.seek(0)
+    remembered = AcceptanceHistory(("d0", "d1", "new"))
+    remembered.load_state(dict(np.load(file)))  # no pickles
+    assert remembered.rates == history.rates | {"new": 0.8}
+
+
+def test_what_cannot_be_is_refused():
+    costs = random_costs(np.random.default_rng(0))
+    for acceptances in ([], [0.5, 0.5], [-0.1, 0.5], [0.5, 1.1]):
+        with pytest.raises(ValueError, match="acceptances"):
+            profile(costs, acceptances)
+    for name in ("drafters", "plain", "verification"):
+        with pytest.raises(ValueError, match=name):
+            profile(dataclasses.replace(costs, **{name: {}}), [0.5])
+    ladder = profile(costs, [0.5])
+    with pytest.raises(ValueError, match="no acceptance of d2"):
+        ladder.ranking({"d0": 0.1, "d1": 0.2}, 1)

@@ -1,0 +1,143 @@
+"""Keys of the papers' policies: what is refused, in one line, and what changes no number of a run."""
+
+import pytest
+
+from rljax.config import load_config
+from rljax.config.changes import config_changes
+from rljax.config.distributed import check_over_processes
+from rljax.errors import ConfigError
+from tests.test_config import MINIMAL
+
+DECOUPLED = ["speculation.drafter=small_model", "speculation.decoupled.window=4"]
+BANDIT = [
+    "speculation.drafter=srt",
+    "speculation.choice=bandit",
+    "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
+]
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (
+            [
+                "speculation.drafter=srt",
+                "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
+            ],
+            "speculation.strategies: only speculation.choice: bandit or fixed reads them",
+        ),
+        (
+            ["speculation.drafter=srt", "speculation.mix=true"],
+            "speculation.mix: needs speculation.others, and speculation.choice: expected or bandit",
+        ),
+        (
+            ["speculation.drafter=srt", "speculation.batch_thresholds=[1]"],
+            "speculation.batch_thresholds: needs speculation.choice: bandit, and speculation.strategies",
+        ),
+        (
+            [*BANDIT, "speculation.batch_thresholds=[2, 2]"],
+            "speculation.batch_thresholds: should ascend, got",
+        ),
+        (
+            [*BANDIT, "speculation.batch_thresholds=[1, 17]"],
+            "speculation.batch_thresholds: from 17 responses on nothing is drafted, since"
+            " speculation.max_batch is 16",
+        ),
+        ([*BANDIT, "speculation.batch_thresholds=[0]"], "speculation.batch_thresholds"),
+        (
+            ["speculation.drafter=srt", "speculation.others={quantized: {}}", "speculation.choice=roofline"],
+            "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and no",
+        ),
+        (["speculation.choice=roofline"], "speculation.choice: roofline switches one drafter on and off"),
+        (
+            ["speculation.toggle.lengths=[5, 5]"],
+            "speculation.toggle.lengths: [5, 5] should be ascending",
+        ),
+        (["speculation.toggle.lengths=[]"], "speculation.toggle.lengths: "),
+        (
+            ["speculation.toggle.first=6"],
+            "speculation.toggle.first: 6 is none of lengths [5, 7, 9, 11]",
+        ),
+        (
+            ["speculation.toggle.alpha_down=0.95"],
+            "speculation.toggle.alpha_down: 0.95 should be less than alpha_up 0.94",
+        ),
+        (["speculation.toggle.patience=0"], "speculation.toggle.patience: should be greater than"),
+        (["speculation.toggle.margin=-0.1"], "speculation.toggle.margin: should be greater than"),
+        (
+            [
+                "speculation.drafter=quantized",
+                "speculation.choice=roofline",
+                "speculation.max_drafts=7",
+                "speculation.toggle.first=9",
+            ],
+            "speculation.toggle.first: 9 is more than speculation.max_drafts 7",
+        ),
+        ([*DECOUPLED, "speculation.decoupled.window=1"], "speculation.decoupled.window: 1 leaves nothing to"),
+        (
+            [*DECOUPLED, "speculation.max_drafts=3"],
+            "speculation.decoupled.window: 4 is more than speculation.",
+        ),
+        (
+            [*DECOUPLED, "speculation.drafter=srt"],
+            "speculation.decoupled.window: needs speculation.drafter: small_model or eagle alone; others",
+        ),
+        (
+            [*DECOUPLED, "speculation.others={srt: {}}"],
+            "speculation.decoupled.window: needs speculation.drafter",
+        ),
+        (
+            [*DECOUPLED, "speculation.choice=bandit"],
+            "speculation.decoupled.window: is chosen by SpecActor's Algorithm 1; leave out",
+        ),
+        (
+            [*DECOUPLED, "speculation.overlap=true"],
+            "speculation.decoupled.window: is not possible with speculation.overlap",
+        ),
+        ([*DECOUPLED, "speculation.decoupled.devices=[]"], "speculation.decoupled.devices: "),
+        ([*DECOUPLED, "speculation.decoupled.modes=[always]"], "speculation.decoupled.modes.0: "),
+        (
+            [*DECOUPLED, "engine.verification=rejection"],
+            "speculation.decoupled.window: needs engine.verification: coupled, got rejection",
+        ),
+        (
+            [*DECOUPLED, "rollout.presence_penalty=0.5"],
+            "speculation.decoupled.window: needs rollout.repetition_penalty 1.0",
+        ),
+    ],
+)
+def test_impossible_keys_are_one_line(config_file, overrides, named):
+    with pytest.raises(ConfigError) as error:
+        load_config(config_file, overrides)
+    assert str(error.value).startswith(named) and "\n" not in str(error.value)
+
+
+def test_where_constants_are_kept_changes_no_number(config_file):
+    keys = ["engine.verification=rejection"]
+    old, new = (
+        load_config(config_file, [*keys, *more]) for more in ([], ["speculation.calibration_dir=there"])
+    )
+    (change,) = config_changes(old, new)
+    assert (change.name, change.harmless) == ("speculation.calibration_dir", True)
+
+
+def test_windows_follow_the_clock_of_one_process(config_file):
+    keys = ["mesh.data=4", "speculation.drafter=eagle", "speculation.decoupled.window=3"]
+    message = "speculation.decoupled.window: decides by the clock of one process"
+    with pytest.raises(ConfigError, match=message):
+        check_over_processes(load_config(config_file, keys), 4, 2, {"eagle"})
+
+
+@pytest.mark.parametrize("choice", ["bandit", "ladder"])
+def test_processes_draft_by_the_clock_of_the_first(config_file, choice):
+    keys = ["mesh.data=4", "speculation.drafter=eagle", f"speculation.choice={choice}"]
+    more = ["speculation.others={srt: {}, quantized: {}}", "speculation.overlap=true"]
+    config = load_config(config_file, [*keys, *more, "speculation.run_ahead_below=2"])
+    check_over_processes(config, 4, 2, {"eagle"})
