@@ -1,7 +1,8 @@
 """Speculative decoding as schedulers and servers use it.
 
-The pass itself is in `speculative_pass.py`; `rljax/rollout/speculative_slots.py` calls both. Here is what surrounds it:
-a rollout begins, requests join, slots are filled and moved, tokens are kept, and drafters hear of all that.
+The pass itself is in `speculative_pass.py`; `rljax/rollout/speculative_slots.py` calls it. Here is what
+surrounds it: a rollout begins, requests join, slots are filled and moved, tokens are kept, and drafters hear
+of all that.
 """
 
 import time
