@@ -2,16 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rljax.engine.engine import DecodeEngine
 from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request
 from rljax.response_lengths import ResponseLengths
-from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, OnSync, check_request
+from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop
-from rljax.rollout.sources.idle import IDLE, IdleSlots
+from rljax.rollout.sources.idle import IDLE
 from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.speculator import Speculator
@@ -136,27 +137,10 @@ class Scheduler:
         self.learn_lengths(requests, completions)
         return completions, loop.statistics
 
-    def open_loop(
-        self,
-        params: Params,
-        policy: LoopPolicy,
-        on_sync: OnSync,
-        version: int,
-        idle: IdleSlots = IDLE,
-    ) -> DecodeLoop:
-        """Returns a decode loop of the scheduler's parts; arguments as of `open_loop`."""
-        return open_loop(
-            self.engine,
-            params,
-            self.max_slots,
-            self.speculator,
-            self.overlap,
-            self.tools,
-            policy,
-            on_sync,
-            version,
-            idle,
-        )
+    def open_loop(self, params: Params, *others: Any) -> DecodeLoop:
+        """Returns a decode loop of the scheduler's parts; `others` are `open_loop`'s further arguments."""
+        parts = (self.engine, params, self.max_slots, self.speculator, self.overlap, self.tools)
+        return open_loop(*parts, *others)
 
     def begin(self, params: Params, requests: Sequence[Request], version: int) -> BegunRequests:
         """Takes requests for `finish`. Rollout workers would begin now (`rljax/cluster/decoder.py`).

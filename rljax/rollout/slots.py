@@ -23,30 +23,21 @@ from rljax.rollout.sources.turns import Answered
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefilled:
-    """Prefilled prompts, with the results of the drafters' prefill (`Speculator.prefill`)."""
+    """Prefilled prompts, with the results of the drafters' prefill (`DrafterGroup.prefill`)."""
 
     prefix: Prefix
     for_drafters: list[Any]
 
 
 class Pass(NamedTuple):
-    """What a pass over `slots` is to be.
+    """What a pass is to be."""
 
-    Attributes:
-      slots: all that decode.
-      until_active: plain steps end once no more than so many slots are active.
-      most_steps: plain steps at most; None for the engine's `decode_steps_per_sync`.
-      is_tail: whether no response waits for a slot.
-      shrinks: whether the batch could be smaller, which no pass under way delays.
-      yielding_weight: the value of a token of a response that yields, as a share of another's.
-    """
-
-    slots: Sequence[int]
-    until_active: int
-    most_steps: int | None
-    is_tail: bool
-    shrinks: bool
-    yielding_weight: float
+    slots: Sequence[int]  # all that decode
+    until_active: int  # plain steps end once no more than so many slots are active
+    most_steps: int | None  # plain steps at most; None for the engine's `decode_steps_per_sync`
+    is_tail: bool  # no response waits for a slot
+    shrinks: bool  # the batch could be smaller, once no pass is under way
+    yielding_weight: float  # value of a token of a response that yields, as a share of another's
 
 
 class Collected(NamedTuple):
@@ -54,15 +45,6 @@ class Collected(NamedTuple):
 
     result: DecodeResult
     slots: Sequence[int]
-
-
-class Appended(NamedTuple):
-    """Tokens that were appended to a response in `slot`, behind `size` tokens of prompt and response."""
-
-    response: LiveResponse
-    slot: int
-    size: int
-    tokens: list[int]
 
 
 class Slots:
@@ -203,42 +185,31 @@ class Slots:
         return []
 
     def keep(
-        self,
-        collected: Collected,
-        responses: Sequence[LiveResponse],
-        counts: Sequence[int],
-        stopped: Sequence[int],
+        self, collected: Collected, responses: Sequence[LiveResponse], counts: list[int], stopped: list[int]
     ) -> None:
-        """Takes over what became of a pass.
-
-        Args:
-          collected: what it has sampled.
-          responses: the responses of its slots; those that have ended are in none any more.
-          counts: how many of the sampled tokens each has kept.
-          stopped: slots that the device would go on with, although their responses have ended or pause.
+        """Takes over that so many of the sampled tokens were kept by each response. Those in `stopped` slots
+        have ended or pause, although the device would go on; who has ended is in no slot any more.
         """
         if stopped:
             self.state = self.engine.free_resource(self.state, stopped)
 
-    def append(self, answers: Sequence[Answered]) -> Sequence[Appended]:
+    def append(self, answers: Sequence[Answered]) -> None:
         """Goes on behind answers, or ends responses where these do not fit."""
-        done, continuations = [], []
+        continuations = []
         for response, ids, ending in answers:
-            slot, size, left = response.slot, response.positions, response.remaining - len(ids)
+            begin, left = response.positions - 1, response.remaining - len(ids)
             if ending is not None or left <= 0:
-                ids, response.ending = [], ending or "length"
-                self.responses[slot] = response.slot = None
+                response.ending = ending or "length"
+                self.responses[response.slot] = response.slot = None
             else:
-                continuations.append(Continuation(slot, size - 1, [response.tokens[-1], *ids], left))
+                continuations.append(Continuation(response.slot, begin, [response.tokens[-1], *ids], left))
                 response.append(ids)
                 self.statistics.tool_tokens += len(ids)
-            done.append(Appended(response, slot, size, ids))
         length = max((each.length + len(each.tokens) for each in continuations), default=0)
         while self.length < length:
             self.grow()
         self.state = self.engine.append(self.params, self.state, continuations)
         self._set_counts([response for response, *_ in answers if response.slot is not None])
-        return done
 
     def grow(self) -> None:
         """Moves to the next cache bucket."""

@@ -20,6 +20,7 @@ from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.drafter_group import DrafterGroup
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.papers import bandit_manager, roofline_manager
@@ -311,13 +312,13 @@ def test_samples_of_a_prompt_wait_for_its_first_where_they_draft_from_one_anothe
     """Else what is likely to be long begins first, all of it, as in plain decoding."""
     prompts = sorted({request.prompt_ids for request in requests})[:3]
     asked = [dataclasses.replace(requests[0], prompt_ids=prompts[i // 3]) for i in range(9)]
-    started, insert = [], Speculator.insert
+    started, insert = [], DrafterGroup.insert
 
     def inserting(self, prefilled, assignments, requests):
         started.extend(requests)
         insert(self, prefilled, assignments, requests)
 
-    monkeypatch.setattr(Speculator, "insert", inserting)
+    monkeypatch.setattr(DrafterGroup, "insert", inserting)
     speculator = make_speculator(names, StrategyChoice())
     monkeypatch.setattr(speculator.lengths, "expected", lambda prompt_ids: 1.0)
     roll_out(speculator, params, asked)
