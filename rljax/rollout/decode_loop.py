@@ -106,10 +106,8 @@ class DecodeLoop:
     def step(self) -> None:
         """Fills free slots, decodes up to the next host sync, and takes over what was sampled."""
         self._fill()
-        if not self._decoding and not self.slots.under_way:  # all wait for answers, or have ended
-            self._drop_state()
-            return
-        self._decode()
+        if self._decoding or self.slots.under_way:  # else all wait for answers, or have ended
+            self._decode()
         self._drop_state()
 
     def _fill(self) -> None:
