@@ -28,19 +28,11 @@ def open_loop(
     version: int = 0,
     idle: IdleSlots = IDLE,
 ) -> DecodeLoop:
-    """Returns a decode loop without requests.
+    """Returns a decode loop without requests; the arguments are those of `Scheduler` and `DecodeLoop`.
 
     Args:
-      engine: the decode engine.
       params: weights from `engine.load_params`; with copy=True where a trainer goes on with them.
-      max_slots: responses decoded at a time.
-      speculator: decodes with drafts; None for plain decoding.
-      overlap: draft for one half of the slots while the device verifies the other.
-      tools: tools that responses may call, or the environment whose episodes they are; None for neither.
-      policy: see `LoopPolicy`.
-      on_sync: see `OnSync`.
       version: the number of the weights.
-      idle: what idle slots decode.
     """
     slots, turns = Slots(engine, params, version), Turns()
     if speculator is not None:

@@ -113,13 +113,8 @@ class Slots:
     def admit(
         self, waiting: Collection[LiveResponse], known: Sequence[LiveResponse], most: int, first: int
     ) -> None:
-        """Makes room for responses that wait: as many of them as `most` slots take.
-
-        Args:
-          waiting: the responses that wait.
-          known: all of the loop; those that yield come last.
-          most: responses decoded at a time.
-          first: slots of the first state at least.
+        """Makes room for `waiting` responses, as many as `most` slots take; the first state has `first` slots
+        at least. From now on the loop has the responses `known`, of which those that yield come last.
         """
         busy = len(self.busy)
         needed = min(most, busy + len(waiting))
