@@ -132,14 +132,13 @@ class DecodeLoop:
             self._tell([answer.response for answer in answers])
 
     def _admit(self) -> None:
-        """Makes room for the responses that have come since the last time."""
-        if not self._news:
-            return
-        self.finish_pass()  # its results are by the old numbers
-        self.slots.free(self.slots.yielding)  # others wait for their slots
+        """Makes room for responses that wait."""
+        if self._news:
+            self.finish_pass()  # its results are by the old numbers
+            self.slots.free(self.slots.yielding)  # others wait for their slots
+            self._news = False
         first = self.max_slots if self.policy.start_full else 0
         self.slots.admit(list(self._queue), [*self._live, *self.idle.responses], self.max_slots, first)
-        self._news = False
 
     def _smaller_batch(self) -> int:
         """Returns the smaller batch bucket that has become enough, or 0. It is not the smallest one where

@@ -114,7 +114,7 @@ class Slots:
         self, waiting: Collection[LiveResponse], known: Sequence[LiveResponse], most: int, first: int
     ) -> None:
         """Makes room for `waiting` responses, as many as `most` slots take; the first state has `first` slots
-        at least. From now on the loop has the responses `known`, of which those that yield come last.
+        at least. All of the loop's responses are `known`; those that yield come last.
         """
         busy = len(self.busy)
         needed = min(most, busy + len(waiting))

@@ -50,6 +50,8 @@ class SpeculativeSlots(Slots):
         self, waiting: Collection[LiveResponse], known: Sequence[LiveResponse], most: int, first: int
     ) -> None:
         super().admit(waiting, known, most, first)
+        if all(response.number is not None for response in waiting):
+            return
         self._take_counts(self._known)
         self._known = list(known)
         for number, response in enumerate(known):
