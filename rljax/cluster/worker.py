@@ -230,17 +230,8 @@ class RolloutWorker:
         scheduler, serves = self._scheduler, self._blueprint.serves
         if scheduler.speculator is not None:
             scheduler.speculator.prefer(None)
-        self.loop = DecodeLoop(
-            scheduler.engine,
-            self._params,
-            scheduler.max_slots,
-            scheduler.speculator,
-            scheduler.overlap,
-            scheduler.tools,
-            policy=LoopPolicy(sync_at_every_ending=True) if serves else LoopPolicy(start_full=True),
-            on_sync=self._collect,
-            version=self._version,
-        )
+        policy = LoopPolicy(sync_at_every_ending=True) if serves else LoopPolicy(start_full=True)
+        self.loop = scheduler.open_loop(self._params, policy, self._collect, self._version)
 
     def _take(self, order: Decode) -> None:
         """Decodes requests; one that it decodes already only if this has more of it."""

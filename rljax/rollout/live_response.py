@@ -1,6 +1,7 @@
 """A request in the decode loop, with its response so far."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ class LiveResponse:
     Attributes:
       request: the request.
       stop: stop strings of this response; None for none.
-      ahead: whether it is sampled only for drafts of a later rollout (`rljax/speculation/run_ahead.py`).
+      yields: whether nobody waits for it: it is decoded in an idle slot, and makes room for others.
       tokens: token ids so far, tools' answers included.
       logprobs: one per token, under the distribution really sampled; 0 for tools' answers.
       tool_answers: (begin, end) of every tool's answer, or environment's turn, in `tokens`.
@@ -36,7 +37,7 @@ class LiveResponse:
 
     request: Request
     stop: StopStrings | None = None
-    ahead: bool = False
+    yields: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     tool_answers: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -95,6 +96,22 @@ class LiveResponse:
         for begin, end in self.tool_answers:
             mask[begin:end] = False
         return mask
+
+    def find_stop(self, known: int) -> int | None:
+        """Returns the number of tokens up to the one that completes a stop string behind the first `known`;
+        None without one.
+        """
+        return None if self.stop is None else self.stop.find(self.tokens, known, self.turn_begin)
+
+    def cut(self, end: int) -> None:
+        """Drops the tokens behind the first `end`."""
+        del self.tokens[end:], self.logprobs[end:]
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Adds an answer: tokens that the policy has not sampled."""
+        self.tool_answers.append((len(self.tokens), len(self.tokens) + len(ids)))
+        self.tokens.extend(ids)
+        self.logprobs.extend([0.0] * len(ids))
 
     def use_version(self, version: int) -> None:
         """Records that tokens from here on are sampled by this version of the weights."""

@@ -4,52 +4,28 @@ A prompt is prefilled once for all its samples, together with prompts of about t
 """
 
 import collections
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.state import Prefix
-from rljax.models.transformer import Params
-from rljax.requests import DecodeStatistics
 from rljax.response_lengths import ResponseLengths
 from rljax.rollout.live_response import LiveResponse
-from rljax.speculation.speculator import Speculator
+from rljax.rollout.slots import Prefilled, Slots
 
 _Group = tuple[tuple[int, ...], list[LiveResponse]]
 """Tokens to prefill, and the responses that continue them."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Prefilled:
-    """Prefilled prompts, with the results of the drafters' prefill (`Speculator.prefill`)."""
-
-    prefix: Prefix
-    for_drafters: list[Any]
 
 
 class PrefillQueue:
     """A queue of responses that wait for a slot.
 
     Args:
-      engine: the decode engine.
+      slots: prefill prompts, for responses that join them.
       max_slots: number of responses decoded at a time.
-      speculator: speculator, whose drafters are prefilled, too; None for plain decoding.
-      statistics: counts to add prefilled tokens to.
       longest_first: expected lengths, to start the longest responses first; None for the order of arrival.
     """
 
-    def __init__(
-        self,
-        engine: DecodeEngine,
-        max_slots: int,
-        speculator: Speculator | None,
-        statistics: DecodeStatistics,
-        longest_first: ResponseLengths | None,
-    ) -> None:
-        self._engine, self._max_slots, self._speculator = engine, max_slots, speculator
-        self._statistics, self._longest_first = statistics, longest_first
+    def __init__(self, slots: Slots, max_slots: int, longest_first: ResponseLengths | None) -> None:
+        self._slots, self._max_slots, self._longest_first = slots, max_slots, longest_first
         self._prompts: collections.deque[_Group] = collections.deque()
         # Responses with their prefilled prompts and the rows in these.
         self._ready: collections.deque[tuple[Prefilled, int, LiveResponse]] = collections.deque()
@@ -84,48 +60,42 @@ class PrefillQueue:
         self._ready.clear()
         self._prompts.extendleft(reversed(groups.items()))
 
-    def take(self, params: Params, free: int, batch: int) -> tuple[Prefilled, list[tuple[int, LiveResponse]]]:
+    def take(self, free: int) -> tuple[Prefilled, list[tuple[int, LiveResponse]]]:
         """Removes and returns the next responses that were prefilled together, with their rows in
         `Prefilled`.
 
         Args:
-          params: weights to prefill with.
           free: number of free slots, the largest number of responses.
-          batch: number of slots of the decode state.
         """
         if not self._ready:
-            self._make_ready(params, free, batch)
+            self._make_ready(free)
         prefilled, rows = self._ready[0][0], []
         while len(rows) < free and self._ready and self._ready[0][0] is prefilled:
             _, row, response = self._ready.popleft()
             rows.append((row, response))
         return prefilled, rows
 
-    def prefill(self, params: Params, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
-        """Prefills prompts of one prefill length."""
-        prefix = self._engine.prefill(params, prompts)
-        return Prefilled(prefix, self._speculator.prefill(prefix, prompts) if self._speculator else [])
-
-    def _make_ready(self, params: Params, free: int, batch: int) -> None:
+    def _make_ready(self, free: int) -> None:
         """Prefills prompts: enough for `free` slots or, if responses to a prompt draft from one another, one
         for every slot.
         """
-        groups: list[_Group] = []
-        members, mates = 0, self._speculator is not None and self._speculator.has_history
+        engine, groups = self._slots.engine, list[_Group]()
+        members, mates = 0, self._slots.has_history
         while self._prompts and (len(groups) < self._max_slots if mates else members < free):
             groups.append(self._prompts.popleft())
             members += len(groups[-1][1])
         by_length: dict[int, list[_Group]] = {}
         for ids, group in groups:
-            by_length.setdefault(self._engine.prefill_length(len(ids)), []).append((ids, group))
+            by_length.setdefault(engine.prefill_length(len(ids)), []).append((ids, group))
         # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
-        buckets = self._engine.buckets
-        most = buckets.batch[-1] if batch == buckets.batch_for(self._max_slots) else buckets.batch[0]
+        buckets = engine.buckets
+        is_full = self._slots.batch == buckets.batch_for(self._max_slots)
+        most = buckets.batch[-1] if is_full else buckets.batch[0]
         rows = []
         for alike in by_length.values():
             for together in (alike[i : i + most] for i in range(0, len(alike), most)):
-                prefilled = self.prefill(params, [ids for ids, _ in together])
-                self._statistics.prefilled_tokens += sum(len(ids) for ids, _ in together)
+                prefilled = self._slots.prefill([ids for ids, _ in together])
+                self._slots.statistics.prefilled_tokens += sum(len(ids) for ids, _ in together)
                 rows += [
                     [(prefilled, row, response) for response in group]
                     for row, (_, group) in enumerate(together)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rljax.engine.engine import DecodeEngine
 from rljax.environments.use import EnvironmentUse
@@ -10,8 +11,10 @@ from rljax.requests import Completion, DecodeStatistics, PartialResponse, Reques
 from rljax.response_lengths import ResponseLengths
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
 from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.open_loop import open_loop
+from rljax.rollout.sources.idle import IDLE
+from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.rollout.stop_strings import StopStrings
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.tools.use import ToolUse
 
@@ -107,27 +110,15 @@ class Scheduler:
             if on_progress is not None:
                 on_progress(loop.statistics.tokens, finished)
 
+        idle = IDLE
+        if self.speculator is not None and self.speculator.run_ahead is not None:
+            takes_over = self.stop_strings is None and self.tools is None
+            idle = SamplingAhead(self.speculator.run_ahead, self.speculator, takes_over)
         policy = LoopPolicy(start_full=True, longest_first=self.lengths)
-        loop = DecodeLoop(
-            self.engine,
-            params,
-            self.max_slots,
-            self.speculator,
-            self.overlap,
-            self.tools,
-            policy,
-            report,
-            version,
-        )
-        run_ahead = None if self.speculator is None else self.speculator.run_ahead
-        taken: dict[int, Completion] = {}
-        if run_ahead is not None:
-            taken = self._sampled_before(run_ahead, requests)
-            loop.sample_ahead(run_ahead.upcoming)
-            ahead = bool(run_ahead.upcoming)
+        loop = self.open_loop(params, policy, report, version, idle)
+        taken = idle.begin(loop.slots, requests)
         for place, completion in taken.items():
             loop.statistics.tokens += len(completion.response_ids)
-            loop.statistics.ahead_final += len(completion.response_ids)
             finished += 1
             if on_finished is not None:
                 on_finished(place, completion)
@@ -136,10 +127,8 @@ class Scheduler:
             loop.submit(decoded)
             while loop.waiting or loop.running:
                 loop.step()
-            loop.finish_pass()  # a pass over requests that were only sampled ahead
-            loop.measure_ahead()
-            if run_ahead is not None and ahead:
-                run_ahead.keep(self._kept(loop.sampled_ahead(), requests))
+            loop.finish_pass()  # a pass over requests that nobody waits for
+            idle.end(loop.slots, requests)
             loop.statistics.running.append(loop.running_over_time.points())
         completions = [
             taken.get(place) or response.completion(self.tools is not None)
@@ -147,6 +136,11 @@ class Scheduler:
         ]
         self.learn_lengths(requests, completions)
         return completions, loop.statistics
+
+    def open_loop(self, params: Params, *others: Any) -> DecodeLoop:
+        """Returns a decode loop of the scheduler's parts; `others` are `open_loop`'s further arguments."""
+        parts = (self.engine, params, self.max_slots, self.speculator, self.overlap, self.tools)
+        return open_loop(*parts, *others)
 
     def begin(self, params: Params, requests: Sequence[Request], version: int) -> BegunRequests:
         """Takes requests for `finish`. Rollout workers would begin now (`rljax/cluster/decoder.py`).
@@ -169,29 +163,3 @@ class Scheduler:
         if self.speculator is None:
             for request, completion in zip(requests, completions, strict=True):
                 self.lengths.learn(request.prompt_ids, len(completion.response_ids))
-
-    def _sampled_before(self, run_ahead: RunAhead, requests: Sequence[Request]) -> dict[int, Completion]:
-        """Returns the responses that were sampled ahead to their end with the present weights, by the place
-        of their requests. Only an engine with row-invariant numerics samples the same bits in any batch.
-        """
-        run_ahead.match(requests)
-        if not self.engine.numerics.row_invariant:
-            return {}
-        completions = {place: run_ahead.completion(request) for place, request in enumerate(requests)}
-        return {place: completion for place, completion in completions.items() if completion is not None}
-
-    def _kept(
-        self, samples: Sequence[LiveResponse], requests: Sequence[Request]
-    ) -> list[tuple[Request, list[int], Completion | None]]:
-        """Returns samples in the form of `RunAhead.keep`. Those of this rollout's step may be taken over by a
-        further round once they are complete; stop strings and calls of tools are not looked for in them.
-        """
-        steps = {request.step for request in requests}
-        plain = self.stop_strings is None and self.tools is None
-        kept = []
-        for response in samples:
-            ended = response.ending == "eos" or not response.remaining
-            final = plain and ended and response.request.step in steps
-            completion = response.completion(False) if final else None
-            kept.append((response.request, response.tokens, completion))
-        return kept

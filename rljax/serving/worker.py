@@ -22,8 +22,9 @@ from rljax.engine.engine import DecodeEngine
 from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, Request
-from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
+from rljax.rollout.decode_loop import LoopPolicy, check_request
 from rljax.rollout.live_response import Ending, LiveResponse
+from rljax.rollout.open_loop import open_loop
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.speculator import Speculator
 
@@ -157,15 +158,14 @@ class EngineWorker:
         self.engine, self.speculator = engine, speculator
         self.max_slots, self.max_waiting = max_slots, max_waiting
         policy = LoopPolicy(sync_at_every_ending=True, most_steps=steps_per_sync)
-        deliver = self._deliver
-        self.loop = DecodeLoop(
+        self.loop = open_loop(
             engine,
             params,
             max_slots,
             speculator,
             tools=environment,
             policy=policy,
-            on_sync=deliver,
+            on_sync=self._deliver,
             version=version,
         )
         self._learns = learns and speculator is not None
@@ -187,7 +187,7 @@ class EngineWorker:
     @property
     def params(self) -> Params:
         """The weights that decode now."""
-        return self.loop.params
+        return self.loop.slots.params
 
     # -- from other threads ----------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from rljax.cluster.pipe import tier_sizes
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.router import Router, SharedQueue
 from rljax.cluster.spot import SpotRule
-from rljax.cluster.window_costs import Affine
 from rljax.errors import ConfigError, known_names
 from rljax.planning.hardware import known_hardware
 from rljax.simulation.cluster import Cluster, Machines, Order

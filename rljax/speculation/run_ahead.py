@@ -12,12 +12,7 @@ far. In a further round weights and noise are the same: a response that was samp
 and the beginning of one is a draft that is accepted whole. Where the other case occurs, the noise differs,
 and the tokens are found by prompt and sample. They are drafts as well: the policy is nearly the same.
 
-Requests sampled ahead take idle slots of the present bucket, and no more are added once putting them into
-slots has taken `max_share` of the rollout. The batch shrinks later where that pays: where the tokens that a
-wider pass samples ahead are expected to save more time than the wider pass costs (`RunAhead.batch`). Both
-sides are measured: the times of passes, and the share of earlier tokens that were accepted as drafts. While
-nothing is measured, only the bucket that the running responses need anyway is filled. What is sampled ahead
-is dropped when the batch shrinks below it or the rollout ends.
+`RunAhead` is what remains between rollouts; `rljax/rollout/sources/sampling_ahead.py` fills the slots of one.
 """
 
 import dataclasses
@@ -27,11 +22,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
-from rljax.engine.buckets import Buckets
-from rljax.processes import agree
-from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.requests import Completion, Request
 from rljax.response_lengths import ResponseLengths
-from rljax.speculation.pass_times import PassTimes
 
 _Place = tuple[bytes, int]
 """Digest of a prompt, and the number of the request among those with the same prompt: the sample."""
@@ -152,75 +144,10 @@ class RunAhead:
         """Share of tokens sampled ahead that later passes accepted as drafts; 0 before any is measured."""
         return self._accepted / (self._offered + _DOUBTED)
 
-    def weight(self, seconds_per_token: float, statistics: DecodeStatistics) -> float:
-        """The value of a token that is sampled ahead now, as a share of a current token's: its expected
-        saving against the mean time of a token in this rollout.
-
-        Args:
-          seconds_per_token: that an accepted one saves; see `saved_per_token`.
-          statistics: the rollout's so far.
-        """
-        spent = decoding_seconds(statistics)
-        return self.accepted_share * seconds_per_token * statistics.tokens / spent if spent else 0.0
-
-    def measure(self, seconds_per_token: float, statistics: DecodeStatistics) -> float:
-        """Counts what the rollout that has just ended had of the tokens sampled ahead for it.
-
-        Args:
-          seconds_per_token: that an accepted one saves; see `saved_per_token`.
-          statistics: the rollout's; the tokens offered and accepted as drafts are added.
-
-        Returns:
-          The estimated seconds saved, those of responses that were taken over included.
-        """
-        offered, accepted = self.drafter.tokens_ahead, self.drafter.tokens_accepted
-        statistics.ahead_offered += offered
-        statistics.ahead_accepted += accepted
-        final = statistics.ahead_final
-        if offered + final:
-            self._offered = _KEPT * self._offered + offered + final
-            self._accepted = _KEPT * self._accepted + accepted + final
-        decoded = max(statistics.tokens - final, 1)
-        return accepted * seconds_per_token + final * decoding_seconds(statistics) / decoded
-
-    def batch(
-        self,
-        state: tuple[int, int],
-        running: int,
-        available: int,
-        seconds_per_token: float,
-        statistics: DecodeStatistics,
-        buckets: Buckets,
-        times: PassTimes,
-    ) -> int:
-        """Returns the batch bucket, no larger than the present one, whose idle slots pay the most.
-
-        A bucket costs what its plain step takes longer than that of the smallest bucket for the running
-        responses. It brings a token ahead for every idle slot that can be filled. A bucket whose passes have
-        less room for drafts of the running responses than passes verified so far is left out.
-
-        Args:
-          state: batch and cache length of the decode state.
-          running: responses of this rollout that are decoded.
-          available: requests that are sampled ahead, or may be.
-          seconds_per_token: that an accepted token saves; see `saved_per_token`.
-          statistics: the rollout's so far.
-          buckets: the buckets of the engine.
-          times: measured times of passes.
-        """
-        present, length = state
-        smallest = buckets.batch_for(max(running, 1))
-        value = self.accepted_share * seconds_per_token
-        verified = statistics.drafted / max(statistics.verified_slots, 1)
-        needed = min(verified, _room(buckets, smallest, running))
-
-        def gain(batch: int) -> float:
-            cost = times.plain(batch, length) - times.plain(smallest, length)
-            return value * min(batch - running, available) - max(cost, 0.0)
-
-        fitting = [batch for batch in buckets.batch if smallest < batch <= present]
-        fitting = [batch for batch in fitting if _room(buckets, batch, running) >= needed]
-        return max([smallest, *fitting], key=gain)  # of equal ones the smallest
+    def count(self, offered: int, accepted: int) -> None:
+        """Counts how many tokens sampled ahead a rollout could propose, and how many passes accepted."""
+        self._offered = _KEPT * self._offered + offered
+        self._accepted = _KEPT * self._accepted + accepted
 
     def state(self) -> dict[str, np.ndarray]:
         """Checkpoint content. Complete responses become drafts: a checkpoint follows an update."""
@@ -268,37 +195,3 @@ def _places(requests: Iterable[Request]) -> list[_Place]:
         places.append((digests[prompt], counts.get(prompt, 0)))
         counts[prompt] = places[-1][1] + 1
     return places
-
-
-def saved_per_token(
-    statistics: DecodeStatistics, length: int, buckets: Buckets, times: PassTimes, max_batch: int
-) -> float:
-    """Returns the estimated seconds that a token saves once it is accepted as a draft: the mean time of a
-    token in this rollout, all drafts included, less the time of a row in the largest verifying pass.
-
-    Args:
-      statistics: the rollout's so far.
-      length: cache length.
-      buckets: the buckets of the engine.
-      times: measured times of passes.
-      max_batch: larger batches verify nothing.
-    """
-    batches = buckets.verified_batches(max_batch)
-    if not batches or not statistics.tokens:
-        return 0.0
-    batch = batches[-1]
-    rows, _ = buckets.passes(batch)[-1]
-    row = (times.verify(batch, length, rows) - times.plain(batch, length)) / (rows - batch)
-    return max(decoding_seconds(statistics) / statistics.tokens - max(row, 0.0), 0.0)
-
-
-def decoding_seconds(statistics: DecodeStatistics) -> float:
-    """Returns the time that a rollout has decoded, drafting and choosing included."""
-    (seconds,) = agree(statistics.host_seconds + statistics.device_seconds + statistics.draft_seconds)
-    return seconds
-
-
-def _room(buckets: Buckets, batch: int, running: int) -> float:
-    """Draft nodes that a pass over a full batch can have for each running response."""
-    passes = buckets.passes(batch)
-    return max((min(nodes, (rows - batch) / max(running, 1)) for rows, nodes in passes), default=0.0)

@@ -1,24 +1,21 @@
-"""Speculative decoding as schedulers and servers use it.
+"""The drafters of a run with all that they need, and what remains of them between rollouts.
 
-The pass itself is in `speculative_pass.py`, and the decode loop calls it directly. Here is what surrounds it:
-a rollout begins, requests join, slots are filled and moved, tokens are kept, and drafters hear of all that.
+The pass is in `speculative_pass.py`. `rljax/rollout/speculative_slots.py` calls it, and tells drafters what
+happens in a rollout: requests join, slots are filled and moved, tokens are kept.
 """
 
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from drafters.aligned import aligned
-from drafters.base import Drafter, DraftRequest, Outcome
+from drafters.base import Drafter, Outcome
 from drafters.device import AheadDrafter, DeviceDrafter, SelfDrafter
 from rljax.engine.background import CompilerThread
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment
-from rljax.engine.state import Prefix
 from rljax.models.transformer import Params
-from rljax.requests import DecodeStatistics, Request
+from rljax.requests import DecodeStatistics
 from rljax.response_lengths import ResponseLengths
 from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
@@ -49,6 +46,7 @@ class Speculator:
     Attributes:
       decoder: decodes by verifying passes and plain steps.
       drafters: by name.
+      group: the drafters, as they hear of requests and slots.
       proposers: the drafters as the manager asks them.
       manager: decides how much a pass verifies.
       decisions: the log of what was decided.
@@ -72,12 +70,12 @@ class Speculator:
         if run_ahead is not None:
             name = next(name for name, drafter in drafters.items() if is_on_host(drafter))
             drafters[name] = run_ahead.drafter = aligned(drafters[name])
-        self._group = DrafterGroup(drafters, engine)
-        self.drafters = self._group.by_name
+        self.group = DrafterGroup(drafters, engine)
+        self.drafters = self.group.by_name
         self.has_history = any(map(is_on_host, drafters.values()))
         self.proposers = [self._proposer(name, drafter) for name, drafter in drafters.items()]
         self.manager = strategies.manager(self.proposers, engine.buckets, self._times, max_batch)
-        self.decoder = SpeculativeDecoder(engine, self.manager, self._group, self._times, max_batch)
+        self.decoder = SpeculativeDecoder(engine, self.manager, self.group, self._times, max_batch)
         if strategies.by != "expected":  # a bandit would take drafters that are not ready for bad ones
             self.decoder.wait_for = self.proposers
         self.decisions = self.decoder.decisions
@@ -87,120 +85,10 @@ class Speculator:
         if isinstance(drafter, SelfDrafter):
             return SelfProposer(name, drafter, self.engine, self._times)
         if isinstance(drafter, AheadDrafter):
-            return AheadProposer(name, drafter, self.engine, self._times, self._group.following[name])
+            return AheadProposer(name, drafter, self.engine, self._times, self.group.following[name])
         if isinstance(drafter, DeviceDrafter):
-            return DeviceProposer(name, drafter, self.engine, self._times, self._group.following[name])
+            return DeviceProposer(name, drafter, self.engine, self._times, self.group.following[name])
         return HostProposer(name, drafter, self.engine)
-
-    # -- requests --------------------------------------------------------------------------------------------
-
-    def begin(
-        self,
-        params: Params,
-        requests: Sequence[Request],
-        current: int,
-        batch: int,
-        statistics: DecodeStatistics,
-    ) -> None:
-        """A rollout begins.
-
-        Args:
-          params: the policy's weights.
-          requests: all that may be decoded.
-          current: number of them, from the first on, that belong to this rollout; the others are only sampled
-            ahead.
-          batch: slots of the decode state.
-          statistics: the rollout's, added to.
-        """
-        self._statistics = statistics
-        start = time.perf_counter()
-        rollout = requests[:current]
-        self.manager.begin(
-            any(request.training for request in rollout),
-            max((request.step for request in rollout), default=0),
-        )
-        self.decisions.begin()
-        for proposer in self.proposers:
-            proposer.refresh(params)
-            proposer.forget()
-        statistics.draft_seconds += time.perf_counter() - start
-        self.decoder.begin(len(requests), statistics)
-        start = time.perf_counter()
-        self._group.ask_all("begin", self._draft_requests(requests, current))
-        self.restart(batch)
-        statistics.host_seconds += time.perf_counter() - start
-
-    def admit(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> None:
-        """Requests have joined those that are decoded, between two calls of `decode`.
-
-        Drafters begin anew and hear the tokens sampled so far; those on the device keep the slots that they
-        know. The new requests' prompts are inserted afterwards.
-
-        Args:
-          requests: all that are decoded from now on.
-          tokens: the tokens of each so far.
-        """
-        start = time.perf_counter()
-        self.decoder.expect(len(requests))
-        self._group.ask_all("begin", self._draft_requests(requests, len(requests)))
-        begun = np.asarray([i for i, response in enumerate(tokens) if len(response)], np.int32)
-        if len(begun):
-            padded, counts = _padded([tokens[i] for i in begun])
-            self._group.observe(begun, padded, counts, np.zeros(len(begun), bool), {})
-        self._statistics.host_seconds += time.perf_counter() - start
-
-    def _draft_requests(self, requests: Sequence[Request], current: int) -> list[DraftRequest]:
-        """The requests as drafters know them: only the coupled rule lets them know the noise."""
-        coupled = self.engine.verification == "coupled"
-        known = []
-        for index, request in enumerate(requests):
-            ahead = None if self.run_ahead is None else self.run_ahead.recall(request.noise_key)
-            key = request.noise_key if coupled else None
-            trainable = request.training and index < current
-            known.append(DraftRequest(request.prompt_ids, key, ahead, trainable))
-        return known
-
-    def observe(
-        self, requests: np.ndarray, tokens: np.ndarray, counts: np.ndarray, ended: np.ndarray
-    ) -> None:
-        """Tells drafters which tokens of the last pass were kept.
-
-        Args:
-          requests: int32 [n].
-          tokens: int32 [n, T], the sampled tokens.
-          counts: int32 [n], how many of them were kept.
-          ended: bool [n], the response is complete.
-        """
-        start = time.perf_counter()
-        self._group.observe(requests, tokens, counts, ended, self.decoder.draft_counts)
-        self._statistics.host_seconds += time.perf_counter() - start
-
-    def append(
-        self,
-        slots: Sequence[int],
-        requests: Sequence[int],
-        sizes: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        ended: Sequence[bool],
-    ) -> None:
-        """Appends tokens that were not sampled (a tool's answer).
-
-        Args:
-          slots, requests: slot and request of each sequence of tokens.
-          sizes: tokens of prompt and response before them; tokens sampled behind these were not kept.
-          tokens: the appended tokens.
-          ended: the response is complete.
-        """
-        start = time.perf_counter()
-        padded, counts = _padded(tokens)
-        for drafter in self._group.on_device:
-            drafter.append(slots, sizes, padded, counts)
-        self._group.observe(np.asarray(requests, np.int32), padded, counts, np.asarray(ended, bool), {})
-        self._statistics.host_seconds += time.perf_counter() - start
-
-    def counts(self, request: int) -> tuple[int, int]:
-        """Draft nodes verified for a request, and accepted."""
-        return int(self.decoder.drafted[request]), int(self.decoder.accepted[request])
 
     def prefer(self, name: str | None) -> None:
         """Drafts with one drafter alone from now on; None leaves the choice to the manager again."""
@@ -210,51 +98,11 @@ class Speculator:
         else:
             self.decoder.manager = self.manager
 
-    # -- slots -----------------------------------------------------------------------------------------------
-
-    def restart(self, batch: int) -> None:
-        """The decode state is a new one, of `batch` empty slots."""
-        self._group.restart(batch)
-
-    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> list[Any]:
-        """Prefills drafters on the device with prompts that the engine has begun to prefill.
-
-        Returns:
-          The data that `insert` takes.
-        """
-        self.decoder.clock.dispatched()
-        prefilled = self._group.prefill(prefix, prompts)
-        self.decoder.clock.host_waited()  # some drafters wait for the prefill
-        return prefilled
-
-    def insert(
-        self, prefilled: list[Any], assignments: Sequence[Assignment], requests: Sequence[int]
-    ) -> None:
-        """Prefilled prompts were inserted into slots."""
-        self._group.insert(prefilled, assignments, requests)
-
-    def compact(self, slots: Sequence[int], batch: int) -> None:
-        """Only `slots` go on, in a state of `batch`."""
-        self._group.compact(slots, batch)
-
-    def widen(self, batch: int) -> None:
-        """All slots go on, in a state of `batch`, which may be as before."""
-        self._group.widen(batch)
-
     # -- training of drafters --------------------------------------------------------------------------------
-
-    def spare(self, running: int) -> None:
-        """Trains drafters a little, between two passes with so many running responses."""
-        for name, drafter in self._group.trained.items():
-            if running > drafter.train_below:
-                continue
-            start = time.perf_counter()
-            if ask(name, drafter, "train"):
-                self._statistics.train_seconds += self.decoder.clock.finished() - start
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Tells drafters the rewarded responses of a training rollout."""
-        self._group.ask_all("learn", outcomes)
+        self.group.ask_all("learn", outcomes)
         for outcome in outcomes:
             self.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
 
@@ -266,12 +114,12 @@ class Speculator:
         """Lets drafters that are trained here for others read responses that other processes have decoded;
         arguments as of `SharedDrafter.read`. `learn` follows.
         """
-        for name, drafter in self._group.trained.items():
+        for name, drafter in self.group.trained.items():
             ask(name, drafter, "read", params, responses, seconds)
 
     def freeze(self) -> None:
         """Before the first rollout: drafters are neither trained nor saved here."""
-        for name, drafter in self._group.trained.items():
+        for name, drafter in self.group.trained.items():
             ask(name, drafter, "freeze")
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -305,7 +153,7 @@ class Speculator:
             self.engine,
             params,
             self.proposers,
-            [following.drafter for following in self._group.on_device],
+            [following.drafter for following in self.group.on_device],
             self._times,
             self.max_batch,
             prompt_length,
@@ -336,7 +184,7 @@ class Speculator:
           thread: the thread to compile in; None for one of its own.
         """
         self.close()
-        followers = [following.drafter for following in self._group.on_device]
+        followers = [following.drafter for following in self.group.on_device]
         self.decoder.compiler = warm_up_behind(
             self.engine,
             params,
@@ -400,12 +248,3 @@ class Speculator:
             state = self.run_ahead.load_state(state)
         state = load_drafter_states(self.drafters, state)
         self._state_of_others = {key: array for key, array in state.items() if "/" in key}
-
-
-def _padded(tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Token lists as rows, int32 [n, T] with T at least 1, padded with 0, and their lengths, int32 [n]."""
-    counts = np.asarray([len(sequence) for sequence in tokens], np.int32)
-    padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
-    for row, sequence in enumerate(tokens):
-        padded[row, : len(sequence)] = sequence
-    return padded, counts

@@ -23,7 +23,7 @@ from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, Timing, WantedGroups, outcomes
 from rljax.rollout.episodes import environment_metrics
 from rljax.rollout.metrics import mean_rewards, rollout_metrics, tokens_per_second
-from rljax.rollout.tool_turns import tool_metrics
+from rljax.rollout.sources.tool_turns import tool_metrics
 from rljax.training import failures, reporting, resuming, saving
 from rljax.training.arrival import arrived_groups
 from rljax.training.staleness import begin_rollouts, begin_round, lag_metrics, oldest_lag, sampled_by

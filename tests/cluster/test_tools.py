@@ -23,7 +23,7 @@ def test_workers_lost_in_calls_and_behind_them_change_nothing(world, monkeypatch
         for name, worker in list(fabric.workers.items()):
             if worker.loop is None or len(lost) == 2 or worker._rollout <= len(lost):
                 continue
-            waits = worker.loop._paused
+            waits = worker.loop.turns.paused
             answered = any(each.tool_answers and each.ending is None for each in worker._keys)
             if answered if lost else waits:
                 lost.append(name)

@@ -10,8 +10,9 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
 from rljax.requests import PartialResponse
-from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
+from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.open_loop import open_loop
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
@@ -56,7 +57,7 @@ def make_loop(engine, params, drafts, overlap=False):
     speculator = None
     if drafts:
         speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CheapTimes())
-    return DecodeLoop(engine, params, SLOTS, speculator, overlap, policy=SERVER)
+    return open_loop(engine, params, SLOTS, speculator, overlap, policy=SERVER)
 
 
 @pytest.mark.parametrize(("drafts", "overlap"), [(False, False), (True, False), (True, True)])
@@ -84,7 +85,7 @@ def test_responses_move_between_loops_while_others_go_on(engine, params, request
     assert moves > 10
     assert_same([response.completion(False) for response in responses], expected)
     assert all(response.versions == [(0, 0)] for response in responses)
-    assert not any(loop.slots or loop.state for loop in loops)
+    assert not any(loop.slots.responses or loop.slots.state for loop in loops)
 
 
 def test_a_loop_that_expects_more_keeps_its_slots(engine, params, requests, expected):
@@ -97,10 +98,10 @@ def test_a_loop_that_expects_more_keeps_its_slots(engine, params, requests, expe
     while len(loop.running) != 1:
         loop.step()
     loop.step()
-    assert loop.state.batch == SLOTS
+    assert loop.slots.batch == SLOTS
     loop.expects_more = False
     loop.step()
-    assert loop.state.batch == 2
+    assert loop.slots.batch == 2
     finish(loop)
     assert_same([response.completion(False) for response in responses], [expected[i] for i in chosen])
 
@@ -117,7 +118,7 @@ def test_resuming_compiles_nothing_after_warm_up(requests):
         partial = PartialResponse(
             tuple(whole.response_ids[:count].tolist()), tuple(whole.logprobs[:count].tolist())
         )
-        loop = DecodeLoop(warm, params, SLOTS, policy=SERVER)
+        loop = open_loop(warm, params, SLOTS, policy=SERVER)
         response = LiveResponse.resume(requests[longest], partial)
         loop.submit([response])
         finish(loop)
@@ -130,7 +131,7 @@ def test_weights_are_swapped_between_two_host_syncs(engine, params, requests):
     other = engine.load_params(make_params(1))
     expected = Scheduler(engine, SLOTS).run(other, requests[3:5])[0]
     loop = make_loop(engine, params, drafts=True)
-    refreshed, (proposer,) = [], loop.speculator.proposers
+    refreshed, (proposer,) = [], loop.slots.speculator.proposers
     proposer.refresh = refreshed.append
     running = LiveResponse(requests[-1])
     loop.submit([running])
@@ -173,7 +174,7 @@ def test_loaded_copies_survive_donation(engine):
 
 
 def test_ended_responses_are_refused(engine, params, requests):
-    loop = DecodeLoop(engine, params, SLOTS)
+    loop = open_loop(engine, params, SLOTS)
     ended = PartialResponse((5, EOS), (0.0, 0.0))
     with pytest.raises(ValueError, match="has ended"):
         loop.submit([LiveResponse.resume(requests[0], ended)])
@@ -193,7 +194,7 @@ def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(req
         engine = make_engine(SamplingParams())
         assembly.warm_up(Scheduler(engine, SLOTS), params, config, requests_join=True, resumes=resumes)
         before = engine.pool.compilations
-        loop = DecodeLoop(engine, params, SLOTS, policy=SERVER)
+        loop = open_loop(engine, params, SLOTS, policy=SERVER)
         response = LiveResponse.resume(requests[longest], partial)
         loop.submit([response])
         finish(loop)

@@ -16,8 +16,9 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError
 from rljax.numerics.rows import Numerics
-from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
+from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.open_loop import open_loop
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
@@ -109,7 +110,7 @@ def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, dra
 
 def test_requests_that_join_and_leave_keep_their_settings(engine, params, requests, expected):
     """One after the other, as in a server: states are widened for them, and compacted when they leave."""
-    loop = DecodeLoop(engine, params, SLOTS, policy=LoopPolicy(sync_at_every_ending=True, most_steps=3))
+    loop = open_loop(engine, params, SLOTS, policy=LoopPolicy(sync_at_every_ending=True, most_steps=3))
     responses = [LiveResponse(request) for request in requests]
     for response in reversed(responses):
         loop.submit([response])
@@ -166,7 +167,7 @@ def test_rules_that_sample_all_requests_alike_are_refused(rule):
     ],
 )
 def test_impossible_settings_are_refused(params, requests, per_slot, settings, said):
-    loop = DecodeLoop(make_engine("float32", per_slot=per_slot), params, SLOTS)
+    loop = open_loop(make_engine("float32", per_slot=per_slot), params, SLOTS)
     with pytest.raises(ValueError, match=said):
         loop.submit([LiveResponse(dataclasses.replace(requests[0], sampling=settings))])
     assert not loop.waiting

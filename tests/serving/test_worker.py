@@ -139,7 +139,7 @@ def test_states_widen_and_compact(make_worker, engine, requests, expected):
     worker, batches, running = make_worker(), [], threading.Event()
 
     def look(_):
-        batches.append(worker.loop.state.batch)
+        batches.append(worker.loop.slots.batch)
         running.set()
 
     collected = [Collected(requests[2], on_piece=look)]
@@ -226,7 +226,7 @@ def test_an_idle_worker_swaps_weights_at_once(make_worker, engine, params, reque
 
     worker.loop.load_params = load
     worker.load_params(engine.load_params(make_params(1)), 1)
-    assert loaded.wait(WAIT) and worker.loop.version == 1
+    assert loaded.wait(WAIT) and worker.loop.slots.version == 1
     worker.load_params(params, 2)
     collected = Collected(requests[0])
     worker.submit([collected.job])

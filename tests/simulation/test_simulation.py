@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rljax.cluster.ranked_queues import RankedQueues
 from rljax.cluster.spot import SpotRule
-from rljax.cluster.window_costs import Affine
 from rljax.errors import ConfigError
 from rljax.simulation.cluster import Cluster, Machines, Response
 from rljax.simulation.command import main

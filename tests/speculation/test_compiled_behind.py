@@ -122,7 +122,7 @@ def test_a_follower_leaves_where_its_programs_are_missing(params, requests, expe
     """It is not compiled for the smaller batch, and drafts again in the next rollout."""
     with speculator_of(name, params, requests, tmp_path, buckets=SHRINKING) as speculator:
         speculator.decoder.compiler.wait()
-        (following,), (proposer,) = speculator._group.on_device, speculator.proposers
+        (following,), (proposer,) = speculator.group.on_device, speculator.proposers
         is_compiled, followed = following.is_compiled, []
         following.is_compiled = lambda batch: batch > 2 and is_compiled(batch)
         propose = proposer.propose

@@ -1,6 +1,7 @@
 """Run-ahead: the next rollout's requests in this one's idle slots, into drafts and nothing else."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.speculation.pass_choice import Candidates, best_rows
@@ -209,13 +211,22 @@ def test_the_batch_stays_wide_where_tokens_ahead_save_more_than_it_costs(engine,
     assert (statistics.ahead_pass_seconds > 0) == (wide and slot > 0)
 
 
+def sampling_ahead(run_ahead, seconds):
+    """What fills idle slots, where an accepted token saves so many seconds, and a slot more costs 0.1 s."""
+    speculator = SimpleNamespace(decoder=SimpleNamespace(times=TimesByBatch(0.1)))
+    ahead = SamplingAhead(run_ahead, speculator, takes_over=True)
+    ahead._saved_per_token = lambda slots: seconds
+    return ahead
+
+
 def test_the_widest_batch_that_pays():
     buckets = Buckets((2, 4, 8, 16), (64,), (32,), 7)
-    times, statistics = TimesByBatch(0.1), DecodeStatistics()
-    run_ahead = RunAhead(16, 1.0)
+    engine, statistics, run_ahead = SimpleNamespace(buckets=buckets), DecodeStatistics(), RunAhead(16, 1.0)
 
     def batch(seconds, available=16, running=3, present=16):
-        return run_ahead.batch((present, 64), running, available, seconds, statistics, buckets, times)
+        decoded = {"running": [0] * running, "yielding": [0] * available}
+        slots = SimpleNamespace(engine=engine, statistics=statistics, batch=present, length=64, **decoded)
+        return sampling_ahead(run_ahead, seconds).batch(slots, buckets.batch_for(running))
 
     assert batch(1e9) == 4  # nothing is measured
     run_ahead._offered, run_ahead._accepted = 100 - 16, 50
@@ -252,11 +263,14 @@ def test_a_node_of_a_request_sampled_ahead_is_worth_what_it_saves_later():
 
 def test_the_weight_is_the_expected_saving_of_a_token():
     run_ahead = RunAhead(4, 1.0)
+    ahead = sampling_ahead(run_ahead, 0.08)
     statistics = DecodeStatistics(tokens=100, device_seconds=8.0, host_seconds=2.0)
-    assert run_ahead.weight(0.08, statistics) == 0.0
+    slots = SimpleNamespace(statistics=statistics, yielding=[0])
+    assert ahead.weight(slots) == 0.0
     run_ahead._offered, run_ahead._accepted = 100 - 16, 50
-    assert run_ahead.weight(0.08, statistics) == pytest.approx(0.5 * 0.08 / 0.1)
-    assert run_ahead.weight(0.08, DecodeStatistics()) == 0.0
+    assert ahead.weight(slots) == pytest.approx(0.5 * 0.08 / 0.1)
+    assert ahead.weight(SimpleNamespace(statistics=DecodeStatistics(), yielding=[0])) == 0.0
+    assert ahead.weight(SimpleNamespace(statistics=statistics, yielding=[])) == 0.0
 
 
 def test_metrics_say_what_was_spent_and_saved(engine):

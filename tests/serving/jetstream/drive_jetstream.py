@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         options = Options(drafter="none", slots=SLOTS)
         served = open_policy(arguments.run, options, print, compile_first=False)
-        engine, params = served.worker.engine, served.worker.loop.params
+        engine, params = served.worker.engine, served.worker.params
         adapter = JetStreamEngine(engine, served.tokenizer, SLOTS, served.max_prompt_tokens, seed=3)
         driver = jetstream.Driver(
             prefill_engines=[adapter],

@@ -62,7 +62,7 @@ def expected_tokens(served, prompt, number):
         tuple(served.tokenizer.encode(prompt)), request_key(3, 3, 0, number, 0), served.max_tokens
     )
     worker = served.worker
-    (completion,), _ = Scheduler(worker.engine, 4).run(worker.loop.params, [request])
+    (completion,), _ = Scheduler(worker.engine, 4).run(worker.params, [request])
     tokens = completion.response_ids.tolist()
     return tokens[:-1] if completion.finish_reason == "eos" else tokens
 

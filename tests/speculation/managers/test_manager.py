@@ -13,6 +13,7 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
 from rljax.speculation.device_proposers import DeviceProposer
+from rljax.speculation.drafter_group import DrafterGroup
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.drafting import strategies_of
 from rljax.speculation.managers.expected import ExpectedManager
@@ -70,13 +71,13 @@ def test_samples_of_a_prompt_wait_for_its_first_where_they_draft_from_one_anothe
     """Else what is likely to be long begins first, all of it, as in plain decoding."""
     prompts = sorted({request.prompt_ids for request in requests})[:3]
     asked = [dataclasses.replace(requests[0], prompt_ids=prompts[i // 3]) for i in range(9)]
-    started, insert = [], Speculator.insert
+    started, insert = [], DrafterGroup.insert
 
     def inserting(self, prefilled, assignments, requests):
         started.extend(requests)
         insert(self, prefilled, assignments, requests)
 
-    monkeypatch.setattr(Speculator, "insert", inserting)
+    monkeypatch.setattr(DrafterGroup, "insert", inserting)
     speculator = make_speculator(names, strategy_choice("expected"))
     monkeypatch.setattr(speculator.lengths, "expected", lambda prompt_ids: 1.0)
     roll_out(speculator, params, asked)

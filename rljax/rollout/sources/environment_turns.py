@@ -15,7 +15,8 @@ from rljax.environments.task import Outcome
 from rljax.environments.use import EnvironmentUse, noise_name
 from rljax.requests import DecodeStatistics, Episode
 from rljax.rollout.live_response import LiveResponse
-from rljax.rollout.tool_turns import Answered, Pauses
+from rljax.rollout.sources.tool_turns import Pauses
+from rljax.rollout.sources.turns import Answered
 from rljax.tools.markup import ToolCall
 from rljax.tools.workers import ToolAnswer
 
@@ -40,28 +41,25 @@ class EnvironmentTurns(Pauses):
 
     Args:
       use: the environment.
-      statistics: counts of the loop, to add to.
       eos_token_ids: tokens that end a turn of the policy.
     """
 
     takes_last = True
 
-    def __init__(
-        self, use: EnvironmentUse, statistics: DecodeStatistics, eos_token_ids: Collection[int]
-    ) -> None:
-        super().__init__(use.workers, statistics)
+    def __init__(self, use: EnvironmentUse, eos_token_ids: Collection[int]) -> None:
+        super().__init__(use.workers)
         self._use, self._eos = use, frozenset(eos_token_ids)
         self._taken: list[tuple[LiveResponse, ToolAnswer]] = []  # steps of an environment in this process
 
-    def find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
-        """Returns the turn of the policy that ends behind the first `known` tokens, or None."""
+    def _find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
+        """Returns the turn of the policy, as a call of the environment."""
         if stop is None and response.tokens[-1] not in self._eos:
             return None
         end = len(response.tokens) if stop is None else stop
         text = self._use.tokenizer.response_text(response.tokens[response.turn_begin : end])
         return ToolCall(end, "step", text)
 
-    def call(self, response: LiveResponse, call: ToolCall) -> None:
+    def _call(self, response: LiveResponse, call: ToolCall) -> None:
         """Pauses a response, and begins the step. An environment in this process takes it at once."""
         response.actions.append(call.text)
         step = _Step(self._use, response)
@@ -73,12 +71,12 @@ class EnvironmentTurns(Pauses):
         self.paused.add(response)
         self._taken.append((response, answer))
 
-    def answers(self, alone: bool, most_seconds: float | None = None) -> list[Answered]:
+    def answers(self, statistics: DecodeStatistics, alone: bool, joined: bool) -> list[Answered]:
         if not self._use.task.is_here:
-            return super().answers(alone, most_seconds)
+            return super().answers(statistics, alone, joined)
         taken, self._taken = self._taken, []
-        self._statistics.tool_calls += len(taken)
-        self._statistics.tool_seconds += sum(answer.seconds for _, answer in taken)
+        statistics.tool_calls += len(taken)
+        statistics.tool_seconds += sum(answer.seconds for _, answer in taken)
         waiting = [(response, answer) for response, answer in taken if response in self.paused]  # not dropped
         self.paused.clear()
         return [self._answered(response, answer) for response, answer in waiting]

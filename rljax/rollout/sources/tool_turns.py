@@ -8,10 +8,10 @@ the response continues. The order of the answers has no effect on the tokens, on
 import abc
 import itertools
 import time
-from typing import NamedTuple
 
-from rljax.requests import DecodeStatistics, FinishReason
+from rljax.requests import DecodeStatistics
 from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.sources.turns import Answered, Turns
 from rljax.tools.base import Tool
 from rljax.tools.markup import ToolCall
 from rljax.tools.use import ToolUse
@@ -22,28 +22,14 @@ _PATIENCE = 0.002
 goes on while answers come, up to the time of a host sync: a pass for the first of many would be nearly
 empty.
 """
+_WAIT_WHERE_JOINED = 0.02  # seconds of waiting for an answer while nothing decodes and others may join
 
 
-class Answered(NamedTuple):
-    """What a response has waited for.
-
-    Attributes:
-      response: the response.
-      tokens: tokens to append to it.
-      ending: reason of its end, without these tokens; None where it goes on.
-    """
-
-    response: LiveResponse
-    tokens: list[int]
-    ending: FinishReason | None
-
-
-class Pauses(abc.ABC):
+class Pauses(Turns, abc.ABC):
     """The responses of one decode loop that pause, and what they wait for.
 
     Args:
       workers: threads that work for them.
-      statistics: counts of the loop, to add to.
 
     Attributes:
       paused: responses that wait for an answer.
@@ -52,16 +38,27 @@ class Pauses(abc.ABC):
 
     takes_last = False
 
-    def __init__(self, workers: ToolWorkers, statistics: DecodeStatistics) -> None:
-        self._workers, self._statistics = workers, statistics
+    def __init__(self, workers: ToolWorkers) -> None:
+        self._workers = workers
         self.paused: set[LiveResponse] = set()
         self._numbers = itertools.count()
         self._calling: dict[int, LiveResponse] = {}  # by number of the call
         self._new = False  # whether decoding has not yet waited for the newest call
         workers.forget()
 
+    def end(self, response: LiveResponse, known: int) -> bool:
+        call = self._find(response, known, response.find_stop(known))
+        if call is None:
+            return super().end(response, known)
+        response.cut(call.end)
+        if not response.yields and (self.takes_last or call.end < response.request.max_response):
+            self._call(response, call)
+        else:
+            response.ending = "length"
+        return True
+
     @abc.abstractmethod
-    def find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
+    def _find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
         """Returns the call that a response completes after its first `known` tokens, or None.
 
         Args:
@@ -71,7 +68,7 @@ class Pauses(abc.ABC):
         """
 
     @abc.abstractmethod
-    def call(self, response: LiveResponse, call: ToolCall) -> None:
+    def _call(self, response: LiveResponse, call: ToolCall) -> None:
         """Pauses a response, and starts its call."""
 
     @abc.abstractmethod
@@ -84,16 +81,10 @@ class Pauses(abc.ABC):
             self.paused.remove(response)
             self._calling = {number: other for number, other in self._calling.items() if other != response}
 
-    def answers(self, alone: bool, most_seconds: float | None = None) -> list[Answered]:
-        """Returns answers that have arrived, with their responses, and ends the pause of these.
-
-        Args:
-          alone: whether to wait for an answer, as no response can decode meanwhile.
-          most_seconds: longest wait in that case; None for no limit.
-        """
+    def answers(self, statistics: DecodeStatistics, alone: bool, joined: bool) -> list[Answered]:
         if not self.paused:
             return []
-        answered, statistics = [], self._statistics
+        answered, most_seconds = [], _WAIT_WHERE_JOINED if joined else None
         start = time.perf_counter()
         answers = self._workers.answers(most_seconds if alone else _PATIENCE if self._new else 0.0)
         longest = max(statistics.device_seconds / max(statistics.host_syncs, 1), _PATIENCE)
@@ -115,11 +106,6 @@ class Pauses(abc.ABC):
             statistics.tool_seconds += answer.seconds
         return answered
 
-    def appended(self, response: LiveResponse, begin: int, end: int) -> None:
-        """Records that a response continues after an answer, its tokens `begin` to `end`."""
-        response.tool_answers.append((begin, end))
-        self._statistics.tool_tokens += end - begin
-
     def _pause(self, response: LiveResponse, name: str, tool: Tool, text: str) -> None:
         number = next(self._numbers)
         self.paused.add(response)
@@ -133,22 +119,19 @@ class ToolTurns(Pauses):
 
     Args:
       use: the tools.
-      statistics: counts of the loop, to add to.
     """
 
-    def __init__(self, use: ToolUse, statistics: DecodeStatistics) -> None:
-        super().__init__(use.workers, statistics)
+    def __init__(self, use: ToolUse) -> None:
+        super().__init__(use.workers)
         self._use = use
 
-    def find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
-        """Returns the call that a response completes before a stop string, or None."""
+    def _find(self, response: LiveResponse, known: int, stop: int | None) -> ToolCall | None:
         if response.tool_calls == self._use.max_calls:
             return None
         call = self._use.markup.find(response.tokens, response.turn_begin, known)
         return call if call is None or stop is None or call.end < stop else None
 
-    def call(self, response: LiveResponse, call: ToolCall) -> None:
-        """Pauses a response, and calls the tool."""
+    def _call(self, response: LiveResponse, call: ToolCall) -> None:
         response.tool_calls += 1
         self._pause(response, call.name, self._use.tools[call.name], call.text)
 

@@ -1,0 +1,247 @@
+"""The slots of a decode loop: the decode state, the response in each slot, and the pass over them.
+
+`Slots` decodes plainly. `SpeculativeSlots` (`speculative_slots.py`) tells drafters of all that happens here,
+and decodes with their drafts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rljax.engine.appending import Continuation
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment, DecodeResult
+from rljax.engine.state import DecodeState, Prefix
+from rljax.models.transformer import Params
+from rljax.requests import DecodeStatistics
+from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.sources.turns import Answered
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefilled:
+    """Prefilled prompts, with the results of the drafters' prefill (`DrafterGroup.prefill`)."""
+
+    prefix: Prefix
+    for_drafters: list[Any]
+
+
+class Pass(NamedTuple):
+    """What a pass is to be."""
+
+    slots: Sequence[int]  # all that decode
+    until_active: int  # plain steps end once no more than so many slots are active
+    most_steps: int | None  # plain steps at most; None for the engine's `decode_steps_per_sync`
+    is_tail: bool  # no response waits for a slot
+    shrinks: bool  # the batch could be smaller, once no pass is under way
+    yielding_weight: float  # value of a token of a response that yields, as a share of another's
+
+
+class Collected(NamedTuple):
+    """What a pass over `slots` has sampled."""
+
+    result: DecodeResult
+    slots: Sequence[int]
+
+
+class Slots:
+    """The slots, decoded by plain steps.
+
+    Args:
+      engine: the decode engine.
+      params: weights from `engine.load_params`.
+      version: the number of the weights.
+
+    Attributes:
+      statistics: counts of all decoding so far.
+      state: the decode state; None while nothing is decoded.
+      responses: the response in each slot.
+      has_history: whether responses to one prompt may be drafted from one another.
+    """
+
+    has_history = False
+
+    def __init__(self, engine: DecodeEngine, params: Params, version: int) -> None:
+        self.engine, self.params, self.version = engine, params, version
+        self.statistics = DecodeStatistics()
+        self.state: DecodeState | None = None
+        self.responses: list[LiveResponse | None] = []
+
+    @property
+    def batch(self) -> int:
+        """Slots of the decode state; 0 without one."""
+        return 0 if self.state is None else self.state.batch
+
+    @property
+    def length(self) -> int:
+        """Cache length of the decode state; 0 without one."""
+        return 0 if self.state is None else self.state.cache.length
+
+    @property
+    def under_way(self) -> Sequence[int]:
+        """Slots of the pass that the device is at; none between two passes."""
+        return ()
+
+    @property
+    def busy(self) -> list[int]:
+        """Slots with a response."""
+        return [slot for slot, response in enumerate(self.responses) if response is not None]
+
+    @property
+    def idle(self) -> list[int]:
+        """Slots without one."""
+        return [slot for slot, response in enumerate(self.responses) if response is None]
+
+    @property
+    def running(self) -> list[int]:
+        """Slots with a response that yields to no other."""
+        return [slot for slot, response in self._decoded() if not response.yields]
+
+    @property
+    def yielding(self) -> list[LiveResponse]:
+        """Responses in slots that yield to others."""
+        return [response for _, response in self._decoded() if response.yields]
+
+    def _decoded(self) -> Iterator[tuple[int, LiveResponse]]:
+        return ((slot, each) for slot, each in enumerate(self.responses) if each is not None)
+
+    # -- joining ---------------------------------------------------------------------------------------------
+
+    def admit(
+        self, waiting: Collection[LiveResponse], known: Sequence[LiveResponse], most: int, first: int
+    ) -> None:
+        """Makes room for `waiting` responses, as many as `most` slots take; the first state has `first` slots
+        at least. All of the loop's responses are `known`; those that yield come last.
+        """
+        busy = len(self.busy)
+        needed = min(most, busy + len(waiting))
+        if needed == busy:
+            return
+        longest = max(response.positions for response in waiting) + 1
+        if not self.batch:
+            self._start(max(needed, first), longest)
+            self.responses = [None] * needed
+        if self.batch < self.engine.buckets.batch_for(needed):
+            self._widen(needed)
+        while self.length < self.engine.buckets.cache_for(longest):
+            self.grow()
+        if len(self.responses) < needed:
+            self.responses += [None] * (self.batch - len(self.responses))
+
+    def _start(self, slots: int, longest: int) -> None:
+        self.state = self.engine.start_state(slots, longest)
+
+    def _widen(self, slots: int) -> None:
+        self.state = self.engine.widen(self.state, slots)
+
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
+        """Prefills prompts of one prefill length."""
+        return Prefilled(self.engine.prefill(self.params, prompts), [])
+
+    def insert(
+        self, prefilled: Prefilled, rows: Sequence[tuple[int, int, LiveResponse]]
+    ) -> Sequence[Assignment]:
+        """Inserts prefilled rows: (row, slot, response) of each."""
+        assignments = []
+        for row, slot, response in rows:
+            request = response.request
+            assignments.append(Assignment(row, slot, request.noise_key, response.remaining, request.sampling))
+            self.responses[slot], response.slot = response, slot
+            response.use_version(self.version)
+        self.state = self.engine.bulk_insert(prefilled.prefix, self.state, assignments)
+        self._set_counts([response for *_, response in rows if response.tokens])
+        return assignments
+
+    def _set_counts(self, responses: Sequence[LiveResponse]) -> None:
+        """Tells the penalties which tokens these responses have."""
+        if responses and self.engine.sampling.penalizes:
+            sampled = {
+                response.slot: np.asarray(response.tokens, np.int32)[response.sampled]
+                for response in responses
+            }
+            self.state = self.engine.set_counts(self.state, sampled)
+
+    # -- decoding --------------------------------------------------------------------------------------------
+
+    def decode(self, wanted: Pass) -> list[Collected]:
+        """Decodes up to the next host sync. Returns what was sampled, of no pass or of one."""
+        start = time.perf_counter()
+        self.state, result = self.engine.generate(
+            self.params, self.state, wanted.most_steps, wanted.until_active
+        )
+        self.statistics.device_seconds += time.perf_counter() - start
+        return [Collected(result, wanted.slots)]
+
+    def finish(self) -> list[Collected]:
+        """Waits for the pass under way. Returns what it has sampled."""
+        return []
+
+    def keep(
+        self, collected: Collected, responses: Sequence[LiveResponse], counts: list[int], stopped: list[int]
+    ) -> None:
+        """Takes over that so many of the sampled tokens were kept by each response. Those in `stopped` slots
+        have ended or pause, although the device would go on; who has ended is in no slot any more.
+        """
+        if stopped:
+            self.state = self.engine.free_resource(self.state, stopped)
+
+    def append(self, answers: Sequence[Answered]) -> None:
+        """Goes on behind answers, or ends responses where these do not fit."""
+        continuations = []
+        for response, ids, ending in answers:
+            begin, left = response.positions - 1, response.remaining - len(ids)
+            if ending is not None or left <= 0:
+                response.ending = ending or "length"
+                self.responses[response.slot] = response.slot = None
+            else:
+                continuations.append(Continuation(response.slot, begin, [response.tokens[-1], *ids], left))
+                response.append(ids)
+                self.statistics.tool_tokens += len(ids)
+        length = max((each.length + len(each.tokens) for each in continuations), default=0)
+        while self.length < length:
+            self.grow()
+        self.state = self.engine.append(self.params, self.state, continuations)
+        self._set_counts([response for response, *_ in answers if response.slot is not None])
+
+    def grow(self) -> None:
+        """Moves to the next cache bucket."""
+        self.state = self.engine.grow(self.state)
+
+    def load_params(self, params: Params, version: int) -> None:
+        """Goes on with other weights, over keys and values of the old ones."""
+        self.params, self.version = params, version
+        for _, response in self._decoded():
+            response.use_version(version)
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    def free(self, responses: Sequence[LiveResponse]) -> None:
+        """Stops decoding those of the responses that are in slots."""
+        decoded = [response for response in responses if response.slot is not None]
+        if decoded:
+            self.state = self.engine.free_resource(self.state, [response.slot for response in decoded])
+        for response in decoded:
+            self.responses[response.slot] = response.slot = None
+
+    def compact(self, batch: int) -> None:
+        """Moves to a smaller batch. Responses that yield keep their slots as far as there is room."""
+        running = self.running
+        yielding = [response.slot for response in self.yielding]
+        kept = running + yielding[: batch - len(running)]
+        self._compact(kept, batch)
+        for slot in set(yielding) - set(kept):
+            self.responses[slot].slot = None
+        self.responses = [self.responses[slot] for slot in kept]
+        self.responses += [None] * (self.batch - len(self.responses))
+        for slot, response in self._decoded():
+            response.slot = slot
+
+    def _compact(self, kept: Sequence[int], batch: int) -> None:
+        self.state = self.engine.compact(self.state, kept, batch)
+
+    def clear(self) -> None:
+        """Drops the state: no slot has a response."""
+        self.state, self.responses = None, []

@@ -1,0 +1,258 @@
+"""Slots that are decoded with drafts: drafters hear of all that happens to the slots and their responses."""
+
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from drafters.base import DraftRequest
+from rljax.engine.host_sync import Assignment
+from rljax.models.transformer import Params
+from rljax.requests import Request
+from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.slots import Collected, Pass, Prefilled, Slots
+from rljax.rollout.sources.turns import Answered
+from rljax.speculation.drafter_group import ask
+from rljax.speculation.proposals import ActiveSlots
+from rljax.speculation.speculative_pass import VerifyingPass
+from rljax.speculation.speculator import Speculator
+
+
+class SpeculativeSlots(Slots):
+    """Slots that are decoded by verifying passes and plain steps.
+
+    Args:
+      speculator: drafts, and decodes with the drafts.
+      params: weights from the engine's `load_params`.
+      version: the number of the weights.
+      overlap: draft for one half of the slots while the device verifies the other.
+    """
+
+    def __init__(self, speculator: Speculator, params: Params, version: int, overlap: bool) -> None:
+        super().__init__(speculator.engine, params, version)
+        self.speculator, self._overlap = speculator, overlap
+        self._drafters, self._decoder = speculator.group, speculator.decoder
+        self.has_history = speculator.has_history
+        self._known: list[LiveResponse] = []  # to drafters, by number
+        self._begun = False
+        self._passes: list[VerifyingPass] = []  # under way: none, or one where drafting overlaps
+
+    @contextlib.contextmanager
+    def _on_host(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.statistics.host_seconds += time.perf_counter() - start
+
+    # -- joining ---------------------------------------------------------------------------------------------
+
+    def admit(
+        self, waiting: Collection[LiveResponse], known: Sequence[LiveResponse], most: int, first: int
+    ) -> None:
+        super().admit(waiting, known, most, first)
+        if all(response.number is not None for response in waiting):
+            return
+        self._take_counts(self._known)
+        self._known = list(known)
+        for number, response in enumerate(known):
+            response.number = number
+        requests = [response.request for response in known]
+        begun = [response for response in known if response.tokens]
+        current = sum(not response.yields for response in known)
+        if not self._begun:
+            self._begin(requests, current)
+            if not begun:
+                return
+        with self._on_host():
+            self._decoder.expect(len(requests))
+            self._drafters.ask_all("begin", self._draft_requests(requests, current))
+            if begun:  # those on the device keep the slots that they know
+                tokens, counts = _padded([response.tokens for response in begun])
+                self._hear(begun, tokens, counts, [False] * len(begun), {})
+
+    def _begin(self, requests: Sequence[Request], current: int) -> None:
+        """The first requests have come, `current` of them for this rollout."""
+        self._begun, rollout = True, requests[:current]
+        is_training, step = any(each.training for each in rollout), max(each.step for each in rollout)
+        self.speculator.manager.begin(is_training, step)
+        self.speculator.decisions.begin()
+        self._refresh()
+        for proposer in self.speculator.proposers:
+            proposer.forget()
+        self._decoder.begin(len(requests), self.statistics)
+        with self._on_host():
+            self._drafters.ask_all("begin", self._draft_requests(requests, current))
+            self._drafters.restart(self.batch)
+
+    def _draft_requests(self, requests: Sequence[Request], current: int) -> list[DraftRequest]:
+        """The requests as drafters know them. Only the coupled rule lets them know the noise, and nothing is
+        trained on responses that nobody waits for.
+        """
+        coupled, run_ahead = self.engine.verification == "coupled", self.speculator.run_ahead
+        known = []
+        for index, request in enumerate(requests):
+            ahead = None if run_ahead is None else run_ahead.recall(request.noise_key)
+            key = request.noise_key if coupled else None
+            known.append(DraftRequest(request.prompt_ids, key, ahead, request.training and index < current))
+        return known
+
+    def _take_counts(self, responses: Sequence[LiveResponse]) -> None:
+        """Adds the drafts of the present registration, and ends it."""
+        for response in responses:
+            if response.number is not None:
+                response.drafted += int(self._decoder.drafted[response.number])
+                response.accepted += int(self._decoder.accepted[response.number])
+                response.number = None
+
+    def _start(self, slots: int, longest: int) -> None:
+        super()._start(slots, longest)
+        if self._begun:
+            self._drafters.restart(self.batch)
+
+    def _widen(self, slots: int) -> None:
+        super()._widen(slots)
+        if self._begun:
+            self._drafters.widen(self.batch)
+
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
+        prefix = super().prefill(prompts).prefix
+        self._decoder.clock.dispatched()
+        prefilled = Prefilled(prefix, self._drafters.prefill(prefix, prompts))
+        self._decoder.clock.host_waited()  # some drafters wait for the prefill
+        return prefilled
+
+    def insert(
+        self, prefilled: Prefilled, rows: Sequence[tuple[int, int, LiveResponse]]
+    ) -> Sequence[Assignment]:
+        assignments, numbers = super().insert(prefilled, rows), [response.number for *_, response in rows]
+        self._drafters.insert(prefilled.for_drafters, assignments, numbers)
+        return assignments
+
+    # -- decoding --------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> Sequence[int]:
+        return [slot for each in self._passes for slot in each.active.slots]
+
+    def decode(self, wanted: Pass) -> list[Collected]:
+        if wanted.is_tail:
+            self._train()
+        if self._overlap:
+            return self._alternate(wanted)
+        active = self._active(wanted, wanted.slots)
+        self.state, result = self._decoder.decode(
+            self.params, self.state, active, wanted.until_active, wanted.most_steps
+        )
+        return [Collected(result, wanted.slots)]
+
+    def _train(self) -> None:
+        """Trains drafters a little, once few responses are running."""
+        for name, drafter in self._drafters.trained.items():
+            start = time.perf_counter()
+            if len(self.running) <= drafter.train_below and ask(name, drafter, "train"):
+                self.statistics.train_seconds += self._decoder.clock.finished() - start
+
+    def _alternate(self, wanted: Pass) -> list[Collected]:
+        """Drafts for slots that the device is not at, and queues their pass behind the one under way; then
+        returns the results of that one.
+        """
+        earlier, taken = self._passes, set(self.under_way)
+        half = [slot for slot in wanted.slots if slot not in taken][: -(-len(wanted.slots) // 2)]
+        following = None
+        if half and not (earlier and wanted.shrinks):
+            active = self._active(wanted, half)
+            self.state, following = self._decoder.start(self.params, self.state, active)
+        self._passes = [] if following is None else [following]
+        if earlier or self._passes:
+            return self._finished(earlier)
+        # No pass is under way: plain steps of all slots.
+        active = self._active(wanted, wanted.slots)
+        self.state, result = self._decoder.decode_plainly(
+            self.params, self.state, active, wanted.until_active, wanted.most_steps
+        )
+        return [Collected(result, wanted.slots)]
+
+    def finish(self) -> list[Collected]:
+        passes, self._passes = self._passes, []
+        return self._finished(passes)
+
+    def _finished(self, passes: Sequence[VerifyingPass]) -> list[Collected]:
+        return [Collected(self._decoder.finish(each), each.active.slots) for each in passes]
+
+    def _active(self, wanted: Pass, slots: Sequence[int]) -> ActiveSlots:
+        """Returns the decoder's view of `slots`, which are all that decode, or a part."""
+        responses = [self.responses[slot] for slot in slots]
+        current = np.asarray([not response.yields for response in responses], bool)
+        decoding = sum(not self.responses[slot].yields for slot in wanted.slots)
+        return ActiveSlots(
+            np.asarray(slots, np.int32),
+            np.asarray([response.number for response in responses], np.int32),
+            np.asarray([response.positions for response in responses], np.int32),
+            current,
+            decoding - int(current.sum()),
+            wanted.yielding_weight,
+        )
+
+    def keep(
+        self, collected: Collected, responses: Sequence[LiveResponse], counts: list[int], stopped: list[int]
+    ) -> None:
+        with self._on_host():
+            tokens = collected.result.tokens[collected.slots]
+            ended = [response.slot is None for response in responses]
+            self._hear(responses, tokens, np.asarray(counts, np.int32), ended, self._decoder.draft_counts)
+        super().keep(collected, responses, counts, stopped)
+
+    def append(self, answers: Sequence[Answered]) -> None:
+        responses = [answer.response for answer in answers]
+        slots, sizes = zip(*((each.slot, each.positions) for each in responses), strict=True)
+        lengths = [len(response.tokens) for response in responses]
+        super().append(answers)
+        with self._on_host():
+            appended = [each.tokens[length:] for each, length in zip(responses, lengths, strict=True)]
+            padded, counts = _padded(appended)
+            for drafter in self._drafters.on_device:
+                drafter.append(slots, sizes, padded, counts)
+            self._hear(responses, padded, counts, [response.slot is None for response in responses], {})
+
+    def _hear(
+        self,
+        responses: Sequence[LiveResponse],
+        tokens: np.ndarray,
+        counts: np.ndarray,
+        ended: Sequence[bool],
+        draft_counts: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """Tells drafters of new tokens, and takes the counts of drafts of responses that have ended."""
+        numbers = np.asarray([response.number for response in responses], np.int32)
+        self._drafters.observe(numbers, tokens, counts, np.asarray(ended, bool), draft_counts)
+        self._take_counts([each for each, is_over in zip(responses, ended, strict=True) if is_over])
+
+    def load_params(self, params: Params, version: int) -> None:
+        super().load_params(params, version)
+        if self._begun:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        start = time.perf_counter()
+        for proposer in self.speculator.proposers:
+            proposer.refresh(self.params)
+        self.statistics.draft_seconds += time.perf_counter() - start
+
+    # -- leaving ---------------------------------------------------------------------------------------------
+
+    def free(self, responses: Sequence[LiveResponse]) -> None:
+        super().free(responses)
+        self._take_counts(responses)
+
+    def _compact(self, kept: Sequence[int], batch: int) -> None:
+        super()._compact(kept, batch)
+        self._drafters.compact(kept, self.batch)
+
+
+def _padded(tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token lists as rows, int32 [n, T] with T at least 1, padded with 0, and their lengths, int32 [n]."""
+    counts = np.asarray([len(sequence) for sequence in tokens], np.int32)
+    padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
+    for row, sequence in enumerate(tokens):
+        padded[row, : len(sequence)] = sequence
+    return padded, counts
