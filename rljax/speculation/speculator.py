@@ -21,7 +21,6 @@ from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.drafter_group import DrafterGroup, ask, is_on_host
 from rljax.speculation.host_proposer import HostProposer
-from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
 from rljax.speculation.metrics import speculation_metrics
 from rljax.speculation.pass_times import PassTimes
@@ -94,7 +93,9 @@ class Speculator:
         """Drafts with one drafter alone from now on; None leaves the choice to the manager again."""
         proposers = [proposer for proposer in self.proposers if proposer.name == name]
         if proposers:
-            self.decoder.manager = ExpectedManager(proposers, self.engine.buckets, self._times)
+            self.decoder.manager = EXPECTED.manager(
+                proposers, self.engine.buckets, self._times, self.max_batch
+            )
         else:
             self.decoder.manager = self.manager
 
