@@ -9,8 +9,9 @@ task for the smallest pretrained models: SmolLM2-135M-Instruct, at temperature 0
 times, where it works out a plain sum once in twenty times, and its responses have some twenty tokens. So
 GRPO has something to go by from the first step on, and a step takes seconds.
 
-The reward says whether a sentence does as it is told, not whether it is a good one. One word over and over
-keeps to many rules, so a text does not pass in which a word of four letters or more stands three times.
+The reward says whether a sentence does as it is told, not whether it is a good one. Two ways around the task
+do not pass: one word over and over, and sentences about words and sentences, which such a policy comes to
+write in 40 steps of GRPO ("A sentence must contain at least 4 to 15 words").
 """
 
 import collections
@@ -36,6 +37,9 @@ WORDS = (
     "morning", "together", "green", "early", "journey", "silver", "gentle", "story", "always", "window",
 )
 
+_STEM = 4
+"""Letters that a word and its plural and adjectives have in common, mostly."""
+_OF_THE_TASK = {"word", "words", "sentence", "sentences"}
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 
 Check = Callable[[str, Sequence[str], str], bool]
@@ -99,7 +103,7 @@ class Instructions:
             messages=({"role": "user", "content": prompt},),
             answer="",
             difficulty=count,
-            data={"words": (low, high), "rules": rules},
+            data={"topic": topic.split()[-1].removesuffix("s")[:_STEM], "words": (low, high), "rules": rules},
         )
 
     def _drawn(self, source: Random, count: int) -> list[str]:
@@ -115,8 +119,9 @@ class Instructions:
 
         Returns:
           "length": 1 if the number of words is within the limits, else 0; "varied": 1 if no word of four
-          letters or more stands three times, else 0; "rules": the share of the rules that it keeps to;
-          "reward": 1 if all three are 1, else 0.
+          letters or more stands three times, else 0; "about": 1 if it names the topic, and neither words nor
+          sentences, else 0; "rules": the share of the rules that it keeps to; "reward": 1 if all are 1,
+          else 0.
         """
         text = response_text.strip()
         words = [word.lower() for word in _WORD.findall(text)]
@@ -124,11 +129,14 @@ class Instructions:
         length = low <= len(words) <= high
         counts = collections.Counter(word for word in words if len(word) > 3)
         varied = max(counts.values(), default=0) < 3
+        named = any(word.startswith(problem.data["topic"]) for word in words)
+        about = named and not _OF_THE_TASK & set(words)
         kept = [bool(words) and RULES[name][1](text, words, word) for name, word in problem.data["rules"]]
         return {
-            "reward": float(length and varied and all(kept)),
+            "reward": float(length and varied and about and all(kept)),
             "length": float(length),
             "varied": float(varied),
+            "about": float(about),
             "rules": sum(kept) / len(kept),
         }
 

@@ -19,11 +19,12 @@ KEPT = {  # one text that keeps to a rule about the word "river", and texts that
     "without_the": ("Rivers run fast there.", ["The river runs fast.", "Fast runs the river."]),
 }
 
-PASSED = {"reward": 1.0, "length": 1.0, "varied": 1.0, "rules": 1.0}
+PASSED = {"reward": 1.0, "length": 1.0, "varied": 1.0, "about": 1.0, "rules": 1.0}
 
 
 def problem(*names, words=(3, 8), word="river"):
-    return Problem("train/0", (), "", 1, data={"words": words, "rules": [(name, word) for name in names]})
+    data = {"topic": "rive", "words": words, "rules": [(name, word) for name in names]}
+    return Problem("train/0", (), "", 1, data=data)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -45,8 +46,10 @@ def test_a_rule_is_kept_or_broken(name):
         ("Don't: well-kept river!", {}),  # three words
         ("River and river and the and!", {}),  # short words may come back
         ("River, river, my river!", {"reward": 0.0, "varied": 0.0}),
-        ("", {"reward": 0.0, "length": 0.0, "rules": 0.0}),
-        ("...!", {"reward": 0.0, "length": 0.0, "rules": 0.0}),
+        ("Fast runs all water!", {"reward": 0.0, "about": 0.0, "rules": 0.5}),
+        ("Three words on the river!", {"reward": 0.0, "about": 0.0}),
+        ("", {"reward": 0.0, "length": 0.0, "about": 0.0, "rules": 0.0}),
+        ("...!", {"reward": 0.0, "length": 0.0, "about": 0.0, "rules": 0.0}),
     ],
 )
 def test_a_reward_needs_every_rule_and_the_number_of_words(text, expected):
@@ -66,6 +69,7 @@ def test_problems_are_what_they_say():
         assert f"of {low} to {high} words" in message["content"] and 4 <= low < high <= 25
         assert all(RULES[name][0].format(word=word) in message["content"] for name, word in rules)
         assert not {"capitals", "lowercase"} <= set(names) and not {"question", "exclamation"} <= set(names)
+        assert made.data["topic"] in message["content"]
         assert len(set(names)) == len(names) == made.difficulty
         counts.add(len(names))
         assert made == task.problem("train", index)
