@@ -33,8 +33,14 @@ SMALL = [
     "evaluation.problems=0",
     "tracking.report=false",
     "task.problems=2",  # they come back, so drafts are right
+    "task.rewards=[{name: 'tests.tasks.reward_functions:brevity'}]",  # differs within every group
 ]
-FIXED = ["speculation.manager=fixed", "speculation.verify_buckets=[32]", "speculation.max_drafts=3"]
+FIXED = [  # whatever the clock says
+    "speculation.choice=fixed",
+    "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
+    "speculation.verify_buckets=[32]",
+    "speculation.max_drafts=3",
+]
 QUESTION = "Name three colours of the rainbow."
 
 pytestmark = pytest.mark.long
