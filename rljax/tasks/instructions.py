@@ -5,7 +5,7 @@
 
 After IFEval (Zhou et al., 2023, arXiv 2311.07911), whose instructions are drawn for each prompt; Tülu 3
 (Lambert et al., 2024, arXiv 2411.15124, section 6) trains on such prompts with verifiable rewards. It is a
-task for the smallest pretrained models: SmolLM2-135M-Instruct, at temperature 0.8, is right once in eight
+task for the smallest pretrained models: SmolLM2-135M-Instruct, at temperature 0.8, is right once in ten
 times, where it works out a plain sum once in twenty times, and its responses have some twenty tokens. So
 GRPO has something to go by from the first step on, and a step takes seconds.
 
