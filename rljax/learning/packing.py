@@ -7,11 +7,15 @@ sums, and with them its logprobs bit for bit, only if its chunks end where the d
 
 - a sequence of at most `chunk` tokens lies within one chunk (the other keys of the chunk add exact zeros);
 - a longer one starts at a chunk boundary; the rest of its last chunk may hold short ones.
+
+Sequences with the same prompt may be laid out side by side, behind one copy of it (`pack_groups`). Their
+prompt is then read where the first of them has it, and their other tokens lie in the chunk in which it ends,
+as they do in the decoder's cache; the tokens of the others, in between, add exact zeros.
 """
 
 import bisect
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -20,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from rljax import target
 from rljax.errors import UserError
-from rljax.learning.prompt_sharing import compact_tokens
+from rljax.learning.prompt_sharing import compact_tokens, prompt_key
 from rljax.models.compact_tokens import CompactTokens
 from rljax.numerics.rows import KEY_CHUNK
 
@@ -32,9 +36,11 @@ class Packing:
     Attributes:
       lengths: int64 [N], tokens of each sequence.
       row: int64 [N], row of each sequence, from 0 to num_rows - 1.
-      start: int64 [N], first position of each sequence in its row.
+      start: int64 [N], position in its row of the first token of each sequence that is its own.
       num_rows: number of rows in use.
       pack_length: tokens in a row, T.
+      shared: int64 [N], leading tokens that a sequence does not have in its row: it lies behind others of the
+        same prompt and reads the prompt of the first of them. 0: none does.
     """
 
     lengths: np.ndarray
@@ -42,6 +48,7 @@ class Packing:
     start: np.ndarray
     num_rows: int
     pack_length: int
+    shared: np.ndarray | int = 0
 
     def microbatches(self, rows_per_microbatch: int, row_multiple: int = 1) -> list[range]:
         """Returns the rows of each micro-batch: as many full ones as possible, then smaller ones.
@@ -71,7 +78,7 @@ class Packing:
           num_rows: number of rows to count, such as the stop of the last micro-batch; None for those in use.
         """
         positions = (self.num_rows if num_rows is None else num_rows) * self.pack_length
-        return 1.0 - int(self.lengths.sum()) / positions if positions else 0.0
+        return 1.0 - int((self.lengths - self.shared).sum()) / positions if positions else 0.0
 
 
 def microbatch_sizes(rows_per_microbatch: int, row_multiple: int = 1) -> list[int]:
@@ -157,19 +164,20 @@ def pack_sequences(lengths: ArrayLike, pack_length: int, chunk: int = KEY_CHUNK)
 
 def pack_groups(
     lengths: ArrayLike,
-    groups: Sequence[Hashable],
+    prompts: Sequence[ArrayLike],
     pack_length: int,
     rows_per_microbatch: int,
     chunk: int = KEY_CHUNK,
 ) -> Packing:
-    """Packs sequences as `pack_sequences` does, but the members of a group into one micro-batch if they fit.
+    """Packs sequences as `pack_sequences` does, but those of one prompt side by side behind one copy of it,
+    as many as a chunk holds, and into one micro-batch if they fit.
 
     Groups are added to a micro-batch, in order, until one does not fit. The rows that are left then stay
     empty: they cost little where padding is not computed (`rljax/learning/prompt_sharing.py`).
 
     Args:
-      lengths: int [N], each at least 1.
-      groups: group of each sequence, [N].
+      lengths: int [N], tokens of prompt and response, each at least 1.
+      prompts: prompt of each sequence.
       pack_length: tokens in a row.
       rows_per_microbatch: the largest size of `Packing.microbatches`.
       chunk: tokens in a chunk of attention's sums.
@@ -178,26 +186,58 @@ def pack_groups(
       UserError: a sequence is longer than a row.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+    groups: dict[bytes, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt_key(prompt), []).append(index)
+    parts: list[tuple[list[list[int]], Packing]] = []
+    shared = np.zeros_like(lengths)
 
-    parts: list[tuple[list[int], Packing]] = []
-    for added in members.values():
+    def pack(bundles: list[list[int]]) -> Packing:
+        sizes = [int((lengths - shared)[bundle].sum()) for bundle in bundles]
+        return pack_sequences(sizes, pack_length, chunk)
+
+    for members in groups.values():
+        common = max(len(prompts[members[0]]) - 1, 0)
+        added = _bundles(members, lengths, common, pack_length, chunk)
+        for bundle in added:
+            shared[bundle[1:]] = common
         if parts:
             last, _ = parts[-1]
-            joined = pack_sequences(lengths[last + added], pack_length, chunk)
+            joined = pack(last + added)
             if joined.num_rows <= rows_per_microbatch:
                 parts[-1] = last + added, joined
                 continue
-        parts.append((added, pack_sequences(lengths[added], pack_length, chunk)))
-    row, start = np.zeros(lengths.shape, np.int64), np.zeros(lengths.shape, np.int64)
+        parts.append((added, pack(added)))
+    row, start = np.zeros_like(lengths), np.zeros_like(lengths)
     first_row = num_rows = 0
-    for indices, packing in parts:
-        row[indices], start[indices] = packing.row + first_row, packing.start
+    for bundles, packing in parts:
+        for bundle, bundle_row, bundle_start in zip(bundles, packing.row, packing.start, strict=True):
+            row[bundle] = bundle_row + first_row
+            own = (lengths - shared)[bundle]
+            start[bundle] = bundle_start + np.cumsum(own) - own
         num_rows = first_row + packing.num_rows
         first_row += -(-packing.num_rows // rows_per_microbatch) * rows_per_microbatch
-    return Packing(lengths, row, start, num_rows, pack_length)
+    return Packing(lengths, row, start, num_rows, pack_length, shared)
+
+
+def _bundles(
+    members: Sequence[int], lengths: np.ndarray, common: int, pack_length: int, chunk: int
+) -> list[list[int]]:
+    """Divides sequences of one prompt into bundles to lay out side by side behind one copy of its `common`
+    first tokens: the rest of each lies in the chunk in which they end (first-fit decreasing).
+    """
+    begun = common - common % chunk
+    room = min(begun + chunk, pack_length) - common
+    bundles: list[tuple[int, list[int]]] = []  # tokens that fit, members
+    for member in sorted(members, key=lambda member: -lengths[member]):
+        own = int(lengths[member]) - common
+        number = next((n for n, (free, _) in enumerate(bundles) if free >= own), None)
+        if number is None:
+            bundles.append((room - own, [member]))
+        else:
+            free, bundle = bundles[number]
+            bundles[number] = free - own, [*bundle, member]
+    return [bundle for _, bundle in bundles]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +311,7 @@ def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> 
     """Returns the row and the positions of each response's predictions."""
     return [
         (int(row), slice(int(start) + len(sequence.prompt_ids) - 1, int(start) + sequence.length - 1))
-        for sequence, row, start in zip(sequences, packing.row, packing.start, strict=True)
+        for sequence, row, start in zip(sequences, packing.row, packing.start - packing.shared, strict=True)
     ]
 
 
@@ -288,7 +328,8 @@ def build_batch(
       packing: from `pack_sequences`.
       rows: the R rows to build, in the order of the batch, such as one of `packing.microbatches(...)`. Rows
         from `packing.num_rows` on are empty.
-      share_prompts: whether equal prompts in these rows are computed once, and padding not at all.
+      share_prompts: whether equal prompts in these rows are computed once, and padding not at all. Must be
+        True for a packing of `pack_groups`.
     """
     if len(sequences) != len(packing.lengths):
         raise ValueError(f"{len(sequences)} sequences, but the packing has {len(packing.lengths)}")
@@ -297,13 +338,15 @@ def build_batch(
     floats = {name: np.zeros(shape, np.float32) for name in ("rollout_logprobs", "advantages", "weights")}
     response_mask = np.zeros(shape, np.bool_)
     batch_row = {int(row): index for index, row in enumerate(rows)}
-    segments = [0] * len(rows)
+    bundles, branches = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    segments, last_bundle = [0] * len(rows), [0] * len(rows)
+    all_shared = np.broadcast_to(packing.shared, packing.lengths.shape)
     prompts: list[tuple[int, ArrayLike]] = []
     for i in np.argsort(packing.start, kind="stable"):
         r = batch_row.get(int(packing.row[i]))
         if r is None:
             continue
-        sequence, start, length = sequences[i], int(packing.start[i]), int(packing.lengths[i])
+        sequence, length, shared = sequences[i], int(packing.lengths[i]), int(all_shared[i])
         num_prompt, num_response = len(sequence.prompt_ids), len(sequence.response_ids)
         if num_prompt + num_response != length:
             raise ValueError(
@@ -314,14 +357,19 @@ def build_batch(
                 f"sequence {i}: the prompt is empty, so nothing predicts the first response token"
             )
         segments[r] += 1
-        prompts.append((r * packing.pack_length + start, sequence.prompt_ids))
-        whole = np.s_[r, start : start + length]
+        if not shared:
+            last_bundle[r] = segments[r]
+            prompts.append((r * packing.pack_length + int(packing.start[i]), sequence.prompt_ids))
         ids = np.concatenate([np.asarray(sequence.prompt_ids), np.asarray(sequence.response_ids)])
-        ints["tokens"][whole] = ids
-        ints["positions"][whole] = np.arange(length)
-        ints["segment_ids"][whole] = segments[r]
-        ints["targets"][r, start : start + length - 1] = ids[1:]
-        predicting = np.s_[r, start + num_prompt - 1 : start + length - 1]
+        start, end = int(packing.start[i]), int(packing.start[i]) + length - shared
+        own = np.s_[r, start:end]
+        ints["tokens"][own] = ids[shared:]
+        ints["positions"][own] = np.arange(shared, length)
+        ints["segment_ids"][own] = segments[r]
+        ints["targets"][r, start : end - 1] = ids[shared + 1 :]
+        bundles[own] = last_bundle[r]
+        branches[r, end - num_response - 1 : end] = segments[r]
+        predicting = np.s_[r, end - num_response - 1 : end - 1]
         response_mask[predicting] = True
         if sequence.rollout_logprobs is not None:
             if len(sequence.rollout_logprobs) != num_response:
@@ -343,5 +391,5 @@ def build_batch(
                 values[predicting] = np.where(sequence.sampled_mask, values[predicting], 0.0)
     compact = None
     if share_prompts:
-        compact = compact_tokens(prompts, ints["segment_ids"] > 0, response_mask)
+        compact = compact_tokens(prompts, bundles, branches, response_mask)
     return PackedBatch(**ints, response_mask=response_mask, **floats, compact=compact)

@@ -53,16 +53,19 @@ def padded_size(count: int) -> int:
 
 
 def compact_tokens(
-    prompts: Iterable[tuple[int, ArrayLike]], present: np.ndarray, scored_mask: np.ndarray
+    prompts: Iterable[tuple[int, ArrayLike]],
+    bundles: np.ndarray,
+    branches: np.ndarray,
+    scored_mask: np.ndarray,
 ) -> CompactTokens:
     """Returns the tokens to compute of packed rows, as numpy arrays.
 
     Args:
-      prompts: packed position (counted over all rows) of the start of each sequence, and its prompt.
-      present: bool [R, T], False for padding.
+      prompts: packed position (counted over all rows) of every prompt in the rows, and its tokens.
+      bundles, branches: int32 [R, T], as in `CompactTokens`.
       scored_mask: bool [R, T], positions whose logits are needed; none of a prompt but its last.
     """
-    computed = present.copy()
+    computed = bundles > 0
     first_copies: dict[bytes, int] = {}
     copies: list[tuple[int, int, int]] = []
     for start, prompt in sorted(prompts, key=lambda entry: entry[0]):
@@ -73,7 +76,7 @@ def compact_tokens(
             computed.reshape(-1)[start : start + count] = False
     scored = np.flatnonzero(scored_mask & computed)
     others = np.flatnonzero(computed & ~scored_mask)
-    source = np.zeros(present.size, np.int32)
+    source = np.zeros(bundles.size, np.int32)
     padded_scored = _padded(scored, padded_size(len(scored)))
     source[scored] = np.arange(len(scored))
     source[others] = len(padded_scored) + np.arange(len(others))
@@ -85,12 +88,14 @@ def compact_tokens(
             for offset in range(0, count, COPY_BLOCK)
         ]
     # At most one block of a copy is not full, and a copy has at least SHORTEST_SHARED positions.
-    most_blocks = present.size // COPY_BLOCK + present.size // SHORTEST_SHARED + 1
+    most_blocks = bundles.size // COPY_BLOCK + bundles.size // SHORTEST_SHARED + 1
     return CompactTokens(
         scored=padded_scored,
         others=_padded(others, padded_size(len(others))),
-        source=source.reshape(present.shape),
+        source=source.reshape(bundles.shape),
         computed=computed,
+        bundles=bundles,
+        branches=branches,
         copies=_padded(np.asarray(blocks, np.int32).reshape(-1, 3), most_blocks),
         counts=np.asarray([len(scored), len(others), len(blocks)], np.int32),
     )

@@ -1,9 +1,9 @@
 """A forward pass over some of the tokens of packed rows, each computed once.
 
-The responses of a group share a prompt. Packed rows hold a copy of it before every response, which attention
-needs: chunks of keys then end where the decoder's end. Everything else (norms, projections, MLP, LM head)
-depends on the token and its prefix alone, so it is computed for the first copy and read by all of them.
-Padding is not computed, either.
+The responses of a group share a prompt. Packed rows hold a copy of it before every bundle of responses that
+lie side by side, which attention needs: chunks of keys then end where the decoder's end. Everything else
+(norms, projections, MLP, LM head) depends on the token and its prefix alone, so it is computed for the first
+copy and read by all of them. Padding is not computed, either.
 
 Gathers between the two layouts have backward passes of their own. Autodiff would write each as a scatter,
 which a CPU executes row by row.
@@ -39,6 +39,10 @@ class CompactTokens:
       source: int32 [R, T], compact token that holds each packed position; 0 for padding.
       computed: bool [R, T], whether a position is the one from which its compact token is computed: True
         except for padding and for the copies of prompts after the first.
+      bundles: int32 [R, T], ids of the responses that lie side by side behind one copy of their prompt, with
+        that prompt; contiguous. 0 is padding.
+      branches: int32 [R, T], ids of responses, each with the last token of its prompt; 0 for the tokens of a
+        prompt that all responses of a bundle read.
       copies: int32 [C, 3], runs of at most `COPY_BLOCK` copied positions: the first packed position, its
         compact token, the number of positions.
       counts: int32 [3], numbers of valid entries in `scored`, `others` and `copies`.
@@ -48,6 +52,8 @@ class CompactTokens:
     others: Array | np.ndarray
     source: Array | np.ndarray
     computed: Array | np.ndarray
+    bundles: Array | np.ndarray
+    branches: Array | np.ndarray
     copies: Array | np.ndarray
     counts: Array | np.ndarray
 
@@ -67,17 +73,18 @@ class CompactAttention:
 
     Attributes:
       tokens: the compact tokens of R packed rows of T.
-      segment_ids: int32 [R, T], as in `PackedAttention`.
       numerics: see `Numerics`.
     """
 
     tokens: CompactTokens
-    segment_ids: Array
     numerics: Numerics
 
     def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """Maps q [1, M, H, D], k and v [1, M, Hk, D] to ([1, M, H, D], None)."""
-        attention = PackedAttention(self.segment_ids, self.numerics, computed=self.tokens.computed)
+        tokens = jax.tree.map(jnp.asarray, self.tokens)
+        attention = PackedAttention(
+            tokens.bundles, self.numerics, computed=tokens.computed, branches=tokens.branches
+        )
         queries = _spread_queries(q[0], self.tokens)
         out, _ = attention(cache, queries, spread(k[0], self.tokens), spread(v[0], self.tokens))
         return _collect_outputs(out, self.tokens)[None], None

@@ -43,12 +43,16 @@ class PackedAttention:
       keep_kv: also return every layer's keys and values, as prefill needs.
       computed: bool [N, S], queries whose outputs are read; blocks of queries without any are left out, and
         their outputs are 0. None: all of them.
+      branches: int32 [N, S], tokens of a segment attend to those of branch 0 and of their own branch; only
+        the chunk of keys in which a segment ends has branches other than 0, or a segment has one. None:
+        segments have no branches.
     """
 
     segment_ids: Array
     numerics: Numerics
     keep_kv: bool = False
     computed: Array | None = None
+    branches: Array | None = None
 
     def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array] | None]:
         """Maps q [N, T, H, D], k and v [N, T, Hk, D] to ([N, T, H, D], (k, v) [N, S, Hk, D] or None)."""
@@ -87,6 +91,10 @@ class PackedAttention:
         # would then compile to scalar code (three times slower on a CPU).
         own_mask = segment_ids[:, :, :, None] == segment_ids[:, :, None, :]
         own_mask &= np.tri(chunk, dtype=bool)[None, None]
+        if self.branches is not None:
+            branches = jnp.pad(self.branches, ((0, 0), (0, padding)))
+            branches = branches.reshape(batch, num_chunks, 1, chunk).swapaxes(0, 1)
+            own_mask &= (branches == 0) | (branches == branches.swapaxes(2, 3))
         out = _attend(queries, chunked(k), chunked(v), segment_ids, own_mask, active, self.numerics, scale)
         out = out.transpose(1, 0, 3, 5, 2, 4, 6).reshape(rows, -1, num_heads, head_dim)
         return out[:, :tokens].astype(q.dtype), ((k, v) if self.keep_kv else None)

@@ -15,7 +15,7 @@ from rljax.learning.packing import (
     pack_sequences,
     response_places,
 )
-from rljax.learning.prompt_sharing import copied_share, prompt_key
+from rljax.learning.prompt_sharing import copied_share
 from rljax.requests import Completion
 from rljax.rollout.collector import Group
 from rljax.training.critic import ValueTargets
@@ -124,8 +124,8 @@ def pack_minibatch(
         large = training.rows_per_microbatch * training.pack_length >= SMALLEST_SHARING_MICROBATCH
         shares = large and copied >= SMALLEST_COPIED_SHARE
     if shares:
-        keys = [prompt_key(sequence.prompt_ids) for sequence in sequences]
-        packing = pack_groups(lengths, keys, training.pack_length, training.rows_per_microbatch)
+        prompts = [sequence.prompt_ids for sequence in sequences]
+        packing = pack_groups(lengths, prompts, training.pack_length, training.rows_per_microbatch)
     else:
         packing = pack_sequences(lengths, training.pack_length)
     ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)
@@ -151,7 +151,8 @@ def shared_share(minibatches: Sequence[Minibatch]) -> float:
 
 def _num_copied(minibatch: Minibatch) -> int:
     compact = [batch for batch in minibatch.batches if batch.compact is not None]
-    return sum(int(np.sum((batch.segment_ids > 0) & ~batch.compact.computed)) for batch in compact)
+    copies = sum(int(np.sum((batch.segment_ids > 0) & ~batch.compact.computed)) for batch in compact)
+    return copies + int(np.sum(minibatch.packing.shared))
 
 
 def members_with_gradient(minibatch: Minibatch, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -95,7 +95,7 @@ def _compact_hidden(
     params: Params, config: ModelConfig, batch: PackedBatch, rope: Array, numerics: Numerics, remat: bool
 ) -> Array:
     """Returns features of the compact tokens of packed rows, [1, M, d]."""
-    attention = CompactAttention(batch.compact, batch.segment_ids, numerics)
+    attention = CompactAttention(batch.compact, numerics)
     tokens, positions = batch.compact.collect(batch.tokens), batch.compact.collect(batch.positions)
     hidden, _ = transformer.forward(params, config, tokens, positions, attention, rope, numerics, remat)
     return hidden

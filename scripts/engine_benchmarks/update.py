@@ -15,7 +15,6 @@ from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_groups, pack_sequences
-from rljax.learning.prompt_sharing import prompt_key
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
@@ -120,8 +119,8 @@ class PackedUpdates:
         pack_length, num_rows = self._training.pack_length, self._training.rows_per_microbatch
         lengths = [sequence.length for sequence in self._sequences]
         if self._share_prompts:
-            keys = [prompt_key(sequence.prompt_ids) for sequence in self._sequences]
-            packing = pack_groups(lengths, keys, pack_length, num_rows)
+            prompts = [sequence.prompt_ids for sequence in self._sequences]
+            packing = pack_groups(lengths, prompts, pack_length, num_rows)
         else:
             packing = pack_sequences(lengths, pack_length)
         ranges = packing.microbatches(num_rows)

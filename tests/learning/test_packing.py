@@ -224,23 +224,42 @@ def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype):
         np.testing.assert_array_equal(packed[packing.row[i], start : start + length], alone)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems(), st.integers(1, 5), st.integers(0, 2**31))
-def test_groups_that_fit_lie_in_one_microbatch(problem, rows, seed):
-    lengths, pack_length, chunk = problem
-    groups = np.random.default_rng(seed).integers(0, 6, len(lengths)).tolist()
-    packing = pack_groups(lengths, groups, pack_length, rows, chunk)
+def test_groups_lie_side_by_side_behind_their_prompt_and_in_one_microbatch(problem, rows, seed):
+    lengths, pack_length, chunk = np.asarray(problem[0], int), *problem[1:]
+    rng = np.random.default_rng(seed)
+    groups = rng.integers(0, 6, len(lengths))
+    num_prompt = {group: rng.integers(1, lengths[groups == group].min() + 1) for group in set(groups)}
+    prompts = [[group] * num_prompt[group] for group in groups]
+    packing = pack_groups(lengths, prompts, pack_length, rows, chunk)
+    own = lengths - packing.shared
     taken = np.zeros((packing.num_rows, pack_length), int)
-    for length, row, start in zip(lengths, packing.row, packing.start, strict=True):
-        taken[row, start : start + length] += 1
-        if length <= chunk:
-            assert start // chunk == (start + length - 1) // chunk
+    for row, start, count in zip(packing.row, packing.start, own, strict=True):
+        taken[row, start : start + count] += 1
+    assert taken.max(initial=0) <= 1 and taken.sum() == own.sum()
+    order, first = np.lexsort((packing.start, packing.row)), None
+    for before, i in zip([None, *order], order, strict=False):
+        start, end = packing.start[i], packing.start[i] + own[i]
+        if packing.shared[i]:
+            common = num_prompt[groups[i]] - 1
+            assert packing.shared[i] == common and groups[before] == groups[i]
+            assert (packing.row[before], packing.start[before] + own[before]) == (packing.row[i], start)
+            assert (first + common) // chunk == (end - 1) // chunk
         else:
-            assert start % chunk == 0
-    assert taken.max(initial=0) <= 1 and taken.sum() == sum(lengths)
+            first = start
+            assert start // chunk == (end - 1) // chunk if own[i] <= chunk else start % chunk == 0
     for group in set(groups):
-        members = np.flatnonzero(np.asarray(groups) == group)
-        needed = pack_sequences(np.asarray(lengths)[members], pack_length, chunk).num_rows
-        if needed <= rows:
-            joint_rows = set(packing.row[members] // rows)
-            assert len(joint_rows) == 1, (group, joint_rows)
+        members = np.flatnonzero(groups == group)
+        alone = pack_groups(lengths[members], [prompts[i] for i in members], pack_length, rows, chunk)
+        if alone.num_rows <= rows:
+            assert len(set(packing.row[members] // rows)) == 1
+
+
+def test_as_many_responses_as_a_chunk_holds_read_one_copy_of_their_prompt():
+    prompt = list(range(300))  # its last token is computed for each response
+    lengths = [300 + 50, 300 + 50, 300 + 50, 300 + 50, 300 + 200, 300 + 400]
+    packing = pack_groups(lengths, [prompt] * 6, 1024, 4, 256)
+    assert packing.shared.tolist() == [0, 299, 299, 299, 0, 0]
+    assert (packing.start[1:4] - packing.start[0]).tolist() == [350, 401, 452]
+    assert packing.padding_fraction() == 1 - (299 + 4 * 51 + 500 + 700) / (packing.num_rows * 1024)

@@ -10,8 +10,13 @@ from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingC
 from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
 from rljax.errors import ConfigError
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import TrainingSequence, build_batch, pack_groups
-from rljax.learning.prompt_sharing import prompt_key
+from rljax.learning.packing import (
+    TrainingSequence,
+    build_batch,
+    pack_groups,
+    pack_sequences,
+    response_places,
+)
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
@@ -41,12 +46,12 @@ def params():
 
 @pytest.fixture(scope="module")
 def sequences():
-    """Groups with prompts within a chunk of keys and beyond, one that is not shared, and one too short to:
-    as many as one micro-batch holds, since each takes programs of its own.
+    """Groups with prompts within a chunk of keys and beyond, at its end, one that is not shared, and one too
+    short to be copied: as many as one micro-batch holds, since each takes programs of its own.
     """
     rng = np.random.default_rng(0)
     sequences = []
-    for num_prompt, count in ((300, 2), (100, 4), (512, 2), (180, 1), (20, 3)):
+    for num_prompt, count in ((300, 3), (100, 4), (512, 2), (180, 1), (20, 3)):
         prompt = rng.integers(0, CONFIG.vocab_size, num_prompt)
         for length in rng.integers(5, 90, count):
             sampled = rng.random(length) < 0.8 if num_prompt == 100 else None
@@ -63,11 +68,21 @@ def sequences():
     return sequences
 
 
-def batches_of(sequences, share_prompts):
-    """The same packing with and without sharing."""
-    keys = [prompt_key(sequence.prompt_ids) for sequence in sequences]
-    packing = pack_groups([sequence.length for sequence in sequences], keys, PACK_LENGTH, ROWS)
-    return [build_batch(sequences, packing, rows, share_prompts) for rows in packing.microbatches(ROWS)]
+def packed(sequences, share_prompts):
+    """The packing and the micro-batches of sequences, with prompts shared or not."""
+    lengths, prompts = zip(*((sequence.length, sequence.prompt_ids) for sequence in sequences), strict=True)
+    packing = pack_sequences(lengths, PACK_LENGTH)
+    if share_prompts:
+        packing = pack_groups(lengths, prompts, PACK_LENGTH, ROWS)
+    batches = [build_batch(sequences, packing, rows, share_prompts) for rows in packing.microbatches(ROWS)]
+    return packing, batches
+
+
+def at_responses(sequences, packing, batches, arrays):
+    """What arrays [R, T], one per micro-batch, hold for the sampled tokens, one response after another."""
+    rows, mask = np.concatenate(arrays), np.concatenate([batch.response_mask for batch in batches])
+    places = response_places(sequences, packing)
+    return np.concatenate([rows[row, where][mask[row, where]] for row, where in places])
 
 
 def compiled(function, *arguments):
@@ -96,17 +111,30 @@ def scores(params, batch, numerics, sampling):
 )
 def test_logprobs_have_the_same_bits(params, sequences, compute_dtype, sampling):
     numerics = Numerics(compute_dtype=compute_dtype)
-    for batch, shared in zip(batches_of(sequences, False), batches_of(sequences, True), strict=True):
-        expected = scores(params, batch, numerics, sampling)
-        found = scores(params, shared, numerics, sampling)
-        mask = batch.response_mask
-        assert mask.any()
-        np.testing.assert_array_equal(found[0][mask], expected[0][mask])
-        np.testing.assert_allclose(found[1][mask], expected[1][mask], rtol=1e-5)
+    found = []
+    for packing, batches in (packed(sequences, False), packed(sequences, True)):
+        pairs = [scores(params, batch, numerics, sampling) for batch in batches]
+        found.append(
+            [at_responses(sequences, packing, batches, each) for each in zip(*pairs, strict=True)]
+        )
+    (expected, expected_entropy), (logprobs, entropy) = found
+    assert len(expected)
+    np.testing.assert_array_equal(logprobs, expected)
+    np.testing.assert_allclose(entropy, expected_entropy, rtol=1e-5)
+
+
+def test_the_sequences_lie_side_by_side_where_a_chunk_holds_them(sequences):
+    """So that the tests of this file compare all cases: behind a prompt of one chunk, and of several."""
+    packing, _ = packed(sequences, True)
+    shared = {len(each.prompt_ids): 0 for each in sequences}
+    for each, count in zip(sequences, packing.shared, strict=True):
+        shared[len(each.prompt_ids)] += count > 0
+    assert min(shared[300], shared[100], shared[20]) > 0
+    assert shared[180] == shared[512] == 0  # a group of one; a prompt that fills its last chunk
 
 
 def test_every_token_is_computed_once_and_copies_read_the_first(sequences):
-    for batch in batches_of(sequences, True):
+    for batch in packed(sequences, True)[1]:
         compact = batch.compact
         present = batch.segment_ids > 0
         num_scored, num_others, num_copies = compact.counts
@@ -145,9 +173,9 @@ def test_an_update_with_shared_prompts_is_the_same_update(params, sequences, dty
     """Its gradients, summed over two micro-batches, agree up to rounding."""
     side, updates = trainer(dtype, remat), []
     for share_prompts in (False, True):
-        (batch,) = batches_of(sequences, share_prompts)
-        other = batch.replace(advantages=0.5 * batch.advantages)
-        updates.append(side.update(side.init(params), [batch, other]))
+        _, batches = packed(sequences, share_prompts)
+        others = [batch.replace(advantages=0.5 * batch.advantages) for batch in batches]
+        updates.append(side.update(side.init(params), batches + others))
     (state, metrics), (shared_state, shared_metrics) = updates
     gradients = [optax.tree.get(each.optimizer_state, "trace") for each in (state, shared_state)]
     for leaf, other in zip(*map(jax.tree.leaves, gradients), strict=True):
@@ -171,10 +199,12 @@ def test_the_critic_shares_too(params, sequences):
         values = packed_values(params, CONFIG, batch, rope, Numerics())
         return jnp.sum(jnp.where(batch.response_mask, values, 0.0) ** 2)
 
-    for batch, shared in zip(batches_of(sequences, False), batches_of(sequences, True), strict=True):
-        expected, found = (compiled(jax.grad(loss), trunk, each) for each in (batch, shared))
-        for leaf, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-            np.testing.assert_allclose(other, leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
+    expected, found = (
+        jax.tree.map(lambda *all: sum(all), *(compiled(jax.grad(loss), trunk, batch) for batch in batches))
+        for _, batches in (packed(sequences, False), packed(sequences, True))
+    )
+    for leaf, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(other, leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
 
 
 def step_groups(num_prompt, count=3, samples=4):
