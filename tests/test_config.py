@@ -58,6 +58,22 @@ def test_defaults_fill_what_the_file_leaves_out(config_file):
     assert config.warm_start is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "pack_length", "rows"),
+    [
+        ((), 1536, 1),
+        (("rollout.max_prompt_length=80", "rollout.max_response_length=48"), 256, 8),
+        (("rollout.max_prompt_length=80", "rollout.max_response_length=48", "mesh.fsdp=4"), 256, 32),
+        (("training.pack_length=2048",), 2048, 1),
+        (("training.pack_length=8192", "mesh.fsdp=4"), 8192, 4),
+        (("training.rows_per_microbatch=3",), 1536, 3),
+    ],
+)
+def test_rows_of_an_update_follow_from_the_lengths(config_file, overrides, pack_length, rows):
+    training = load_config(config_file, overrides).training
+    assert (training.pack_length, training.rows_per_microbatch) == (pack_length, rows)
+
+
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "+1e-4", "1.e-4"])
 def test_every_spelling_of_a_float_is_one(config_file, text):
     assert load_config(config_file, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 1e-4

@@ -37,6 +37,8 @@ def default_text(key: Key) -> str:
     """Returns the default of a key as YAML, with the algorithms that have another; "required" without one."""
     if key.field.is_required():
         return "required"
+    if key.name in ("training.pack_length", "training.rows_per_microbatch"):
+        return "from the lengths"
     default = key.field.get_default(call_default_factory=True)
     text = _yaml_scalar(default)
     if key.parent != "algorithm":

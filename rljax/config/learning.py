@@ -6,6 +6,20 @@ from pydantic import Field
 
 from rljax.config.section import AutoOnOff, Count, CountOrOff, Section
 
+CHUNK = 256
+"""Tokens that attention sums at once (`rljax/numerics/rows.py`); rows of whole chunks waste none."""
+TOKENS_PER_DEVICE = 2048
+"""Tokens of a micro-batch on each device by default: with more, products are hardly faster."""
+
+
+def rows_for(longest: int, devices: int) -> dict[str, int]:
+    """The default `pack_length` and `rows_per_microbatch`, for the longest sequence in tokens and the number
+    of devices that share the rows.
+    """
+    pack_length = -(-longest // CHUNK) * CHUNK
+    rows = max(TOKENS_PER_DEVICE // pack_length, 1) * devices
+    return {"pack_length": pack_length, "rows_per_microbatch": rows}
+
 
 class OptimizerConfig(Section):
     """Update rule of the policy during RL."""
@@ -75,18 +89,18 @@ class TrainingConfig(Section):
     pack_length: Count = Field(
         2048,
         description="Tokens of a packed row, at least the longest prompt and response together. Raise it for"
-        " less padding at the cost of more attention.",
+        " less padding where most responses are much shorter than the longest.",
     )
     rows_per_microbatch: Count = Field(
-        4,
+        2,
         description="Packed rows per microbatch of the gradient. Lower it when memory runs out; the update"
         " stays the same.",
     )
     share_prompts: AutoOnOff = Field(
         "auto",
         description="Compute the prompt that the responses of a group share once per microbatch. auto does"
-        " where half of the tokens or more are copies. Set off to compile fewer programs, on to share all"
-        " prompts of more than 32 tokens; logprobs stay the same. Not on a mesh.",
+        " where a fifth of the tokens or more are copies. Set off to compile fewer programs, on to share"
+        " always; logprobs stay the same. Not on a mesh.",
     )
     remat: bool = Field(
         False,

@@ -1,6 +1,7 @@
 """The experiment: its sections, the small ones in full, and the checks across sections."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from rljax.config.decoding import (
 )
 from rljax.config.distributed import DistributedConfig
 from rljax.config.environment import EnvironmentConfig
-from rljax.config.learning import OptimizerConfig, TrainingConfig
+from rljax.config.learning import OptimizerConfig, TrainingConfig, rows_for
 from rljax.config.mesh import MeshConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
 from rljax.config.section import Buckets, Count, CountOrOff, PathText, Section
@@ -184,6 +185,27 @@ class ExperimentConfig(Section):
         if not isinstance(length, int):
             return data  # validation of the rollout section reports the type error
         return {**data, "algorithm": {**algorithm, "overlong_buffer": overlong_buffer(length)}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_rows(cls, data: Any) -> Any:
+        """Sets the rows of an update from the lengths and the mesh, which the training section does not
+        know.
+        """
+        if not isinstance(data, dict):
+            return data
+        training, rollout, mesh = (data.get(name, {}) for name in ("training", "rollout", "mesh"))
+        if not all(isinstance(section, dict) for section in (training, rollout, mesh)):
+            return data
+        defaults = RolloutConfig()
+        names = ("max_prompt_length", "max_response_length")
+        lengths = [rollout.get(name, getattr(defaults, name)) for name in names]
+        row, devices = training.get("pack_length"), [mesh.get(name, 1) for name in ("data", "fsdp")]
+        numbers = [*devices, *(lengths if row is None else [row])]
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            return data  # validation of these sections reports the error
+        rows = rows_for(sum(lengths) if row is None else row, math.prod(devices))
+        return {**data, "training": rows | training}
 
     @model_validator(mode="after")
     def _check(self) -> "ExperimentConfig":

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from rljax.models.compact_tokens import COPY_BLOCK, CompactTokens
 
 SHORTEST_SHARED = 32
-"""Smallest number of positions that is worth sharing."""
+"""Smallest number of positions that is worth a copy; responses that lie side by side share any prompt."""
 _SMALLEST_SIZE = 128
 
 
@@ -39,7 +39,7 @@ def copied_share(prompts: Sequence[ArrayLike], lengths: Sequence[int]) -> float:
     for prompt in prompts:
         key = prompt_key(prompt)
         if key in distinct:
-            copied += num_shareable(len(prompt))
+            copied += len(prompt) - 1
         distinct.add(key)
     return copied / max(sum(lengths), 1)
 
