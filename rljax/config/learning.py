@@ -99,7 +99,7 @@ class TrainingConfig(Section):
     share_prompts: AutoOnOff = Field(
         "auto",
         description="Compute the prompt that the responses of a group share once per microbatch. auto does"
-        " where a fifth of the tokens or more are copies. Set off to compile fewer programs, on to share"
+        " where a third of the tokens or more are copies. Set off to compile fewer programs, on to share"
         " always; logprobs stay the same. Not on a mesh.",
     )
     remat: bool = Field(

@@ -20,7 +20,7 @@ from rljax.requests import Completion
 from rljax.rollout.collector import Group
 from rljax.training.critic import ValueTargets
 
-SMALLEST_COPIED_SHARE = 0.2
+SMALLEST_COPIED_SHARE = 1 / 3
 """Share of copies among the tokens of a mini-batch from which `share_prompts: auto` shares prompts."""
 SMALLEST_SHARING_MICROBATCH = 1024
 """Positions of a micro-batch from which `share_prompts: auto` shares prompts: sizes are multiples of 128, so
