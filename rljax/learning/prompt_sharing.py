@@ -14,7 +14,6 @@ from rljax.models.compact_tokens import COPY_BLOCK, CompactTokens
 
 SHORTEST_SHARED = 32
 """Smallest number of positions that is worth a copy; responses that lie side by side share any prompt."""
-_SMALLEST_SIZE = 128
 
 
 def prompt_key(prompt_ids: ArrayLike) -> bytes:
@@ -44,12 +43,17 @@ def copied_share(prompts: Sequence[ArrayLike], lengths: Sequence[int]) -> float:
     return copied / max(sum(lengths), 1)
 
 
-def padded_size(count: int) -> int:
-    """Returns the array size for a number of tokens, one of few, so that few programs are
-    compiled: a multiple of 128, and one of at most 4 sizes between powers of two.
+def compact_sizes(num_tokens: int, num_scored: int, positions: int) -> tuple[int, int]:
+    """Returns the array sizes M and L for a number of tokens, `num_scored` of them with logits: M in quarters
+    of the micro-batch's positions, L in quarters of M, since every pair takes a program of its own.
     """
-    step = max(_SMALLEST_SIZE, 1 << max(count.bit_length() - 3, 0))
-    return max(-(-count // step), 1) * step
+
+    def in_quarters(count: int, whole: int) -> int:
+        step = max(-(-whole // 4), 1)
+        return min(max(-(-count // step), 1) * step, whole)
+
+    size = in_quarters(num_tokens, positions)
+    return size, in_quarters(num_scored, size)
 
 
 def compact_tokens(
@@ -75,11 +79,9 @@ def compact_tokens(
             copies.append((start, original, count))
             computed.reshape(-1)[start : start + count] = False
     scored = np.flatnonzero(scored_mask & computed)
-    others = np.flatnonzero(computed & ~scored_mask)
+    tokens = np.concatenate([scored, np.flatnonzero(computed & ~scored_mask)])
     source = np.zeros(bundles.size, np.int32)
-    padded_scored = _padded(scored, padded_size(len(scored)))
-    source[scored] = np.arange(len(scored))
-    source[others] = len(padded_scored) + np.arange(len(others))
+    source[tokens] = np.arange(len(tokens))
     blocks = []
     for start, original, count in copies:
         source[start : start + count] = source[original : original + count]
@@ -89,15 +91,17 @@ def compact_tokens(
         ]
     # At most one block of a copy is not full, and a copy has at least SHORTEST_SHARED positions.
     most_blocks = bundles.size // COPY_BLOCK + bundles.size // SHORTEST_SHARED + 1
+    size, num_logits = compact_sizes(len(tokens), len(scored), bundles.size)
+    padded = _padded(tokens, size)
     return CompactTokens(
-        scored=padded_scored,
-        others=_padded(others, padded_size(len(others))),
+        scored=padded[:num_logits],
+        others=padded[num_logits:],
         source=source.reshape(bundles.shape),
         computed=computed,
         bundles=bundles,
         branches=branches,
         copies=_padded(np.asarray(blocks, np.int32).reshape(-1, 3), most_blocks),
-        counts=np.asarray([len(scored), len(others), len(blocks)], np.int32),
+        counts=np.asarray([len(scored), len(tokens), len(blocks)], np.int32),
     )
 
 

@@ -29,13 +29,12 @@ COPY_BLOCK = 64
 class CompactTokens:
     """The M tokens to compute of R packed rows of T positions.
 
-    Compact tokens are ordered: first the L whose logits are needed, then the others, both in the order of
-    their positions and padded to a few sizes. Packed positions are counted over all rows, from 0 to
-    R * T - 1.
+    Compact tokens are ordered: first those whose logits are needed, then the others, both in the order of
+    their positions, then padding. Packed positions are counted over all rows, from 0 to R * T - 1.
 
     Attributes:
-      scored: int32 [L], packed positions of the tokens whose logits are needed.
-      others: int32 [M - L], packed positions of the other tokens.
+      scored: int32 [L], packed positions of the first L compact tokens, whose logits are computed.
+      others: int32 [M - L], packed positions of the rest.
       source: int32 [R, T], compact token that holds each packed position; 0 for padding.
       computed: bool [R, T], whether a position is the one from which its compact token is computed: True
         except for padding and for the copies of prompts after the first.
@@ -45,7 +44,7 @@ class CompactTokens:
         prompt that all responses of a bundle read.
       copies: int32 [C, 3], runs of at most `COPY_BLOCK` copied positions: the first packed position, its
         compact token, the number of positions.
-      counts: int32 [3], numbers of valid entries in `scored`, `others` and `copies`.
+      counts: int32 [3], numbers of tokens whose logits are needed, of tokens, and of entries in `copies`.
     """
 
     scored: Array | np.ndarray
@@ -186,8 +185,7 @@ def _positions(tokens: CompactTokens) -> Array:
 
 def _collected(values: Array, tokens: CompactTokens) -> Array:
     """Gathers values of packed positions [R * T, ...] for the compact tokens, and 0 for their padding."""
-    num_scored, num_others = (np.arange(len(part), dtype=np.int32) for part in (tokens.scored, tokens.others))
-    valid = jnp.concatenate([num_scored < tokens.counts[0], num_others < tokens.counts[1]])
+    valid = np.arange(tokens.size, dtype=np.int32) < tokens.counts[1]
     return jnp.where(valid.reshape(-1, *[1] * (values.ndim - 1)), _take(values, _positions(tokens)), 0)
 
 

@@ -128,7 +128,9 @@ def pack_minibatch(
         packing = pack_groups(lengths, prompts, training.pack_length, training.rows_per_microbatch)
     else:
         packing = pack_sequences(lengths, training.pack_length)
-    ranges = packing.microbatches(training.rows_per_microbatch, row_multiple)
+    # Rows without tokens cost little where padding is not computed, and another number of rows a program.
+    multiple = training.rows_per_microbatch if shares else row_multiple
+    ranges = packing.microbatches(training.rows_per_microbatch, multiple)
     batches = [build_batch(sequences, packing, rows, shares) for rows in ranges]
     return Minibatch(members, packing, response_places(sequences, packing), batches)
 

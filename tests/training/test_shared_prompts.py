@@ -137,8 +137,8 @@ def test_every_token_is_computed_once_and_copies_read_the_first(sequences):
     for batch in packed(sequences, True)[1]:
         compact = batch.compact
         present = batch.segment_ids > 0
-        num_scored, num_others, num_copies = compact.counts
-        real = np.concatenate([compact.scored[:num_scored], compact.others[:num_others]])
+        num_scored, num_tokens, num_copies = compact.counts
+        real = np.concatenate([compact.scored, compact.others])[:num_tokens]
         assert len(np.unique(real)) == len(real) == compact.computed.sum()
         scored = compact.scored[:num_scored]
         np.testing.assert_array_equal(scored, np.flatnonzero(batch.response_mask))
