@@ -39,11 +39,12 @@ from rljax.engine.weight_blocks import with_blocks
 from rljax.errors import ConfigError, PolicyError
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
+from rljax.models.sharding import Weights, padded_vocab_size, shard_params
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, cast_matrices, finite_leaves
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import SlotSampling, check_settings
-from rljax.sharding import Weights, padded_vocab_size, replicated_sharding, shard_params
+from rljax.sharding import replicated_sharding
 
 if TYPE_CHECKING:
     from rljax.engine.plain_programs import PlainPrograms

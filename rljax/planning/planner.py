@@ -24,6 +24,7 @@ from rljax.learning.packing import pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grown_config
 from rljax.models.huggingface import load_generation_config, load_model_config
+from rljax.models.sharding import replicated_axes
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import num_params
 from rljax.planning.drafters import planned_drafters
@@ -34,7 +35,6 @@ from rljax.planning.programs import PlannedRun, Planning
 from rljax.planning.rollout import Lengths, RolloutTime, rollout_time
 from rljax.planning.roofline import Roofline, pass_sizes
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
-from rljax.sharding import replicated_axes
 from rljax.speculation.draft_length import expected_tokens
 from rljax.training.assembly import make_buckets_of, unmeasured_numerics
 from rljax.training.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config

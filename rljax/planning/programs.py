@@ -32,16 +32,11 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import PackedBatch
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, matrices_of
+from rljax.models.sharding import Weights, factor_shardings, param_shardings, shard_params
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.planning.pool import PlanningPool, Program, Recording
-from rljax.sharding import (
-    Weights,
-    factor_shardings,
-    param_shardings,
-    replicated_sharding,
-    shard_params,
-)
+from rljax.sharding import replicated_sharding
 from rljax.training.adapter import factor_template
 from rljax.training.assembly import evaluation_sampling, sampling_params
 from rljax.training.learner import make_critic

@@ -32,10 +32,11 @@ from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, p
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, adapted
 from rljax.models.rope import rope_table
+from rljax.models.sharding import param_shardings, shard_params
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple, shard_params
+from rljax.sharding import batch_sharding, replicated_sharding, row_multiple
 from rljax.training.factor_updates import FactorUpdates
 from rljax.training.scoring import score_packed
 

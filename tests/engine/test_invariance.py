@@ -12,8 +12,8 @@ from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.invariance import RowCounts, measure, measured, row_counts
 from rljax.errors import ConfigError
+from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
-from rljax.models.linear import product
 from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics
 from rljax.training.assembly import make_numerics, numerics_line, stops_unless_exact

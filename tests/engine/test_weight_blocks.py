@@ -15,9 +15,9 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.invariance import measure, measured, row_counts
 from rljax.engine.weight_blocks import measured_blocks, most_block_bytes, with_blocks
-from rljax.models import linear
+from rljax.kernels import linear
+from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
-from rljax.models.linear import product
 from rljax.models.transformer import init_params
 from rljax.numerics.blocked_weights import BlockedWeight, blocked_dot, whole
 from rljax.numerics.products import ProductForm
