@@ -1,5 +1,5 @@
-"""Shardings of arrays on a mesh: one table from logical axes to mesh axes, for trainer and engine. The weights of
-a model have theirs in `rljax/models/sharding.py`.
+"""Shardings of arrays on a mesh: one table from logical axes to mesh axes, for trainer and engine. Those of
+weights are in `rljax/models/sharding.py`.
 
 Arrays are described by what their dimensions mean ("vocab", "heads", ...); only `MESH_AXES` says which mesh
 axis splits a meaning. The compiler (GSPMD: Xu et al., arXiv 2105.04663) derives the communication. The mesh

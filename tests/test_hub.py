@@ -10,13 +10,13 @@ import pytest
 from huggingface_hub import constants
 
 from rljax import hub
+from rljax.assembly.policy import make_policy
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.config import make_config
 from rljax.errors import CheckpointError, ConfigError
 from rljax.evaluation.records import default_output
 from rljax.models.peft import CONFIG as ADAPTER
 from rljax.run_directory import RunDirectory, check_holds_policy
-from rljax.training.policy import make_policy
-from rljax.training.saved_policy import load_saved_policy
 from tests.hub_stand_in import running
 from tests.models.checkpoints import make_checkpoint
 

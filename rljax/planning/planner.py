@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh
 
 from drafters.registry import make_drafters, states_read
 from rljax import target
+from rljax.assembly.decoding import make_buckets_of, unmeasured_numerics
+from rljax.assembly.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config
 from rljax.config import ExperimentConfig, check_devices, with_compute_dtype
 from rljax.errors import ConfigError
 from rljax.hub import local_directory
@@ -36,8 +38,6 @@ from rljax.planning.rollout import Lengths, RolloutTime, rollout_time
 from rljax.planning.roofline import Roofline, pass_sizes
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
 from rljax.speculation.draft_length import expected_tokens
-from rljax.training.assembly import make_buckets_of, unmeasured_numerics
-from rljax.training.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config
 
 _FULL_DEPTH = 8  # deeper policies are compiled at two small depths
 DEPTHS = (2, 4)

@@ -17,6 +17,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from drafters.base import Drafter
 from drafters.quantized import QuantizedDrafter
+from rljax.assembly.adapter import factor_template
+from rljax.assembly.decoding import evaluation_sampling, sampling_params
+from rljax.assembly.saved_policy import saved_architecture
 from rljax.config import ExperimentConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows
@@ -37,10 +40,7 @@ from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.planning.pool import PlanningPool, Program, Recording
 from rljax.sharding import replicated_sharding
-from rljax.training.adapter import factor_template
-from rljax.training.assembly import evaluation_sampling, sampling_params
 from rljax.training.learner import make_critic
-from rljax.training.saved_policy import saved_architecture
 from rljax.training.update import Trainer
 
 if TYPE_CHECKING:

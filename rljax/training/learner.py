@@ -21,6 +21,7 @@ from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.returns import explained_variance
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.algorithms.rollout_correction import rollout_correction
+from rljax.assembly.policy import Policy
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
@@ -41,7 +42,6 @@ from rljax.training.minibatches import (
     padding_share,
     shared_share,
 )
-from rljax.training.policy import Policy
 from rljax.training.reference import Reference
 from rljax.training.update import WEIGHT, Trainer
 

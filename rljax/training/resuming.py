@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 
 from rljax import processes
-from rljax.cluster.routing import ROUTING
+from rljax.assembly.adapter import BASE_DIGEST, check_base, keeps_base, write_base
+from rljax.assembly.checkpoint import ROUTING, SAMPLED_BY, template_of
 from rljax.errors import CheckpointError
 from rljax.training import staleness
-from rljax.training.adapter import BASE_DIGEST, check_base, keeps_base, write_base
-from rljax.training.checkpoint import template_of
 from rljax.training.factor_updates import base_params, trained_alone
 from rljax.training.training_run import TrainingRun
 
@@ -73,7 +72,7 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     if run.curriculum is not None:
         run.curriculum.load_state(host_state.get("curriculum", {}))
     arrays = run.checkpoints.host_arrays(run.step)
-    weights, routing, drafter_state = _parted(arrays, staleness.SAMPLED_BY, ROUTING)
+    weights, routing, drafter_state = _parted(arrays, SAMPLED_BY, ROUTING)
     if run.cluster is not None:
         run.cluster.load_state(routing)
     if run.speculator is None:

@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 from rljax import processes
+from rljax.assembly.adapter import BASE_DIGEST
 from rljax.errors import CheckpointError, RunDirectoryError
 from rljax.training import staleness
-from rljax.training.adapter import BASE_DIGEST
 from rljax.training.factor_updates import trained_alone
 from rljax.training.training_run import TrainingRun
 

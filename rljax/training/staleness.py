@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rljax.assembly.checkpoint import SAMPLED_BY
 from rljax.errors import CheckpointError
 from rljax.models.host_params import params_of, parts_of
 from rljax.requests import spans_of
@@ -21,9 +22,6 @@ from rljax.rollout.collector import TRAINING, BegunGroups, Group, WantedGroups
 
 if TYPE_CHECKING:
     from rljax.training.training_run import TrainingRun
-
-SAMPLED_BY = "sampled_by/"
-"""Begins the names of older weights among a checkpoint's host arrays."""
 
 
 def oldest_lag(run: "TrainingRun") -> int:

@@ -11,6 +11,18 @@ import numpy as np
 from drafters.registry import make_drafters
 from rljax import processes
 from rljax.agents.server import AgentServer
+from rljax.assembly.adapter import adapter_line, make_adapter
+from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.decoding import (
+    evaluation_sampling,
+    make_numerics,
+    make_scheduler,
+    numerics_line,
+    sampling_params,
+    warm_up,
+)
+from rljax.assembly.policy import check_policy, grown_policy, make_policy, turn_end_line
+from rljax.assembly.task import checked_task, make_curriculum
 from rljax.config import ExperimentConfig, with_compute_dtype
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.executables import ExecutablePool
@@ -28,23 +40,11 @@ from rljax.rollout.prompts import Prompts
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Task
-from rljax.tasks.registry import checked_task, make_curriculum
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
-from rljax.training.adapter import adapter_line, make_adapter
 from rljax.training.arrival import GroupsUnderWay
-from rljax.training.assembly import (
-    evaluation_sampling,
-    make_numerics,
-    make_scheduler,
-    numerics_line,
-    sampling_params,
-    warm_up,
-)
-from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
-from rljax.training.policy import check_policy, grown_policy, make_policy, turn_end_line
 from rljax.training.reference import load_teacher, teacher_line
 from rljax.training.schedule import Replay
 from rljax.training.staleness import oldest_lag
@@ -240,7 +240,7 @@ class TrainingRun:
 
     def compile(self, wait: bool | None = None) -> None:
         """Compiles every program that the run begins with. Others may follow in the background, see
-        `assembly.warm_up`; `close` ends that.
+        `decoding.warm_up`; `close` ends that.
 
         Args:
           wait: whether to wait for these, too; None for `engine.compile`.

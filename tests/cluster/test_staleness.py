@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from rljax.assembly.saved_policy import _checkpoints, load_saved_policy
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.migration import OutlierRule
 from rljax.run_directory import RunDirectory
 from rljax.training import loop
 from rljax.training.learner import Learner
-from rljax.training.saved_policy import _checkpoints, load_saved_policy
 from tests.cluster.same_run import differences, run
 from tests.cluster.turns import local_run
 

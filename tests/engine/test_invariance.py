@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.assembly.decoding import make_numerics, numerics_line, stops_unless_exact
 from rljax.config import load_config
 from rljax.engine import invariance
 from rljax.engine.buckets import Buckets, make_buckets
@@ -16,7 +17,6 @@ from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
 from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics
-from rljax.training.assembly import make_numerics, numerics_line, stops_unless_exact
 from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import check_same
 from tests.misbehaving_products import every_count, lone_rows_and_rests, replaced

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.quantized import QuantizedPolicy, default_format
+from rljax.assembly.decoding import make_numerics
 from rljax.config import load_config
 from rljax.engine import weight_blocks
 from rljax.engine.buckets import Buckets
@@ -23,7 +24,6 @@ from rljax.numerics.blocked_weights import BlockedWeight, blocked_dot, whole
 from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
 from rljax.provenance import machine_facts
-from rljax.training.assembly import make_numerics
 from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config
