@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,6 @@ from rljax.sharding import replicated_sharding
 from rljax.training.learner import make_critic
 from rljax.training.update import Trainer
 
-if TYPE_CHECKING:
-    from rljax.planning.drafters import PlannedDrafter
-
 
 class PlannedEngine(DecodeEngine):
     """A decode engine that compiles, and runs nothing."""
@@ -54,6 +51,26 @@ class PlannedEngine(DecodeEngine):
         """Compiles a verifying pass, and does not wait for what it needs."""
         self._verifying(params, state, tree, rows, None)
         return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedDrafter:
+    """Shapes of everything that a drafter holds on the devices.
+
+    Attributes:
+      weights: its weights to draft with.
+      state: its caches for the largest decode state.
+      begin: begins to compile the largest program of every kind that it needs in a run. Returns the pool that
+        will have them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
+      training: weights and moments of a head that is trained.
+      unread: bytes of a head's features on a device that wait to be read.
+    """
+
+    weights: Params
+    state: Any
+    begin: Callable[["PlannedRun"], PlanningPool]
+    training: Any = None
+    unread: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +99,7 @@ class PlannedRun:
     decode_params: Params
     draft_params: dict[str, Params]
     state: DecodeState
-    drafters: dict[str, "PlannedDrafter"] = dataclasses.field(default_factory=dict)
+    drafters: dict[str, PlannedDrafter] = dataclasses.field(default_factory=dict)
     programs: tuple[Program, ...] = ()
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
 
