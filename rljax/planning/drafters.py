@@ -5,6 +5,7 @@ are recorded by the methods that compile them behind a rollout (`HeadSlots.compi
 `CompanionEngine.compile_beside`), and the largest of each kind is compiled.
 """
 
+import dataclasses
 from typing import Any
 
 import jax

@@ -10,6 +10,7 @@ from drafters.registry import TRAINED_DRAFTERS
 from rljax import processes
 from rljax.accelerators import start_line
 from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.commits import with_commits
 from rljax.cluster.starting import cluster_of
 from rljax.config import (
     CheckpointConfig,
@@ -22,7 +23,6 @@ from rljax.config.changes import Change
 from rljax.engine.executables import enable_compilation_cache
 from rljax.engine.number_type import with_number_type
 from rljax.errors import ClusterError, Interrupted
-from rljax.hub import with_commits
 from rljax.progress import Progress, silent_progress
 from rljax.run_directory import RunDirectory
 from rljax.training.interruption import StopRequest
