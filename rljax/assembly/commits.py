@@ -1,4 +1,4 @@
-"""The commits of the models that a config names on the hub (`rljax/hub.py`): a run keeps them in its config."""
+"""The commits of models that a config names on the hub (`rljax/hub.py`): a run keeps them in its config."""
 
 from collections.abc import Iterator
 
