@@ -40,7 +40,7 @@ def started_workers(
     from rljax.cluster.ray_fabric import connect  # needs the extra of the workers
 
     fabric, wish = connect(config.cluster, say), None if wished is None else WishFile(wished, say)
-    versions = 2 + max(config.rollout.staleness, config.rollout.max_staleness)
+    versions = 2 + config.rollout.oldest_lag
     with contextlib.closing(ClusterDecoder(fabric, config.cluster, say, versions, wish)) as cluster:
         cluster.gather()
         yield cluster

@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(world, stale_alone, monkeypatch
     honest = loop.learn
 
     def learn(run, groups):
-        if run.step == 2:
+        if run.state.step == 2:
             raise RuntimeError("of a test")
         return honest(run, groups)
 
