@@ -25,9 +25,9 @@ from rljax.numerics.rows import Numerics
 from rljax.run_directory import RunDirectory
 from rljax.training import export
 from rljax.training.model_card import model_card
+from tests.assembly.test_saved_policy import write_run
 from tests.models.test_huggingface import assert_same_logits, our_logits, reference_logits, reload
 from tests.scripts import load_script
-from tests.training.test_saved_policy import write_run
 
 
 def main(*arguments):

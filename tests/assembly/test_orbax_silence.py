@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from rljax.assembly.orbax_silence import silence_orbax
-from tests.training.test_checkpoint import run_python
+from tests.assembly.test_checkpoint import run_python
 
 ORBAX, OURS = "/orbax/checkpoint/serialization.py", "/ours.py"
 
