@@ -139,16 +139,8 @@ def make_buckets_of(config: ExperimentConfig, mesh: Mesh | None, speculative: bo
 
 def sampling_params(config: ExperimentConfig) -> SamplingParams:
     """Returns the distribution that rollouts sample from and training scores."""
-    rollout = config.rollout
-    return SamplingParams(
-        rollout.temperature,
-        rollout.top_k,
-        rollout.top_p,
-        rollout.min_p,
-        rollout.repetition_penalty,
-        rollout.frequency_penalty,
-        rollout.presence_penalty,
-    )
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    return SamplingParams(**{name: getattr(config.rollout, name) for name in names})
 
 
 def evaluation_sampling(config: ExperimentConfig) -> SamplingParams | None:
