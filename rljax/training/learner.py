@@ -44,8 +44,9 @@ from rljax.numerics.rows import Numerics
 from rljax.requests import Completion, spans_of
 from rljax.rollout.collector import Group
 from rljax.training.critic import Critic, ValueTargets
+from rljax.training.objectives import WEIGHT
 from rljax.training.reference import Reference
-from rljax.training.update import WEIGHT, Trainer
+from rljax.training.update import Trainer
 
 SMALLEST_COPIED_SHARE = 0.5
 """Share of copies among the tokens of a mini-batch from which `share_prompts: auto` shares prompts."""
