@@ -70,7 +70,8 @@ class Batches:
     ) -> None:
         self._config, self._state, self._engine = config, state, engine
         self._prompts, self._collector = prompts, collector
-        self._begun: BegunGroups | None = None  # this step's, the last round
+        self._begun: BegunGroups | None = None  # the round that is decoded
+        self._version = 0  # of the weights that sample this step's first round
 
     def begin(self, round_: int) -> None:
         """Begins a round of this step's rollout, from 0; the first one begins, with staleness, also the next
@@ -78,7 +79,7 @@ class Batches:
         """
         state = self._state
         if round_:
-            self._begun = self._begin_next(state.step, self._begun.wanted.version)
+            self._begun = self._begin_next(state.step, self._version)
             return
         self.hold_weights()
         last = min(state.step + self._config.rollout.staleness, self._config.training.steps - 1)
@@ -86,10 +87,12 @@ class Batches:
             if step not in state.begun:
                 state.begun[step] = self._begin_next(step, state.step)
         self._begun = state.begun.pop(state.step)
+        self._version = self._begun.wanted.version
 
     def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
         """Waits for the responses of the round, and rewards them; see `Collector.finish`."""
-        return self._collector.finish(self._begun, on_progress)
+        begun, self._begun = self._begun, None  # it holds weights, whose memory an update needs
+        return self._collector.finish(begun, on_progress)
 
     def hold_weights(self) -> None:
         """Keeps this step's weights under their number, and older ones as long as rollouts may need them."""
@@ -101,17 +104,18 @@ class Batches:
         state.versions[state.step] = self._engine.load_params(state.params, copy=lag > 0)
 
     def _begin_next(self, step: int, version: int) -> BegunGroups:
-        """Begins the groups of the next problems with a step's noise, under these weights."""
-        return self._begin(step, self.next_problems(self._config.rollout.prompts_per_step), version)
+        """Begins the groups of the next problems; see `_begin_groups`."""
+        return self._begin_groups(step, self.next_problems(self._config.rollout.prompts_per_step), version)
 
     def next_problems(self, count: int) -> list[int]:
-        """Returns the indices of the next problems that are asked, which come after in no batch again."""
+        """Returns the indices of the next problems that are asked, and goes on behind them."""
         state, begin = self._state, self._state.data_position
         indices, state.data_position = self._prompts.next_problems("train", begin, count)
         state.passed_over += state.data_position - begin - count
         return indices
 
-    def _begin(self, step: int, indices: Sequence[int], version: int) -> BegunGroups:
+    def _begin_groups(self, step: int, indices: Sequence[int], version: int) -> BegunGroups:
+        """Begins the groups of these problems with a step's noise, under these weights."""
         samples = self._config.rollout.samples_per_prompt
         wanted = WantedGroups("train", indices, samples, TRAINING, step, version=version)
         return self._collector.begin(self._state.versions[version], wanted)
@@ -177,4 +181,5 @@ class Batches:
                 raise CheckpointError(f"checkpoint: version {version} of the weights is of another policy")
             self._state.versions[int(version)] = self._engine.load_params(params)
         for each in host_state.get("begun", []):
-            self._state.begun[each["step"]] = self._begin(each["step"], each["indices"], each["version"])
+            step = each["step"]
+            self._state.begun[step] = self._begin_groups(step, each["indices"], each["version"])
