@@ -36,11 +36,12 @@ from rljax.kernels.round_to_nearest import base, round_to_nearest
 from rljax.kernels.round_to_nearest.grid import grid, nearest
 from rljax.kernels.tuned import has_kernel
 from rljax.models.config import ModelConfig
+from rljax.models.sharding import param_shardings
 from rljax.models.transformer import Params
 from rljax.numerics.blocked_weights import whole
 from rljax.numerics.kernel_choice import Implementation, KernelChoice, require_xla
 from rljax.numerics.quantized import Activations, QuantizedWeight, WeightLayout
-from rljax.sharding import MESH_AXES, param_shardings
+from rljax.sharding import MESH_AXES
 
 if TYPE_CHECKING:
     from rljax.engine.engine import DecodeEngine

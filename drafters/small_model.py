@@ -28,11 +28,11 @@ from rljax.errors import ConfigError, UserError
 from rljax.hub import local_directory
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import load_model_config, load_params
+from rljax.models.sharding import mesh_of_a_drafter
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.processes import to_host
-from rljax.sharding import mesh_of_a_drafter
 
 _LENGTHS = (2, 4, 8)  # lengths of chains to choose from
 

@@ -15,12 +15,9 @@ import hashlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drafters.names import ARGUMENTS
-from rljax.config import ExperimentConfig
 from rljax.errors import CheckpointError
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][^@\s]*))?", re.ASCII)
@@ -162,33 +159,6 @@ def pinned(path: str, recorded: str | None = None) -> str:
     if name[1] is None and recorded is not None and recorded.startswith(f"{name[0]}@"):
         return recorded
     return f"{name[0]}@{local_directory(path, weights=False).name}"
-
-
-def with_commits(config: ExperimentConfig, recorded: ExperimentConfig | None = None) -> ExperimentConfig:
-    """Returns the config with the names of the hub `pinned`.
-
-    Args:
-      config: the experiment.
-      recorded: the config of the run that goes on; None for a new run.
-    """
-    data = config.model_dump()
-    before = {} if recorded is None else recorded.model_dump()
-    for *sections, key in _places(config):
-        node, old = data, before
-        for section in sections:
-            node, old = node.get(section) or {}, old.get(section) or {}
-        if node.get(key) is not None:
-            node[key] = pinned(node[key], old.get(key))
-    return config if data == config.model_dump() else ExperimentConfig.model_validate(data)
-
-
-def _places(config: ExperimentConfig) -> Iterator[tuple[str, ...]]:
-    """Yields the keys that may hold a name of the hub."""
-    yield from (("policy", "path"), ("policy", "lora", "path"), ("algorithm", "teacher"))
-    for name, kind in config.speculation.kinds.items():
-        if kind in ARGUMENTS and "path" in ARGUMENTS[kind].model_fields:
-            first = name == config.speculation.drafter
-            yield ("speculation", *(("args",) if first else ("others", name)), "path")
 
 
 def state() -> str:

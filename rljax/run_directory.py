@@ -8,9 +8,9 @@
     workers.jsonl    a line a step, with rollout workers: what each did when (`rljax.cluster.timeline`)
     sessions.jsonl   a line a process that worked on the run: when, with which command, commit, machine and
                      changes to the config
-    tokenizer/       of a policy that is made on the spot (`rljax.training.policy`)
+    tokenizer/       of a policy that is made on the spot (`rljax.assembly.policy`)
     warm_start/      a warm start that is under way (`rljax.training.warm_start`)
-    checkpoints/     written by `rljax.training.checkpoint`
+    checkpoints/     written by `rljax.assembly.checkpoint`
     .lock            held by the process that works on the run
 
 Of several processes only the first writes, and the methods that write do nothing in the others.

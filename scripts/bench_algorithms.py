@@ -31,8 +31,8 @@ from rljax.reports.runs import RunData, read_run
 from rljax.rollout.collector import EVALUATION, WantedGroups
 from rljax.run_directory import RunDirectory
 from rljax.training.interruption import StopRequest
+from rljax.training.learner import completions_of, make_minibatches
 from rljax.training.loop import train as train_run
-from rljax.training.minibatches import completions_of, make_minibatches
 from rljax.training.session import open_checkpoints
 from rljax.training.training_run import TrainingRun
 from training_benchmarks.curves import learning_row, run_command_line, smoothed

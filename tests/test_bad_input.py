@@ -58,9 +58,10 @@ def world(tmp_path_factory):
         run = session.TrainingRun(config, files, checkpoints, Progress(), 0.0)
         files.record_session(0)
         files.append_metrics({"step": 0})
-        for run.step in (1, 2):
-            files.append_metrics({"step": run.step})
-            files.append_decisions(run.step, [])
+        for step in (1, 2):
+            run.state.step = step
+            files.append_metrics({"step": step})
+            files.append_decisions(step, [])
             saving.save(run, None)
         checkpoints.close()
     return directory
@@ -465,8 +466,8 @@ def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys)
 def test_the_run_is_good_until_it_is_damaged(run, tmp_path, monkeypatch):
     """What the cases above begin with does resume, with a drafter or without."""
     reached = []
-    monkeypatch.setattr(session.TrainingRun, "compile", lambda run: reached.append(run.step))
-    monkeypatch.setattr(loop, "advance", lambda run: setattr(run, "step", 9))
+    monkeypatch.setattr(session.TrainingRun, "compile", lambda run: reached.append(run.state.step))
+    monkeypatch.setattr(loop, "advance", lambda run: setattr(run.state, "step", 9))
     for drafter in ("srt", "null"):
         arguments = [*OVERRIDES, f"speculation.drafter={drafter}"]
         assert load_script("train").main(["--config", str(tmp_path / "config.yaml"), *arguments]) == 0

@@ -10,13 +10,14 @@ import pytest
 from huggingface_hub import constants
 
 from rljax import hub
+from rljax.assembly.commits import with_commits
+from rljax.assembly.policy import make_policy
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.config import make_config
 from rljax.errors import CheckpointError, ConfigError
 from rljax.evaluation.records import default_output
 from rljax.models.peft import CONFIG as ADAPTER
 from rljax.run_directory import RunDirectory, check_holds_policy
-from rljax.training.policy import make_policy
-from rljax.training.saved_policy import load_saved_policy
 from tests.hub_stand_in import running
 from tests.models.checkpoints import make_checkpoint
 
@@ -169,7 +170,7 @@ def test_a_run_keeps_its_commit(stand_in, files):
     old = stand_in.push("org/tiny", files, "v1")
     config = config_of("org/tiny", algorithm={"teacher": "org/tiny@v1", "kl_coefficient": 0.1})
     run = RunDirectory("run")
-    started = hub.with_commits(config)
+    started = with_commits(config)
     assert started.policy.path == started.algorithm.teacher == f"org/tiny@{old}"
     run.begin(started)
     run.append_metrics({"step": 0})
@@ -178,15 +179,15 @@ def test_a_run_keeps_its_commit(stand_in, files):
 
     new = stand_in.push("org/tiny", files)
     new_process()
-    resumed = hub.with_commits(config, recorded)
+    resumed = with_commits(config, recorded)
     assert resumed == started and run.begin(resumed) == []
-    at_main = hub.with_commits(config_of("org/tiny@main", algorithm=config.algorithm.model_dump()), recorded)
+    at_main = with_commits(config_of("org/tiny@main", algorithm=config.algorithm.model_dump()), recorded)
     assert error_of(run.begin, at_main).startswith(
         f"policy.path: is 'org/tiny@{new}', but the run in run has 'org/tiny@{old}'; choose another run_dir"
     )
     other = stand_in.push("org/other", files)  # another model is asked for its newest commit
-    assert hub.with_commits(config_of("org/other"), recorded).policy.path == f"org/other@{other}"
-    assert hub.with_commits(config_of("run"), recorded) == config_of("run")
+    assert with_commits(config_of("org/other"), recorded).policy.path == f"org/other@{other}"
+    assert with_commits(config_of("run"), recorded) == config_of("run")
 
 
 def test_adapters_and_drafters_have_commits_too(stand_in, files):
@@ -200,7 +201,7 @@ def test_adapters_and_drafters_have_commits_too(stand_in, files):
         },
     }
     policy = {"path": "org/tiny", "lora": {"path": "org/tiny"}}
-    config = hub.with_commits(config_of("org/tiny", policy=policy, speculation=speculation))
+    config = with_commits(config_of("org/tiny", policy=policy, speculation=speculation))
     assert (config.policy.path, config.policy.lora.path, config.speculation.args["path"]) == (at, at, at)
     assert config.speculation.others["head"]["path"] == at
     assert config.speculation.others["mine"]["path"] == "org/tiny"  # means what its class says

@@ -10,10 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from rljax import processes
-from rljax.config import load_config
+from rljax.config import check_over_processes, check_with_workers, load_config
 from rljax.config.changes import config_changes
-from rljax.config.cluster import check_with_workers
-from rljax.config.distributed import DistributedConfig, check_over_processes, launcher
+from rljax.config.distributed import DistributedConfig, launcher
 from rljax.errors import ConfigError
 from rljax.rendezvous import Rendezvous
 from tests.training.tiny_run import write_config

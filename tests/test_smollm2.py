@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.commands.console import main
 from rljax.config import load_config
 from rljax.models.tokenizer import Tokenizer
 from rljax.run_directory import RunDirectory
 from rljax.serving.policy import Options
-from rljax.training.saved_policy import load_saved_policy
 from rljax.training.session import run
 from tests.scripts import SCRIPTS
 from tests.serving.tiny_server import client_of, serving

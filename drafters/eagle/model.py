@@ -43,9 +43,9 @@ import numpy as np
 from jax import Array, lax
 
 from drafters.eagle.variant import VARIANTS, Variant
+from rljax.kernels.linear import linear
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.linear import linear
 from rljax.models.transformer import Attention, Params, decoder_layer
 from rljax.numerics.attention import MASKED
 from rljax.numerics.rows import Numerics, rms_norm

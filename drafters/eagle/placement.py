@@ -13,8 +13,9 @@ from drafters.eagle.drafting import DrafterState, Pairs, ScoredTree
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.unrolling import HeadBatch
 from rljax.engine.placement import cache_shardings, feature_sharding, slot_sharding
+from rljax.models.sharding import PARAM_AXES, replicated_axes
 from rljax.models.transformer import Params
-from rljax.sharding import PARAM_AXES, named, replicated_axes, replicated_sharding, row_multiple
+from rljax.sharding import named, replicated_sharding, row_multiple
 
 _HEAD_AXES: dict[str, tuple[str | None, ...]] = PARAM_AXES | {
     "fc": ("embed", None),

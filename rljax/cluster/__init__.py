@@ -7,6 +7,7 @@ router.py        who decodes what of one; pipe.py, migration.py, racing.py plan,
 messages.py      events, commands and orders
 ledger.py        every token that was sampled; the same one twice must be the same bits
 decoder.py       the driver's side: what the collector calls instead of a `Scheduler`
+starting.py      the workers that a config asks for, as a context
 blueprint.py     what a worker is built from, and building it
 worker.py        a worker's side, around the decode loop
 weights/         versions of the weights, by three channels; used only if their digest is the published one

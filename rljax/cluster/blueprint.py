@@ -17,6 +17,8 @@ import jax
 
 from drafters.device import SharedDrafter, SpotDrafter, TrainedDrafter
 from drafters.registry import make_drafters
+from rljax.assembly.decoding import make_numerics, make_scheduler, warm_up
+from rljax.assembly.policy import Policy
 from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.config.speculation import SpeculationConfig
@@ -29,8 +31,6 @@ from rljax.models.transformer import init_params
 from rljax.rollout.scheduler import Scheduler
 from rljax.sharding import make_mesh
 from rljax.speculation.speculator import Speculator
-from rljax.training.assembly import make_numerics, make_scheduler, warm_up
-from rljax.training.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)

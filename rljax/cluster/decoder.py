@@ -28,6 +28,8 @@ import numpy as np
 from drafters.base import Outcome
 from drafters.device import SpotDrafter
 from rljax import errors
+from rljax.assembly.checkpoint import ROUTING
+from rljax.assembly.policy import Policy
 from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_drafter
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import Fabric
@@ -59,7 +61,7 @@ from rljax.cluster.migration import OutlierRule
 from rljax.cluster.pipe import equal_groups, rank
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
-from rljax.cluster.routing import ROUTING, RolloutHistory, make_router
+from rljax.cluster.routing import RolloutHistory, make_router
 from rljax.cluster.spot import SpotCounts, SpotRule, SpotTraining
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
@@ -73,7 +75,6 @@ from rljax.requests import Completion, DecodeStatistics, PartialResponse, Reques
 from rljax.rollout.decode_loop import check_request
 from rljax.rollout.running import RunningRequests
 from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
-from rljax.training.policy import Policy
 
 _WAIT = 0.2  # seconds for an event, at most
 _SHORT_WAIT = 0.02  # while somebody may want to go on at any moment

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rljax.assembly.checkpoint import ROUTING
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
 from rljax.cluster.pipe import growth_factor, tier_sizes
@@ -16,9 +17,6 @@ from rljax.requests import Completion, DecodeStatistics, Request
 
 _MOST_PROMPTS = 100_000  # those decoded last are remembered
 _MOST_PASSES = 64  # measurements, the latest
-
-ROUTING = "routing/"
-"""Begins the names of its arrays in a checkpoint."""
 
 Prompt = tuple[int, ...]
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from drafters.base import Outcome
 from rljax import processes
+from rljax.assembly.policy import Policy
 from rljax.cluster.decoder import BegunRollout, ClusterDecoder
 from rljax.config import ExperimentConfig
 from rljax.engine.invariance import Invariance
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.scheduler import OnProgress, Scheduler
-from rljax.training.policy import Policy
 
 _LONGEST_WAIT = 60.0  # seconds in one collective; gloo's end with an error after half an hour
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from drafters.names import check_drafters
 from rljax.accelerators import skip_absent
+from rljax.assembly.task import check_names
 from rljax.errors import UserError
 from rljax.evaluation.settings import evaluation_config
 from rljax.hub import pinned
 from rljax.run_directory import check_holds_policy
-from rljax.tasks.registry import check_names
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
@@ -64,11 +64,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         # JAX takes seconds to import, so the config is checked first.
         from rich.console import Console
 
+        from rljax.assembly.saved_policy import load_saved_policy
         from rljax.evaluation.evaluator import Evaluator
         from rljax.evaluation.records import default_output
         from rljax.evaluation.table import print_table
         from rljax.progress import Progress
-        from rljax.training.saved_policy import load_saved_policy
 
         saved = load_saved_policy(arguments.policy, arguments.step)
         output = arguments.output or default_output(saved.path, saved.step, arguments.split)

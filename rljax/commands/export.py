@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         check_holds_policy(arguments.run)
         skip_absent()
         # JAX takes seconds to import, and --help should be instant.
+        from rljax.assembly.saved_policy import load_saved_policy
         from rljax.training.export import check_destination, export_adapter, export_head, export_policy
-        from rljax.training.saved_policy import load_saved_policy
 
         check_destination(arguments.output, arguments.force)  # before anything is read
         saved = load_saved_policy(arguments.run, arguments.step)

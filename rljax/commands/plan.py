@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from drafters.names import check_drafters
+from rljax.assembly.task import check_names
 from rljax.config import load_config
 from rljax.errors import UserError
 from rljax.planning.command import add_arguments, force_cpu_devices, print_plan
-from rljax.tasks.registry import check_names
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from drafters.names import check_drafters
 from rljax.accelerators import skip_absent
+from rljax.assembly.task import check_names
 from rljax.config import describe_keys, load_config, to_yaml
 from rljax.errors import Interrupted, UserError
 from rljax.planning.command import add_arguments, present_topology, print_plan
-from rljax.tasks.registry import check_names
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:

@@ -12,11 +12,13 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     agents.py        keys of agents that talk to the run over HTTP
     decoding.py      keys of sampling, the engine and kernels
     speculation.py   keys of speculation, and the policies that they choose among
+    speculation_keys.py   those that do not belong to a single policy
     task.py          keys of the task, its rewards and their sandbox
     algorithm.py     keys of the algorithm and its critic
     learning.py      keys of the optimizer and the update
     cluster.py       keys of rollout workers in processes of their own
     tracking.py      keys of trackers and reports
+    limits.py        what does not work on so many devices, in several processes, with workers
     section.py       base class and types of all sections
     loading.py       reads an ExperimentConfig from a file and overrides, and writes one
     packaged.py      finds the configs that come with rljax, from any directory
@@ -34,6 +36,7 @@ from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig
 from rljax.config.environment import EnvironmentConfig
 from rljax.config.help import describe_keys
 from rljax.config.learning import OptimizerConfig, TrainingConfig
+from rljax.config.limits import check_devices, check_over_processes, check_with_workers
 from rljax.config.loading import load_config, make_config, read_mapping, to_yaml
 from rljax.config.lora import LoraConfig
 from rljax.config.policy import GrowthConfig, PolicyConfig, ShapeConfig, WarmStartConfig
@@ -42,7 +45,6 @@ from rljax.config.schema import (
     EvaluationConfig,
     ExperimentConfig,
     MeshConfig,
-    check_devices,
 )
 from rljax.config.section import Buckets
 from rljax.config.speculation import SpeculationConfig
@@ -79,6 +81,8 @@ __all__ = [
     "TrainingConfig",
     "WarmStartConfig",
     "check_devices",
+    "check_over_processes",
+    "check_with_workers",
     "describe_keys",
     "load_config",
     "make_config",

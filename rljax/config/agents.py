@@ -1,14 +1,10 @@
 """Keys of agents that a run trains while they talk to it over HTTP."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rljax.config.section import Count, Section
-
-if TYPE_CHECKING:
-    from rljax.config.schema import ExperimentConfig
 
 
 class AgentsConfig(Section):
@@ -64,23 +60,3 @@ class AgentsConfig(Section):
         " out of learning and of its group's baseline; or the run stops. Set exclude where agents fail by no"
         " fault of the policy.",
     )
-
-
-def contradictions(config: "ExperimentConfig") -> Iterator[str]:
-    """Yields one line for each key that does not go with agents."""
-    speculation = config.speculation
-    for key, used, instead in (
-        ("tools", config.tools is not None, "agents have tools of their own; leave the section out"),
-        ("cluster.workers", bool(config.cluster.workers), "the server decodes in this process; set 0"),
-        ("distributed", config.distributed.is_wanted(), "one process serves; set distributed.enabled=off"),
-        ("speculation.run_ahead_below", bool(speculation.run_ahead_below), "its requests are unknown; set 0"),
-        ("speculation.overlap", speculation.overlap, "requests join at any time; set false"),
-        ("algorithm.overlong_buffer", bool(config.algorithm.overlong_buffer), "set 0"),
-        (
-            "engine.verification",
-            config.engine.verification != "coupled",
-            "tokens would depend on earlier requests; set coupled",
-        ),
-    ):
-        if used:
-            yield f"{key}: is not supported with agents: {instead}"

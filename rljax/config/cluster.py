@@ -1,15 +1,11 @@
 """Keys of rollout workers in processes of their own; see docs/cluster.md."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rljax.config.mesh import MeshConfig
 from rljax.config.section import Count, CountOrOff, PathText, Section
-from rljax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rljax.config.schema import ExperimentConfig
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -173,63 +169,3 @@ class ClusterConfig(Section):
         if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
             raise ValueError(f"cluster.address: {address!r} is not auto or host:port, as in 10.0.0.1:6379")
         return self
-
-
-def check_with_workers(config: "ExperimentConfig") -> None:
-    """Checks that the rollouts of an experiment can be decoded by workers.
-
-    Raises:
-      ConfigError: a mechanism is not supported with workers.
-    """
-    if not config.cluster.workers:
-        return
-    if config.cluster.pipe != "off" and not config.rollout.staleness:
-        raise ConfigError(
-            "cluster.pipe: every step would wait for the worker with the longest responses; set"
-            " rollout.staleness to 1"
-        )
-    if config.cluster.into_next_step and config.rollout.max_staleness != 2:
-        raise ConfigError(
-            "cluster.into_next_step: prompts are handed out one step ahead and wait for one more; set"
-            " rollout.max_staleness to 2"
-        )
-    if config.cluster.race and len(config.speculation.kinds) < 2:
-        raise ConfigError("cluster.race: copies need another drafter; set speculation.others, too")
-    if config.cluster.race and config.tools is not None:
-        raise ConfigError("cluster.race: a copy would call tools again, which may answer otherwise; set 0")
-    if config.cluster.spot.idle and config.rollout.max_staleness:
-        raise ConfigError(
-            "cluster.spot.idle: with rollout.max_staleness no rollout ends, so workers are seldom idle; set 0"
-        )
-    drafting = config.speculation.drafting_devices
-    for key, used, instead in (
-        (
-            "engine.row_invariant",
-            not config.engine.row_invariant,
-            "bits would depend on who decodes; set true",
-        ),
-        (
-            "cluster.weights=jax_transfer",
-            config.cluster.weights == "jax_transfer" and config.distributed.is_wanted(),
-            "the devices of one process send, and several train; set object_store or files",
-        ),
-        (
-            "speculation.run_ahead_below",
-            bool(config.speculation.run_ahead_below),
-            "what one worker samples ahead, another would need; set 0",
-        ),
-        (
-            f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}",
-            config.cluster.gpus_per_worker not in (0, config.cluster.mesh.num_devices + drafting),
-            f"cluster.mesh has {config.cluster.mesh.num_devices} devices"
-            + (f" and speculation.decoupled {drafting}" if drafting else "")
-            + "; set as many",
-        ),
-        (
-            "cluster.mesh",
-            config.cluster.mesh.num_devices > 1 and config.cluster.numerics == "refuse",
-            "without cluster.numerics=warn, since bits are not measured on several devices",
-        ),
-    ):
-        if used:
-            raise ConfigError(f"{key}: is not supported with cluster.workers: {instead}")

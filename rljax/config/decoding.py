@@ -97,6 +97,11 @@ class RolloutConfig(Section):
         " policy.extra_eos_tokens instead.",
     )
 
+    @property
+    def oldest_lag(self) -> int:
+        """Steps by which a token's weights may be older than those that learn from it."""
+        return max(self.staleness, self.max_staleness)
+
     @model_validator(mode="after")
     def _check(self) -> "RolloutConfig":
         if self.top_k == 1:

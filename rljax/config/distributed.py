@@ -1,16 +1,12 @@
 """Keys of a run over several processes; see docs/several-hosts.md."""
 
 import os
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from rljax.config.section import AutoOnOff, Count, CountOrOff, Section
-from rljax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rljax.config.schema import ExperimentConfig
 
 
 class DistributedConfig(Section):
@@ -88,48 +84,3 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
         if count.isdecimal() and int(count) > 1 and index in environment:
             return name
     return "TPU pod" if "," in environment.get("TPU_WORKER_HOSTNAMES", "") else None
-
-
-def check_over_processes(
-    config: "ExperimentConfig", num_devices: int, num_processes: int, trained: Collection[str]
-) -> None:
-    """Checks that an experiment can run in several processes with so many devices in all.
-
-    Args:
-      config: the experiment.
-      num_devices: number of devices of all processes.
-      num_processes: number of processes.
-      trained: kinds of drafters that are trained.
-
-    Raises:
-      ConfigError: the mesh leaves devices out, or a mechanism is not supported over processes.
-    """
-    mesh, speculation = config.mesh, config.speculation
-    if mesh.num_devices != num_devices:
-        raise ConfigError(
-            f"mesh: data {mesh.data} * fsdp {mesh.fsdp} * tensor {mesh.tensor} = {mesh.num_devices} devices,"
-            f" but the {num_processes} processes have {num_devices}, and each must take part; the product"
-            f" must be {num_devices}"
-        )
-    speculates = speculation.drafter is not None
-    for key, used, instead in (
-        ("tools", config.tools is not None, "leave the section out"),
-        *((key, speculates, "set 0") for key in speculation.by_one_clock),
-    ):
-        if used:
-            raise ConfigError(
-                f"{key}: decides by the clock of one process, which {num_processes} processes cannot share;"
-                f" {instead}"
-            )
-    if config.rollout.staleness or config.rollout.max_staleness:
-        key = "staleness" if config.rollout.staleness else "max_staleness"
-        raise ConfigError(f"rollout.{key}: is for one process that trains, not for {num_processes}; set 0")
-    if not speculates or not config.cluster.workers:
-        return
-    for name, kind in speculation.kinds.items():
-        if kind in trained:
-            raise ConfigError(
-                f"speculation.drafter: {name} is trained in the processes that decode, and with"
-                f" cluster.workers {num_processes} processes decode nothing; use another drafter, or"
-                " cluster.workers: 0"
-            )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rljax.algorithms.registry import NEED_TEACHER, overlong_buffer
-from rljax.config.agents import AgentsConfig, contradictions
+from rljax.config.agents import AgentsConfig
 from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.config.decoding import (
@@ -27,7 +27,6 @@ from rljax.config.speculation import SpeculationConfig
 from rljax.config.task import TaskConfig
 from rljax.config.tools import ToolsConfig, mistaken_answers
 from rljax.config.tracking import TrackingConfig
-from rljax.errors import ConfigError
 
 
 class CheckpointConfig(Section):
@@ -265,7 +264,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
             f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
             " other rules want drafts that know nothing of the noise"
         )
-    yield from config.speculation.contradictions(config)
+    yield from config.speculation.contradictions(rollout, engine)
     if config.evaluation.sampling_changes and engine.verification != "coupled":
         name = next(iter(config.evaluation.sampling_changes))
         yield (
@@ -291,7 +290,7 @@ def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
                 )
         yield from mistaken_answers(config.tools, config.task)
     if config.agents is not None:
-        yield from contradictions(config)
+        yield from _impossible_with_agents(config)
     drafters = config.speculation.kinds.values()
     if "quantized" in drafters and engine.verification != "coupled":
         yield (
@@ -353,10 +352,21 @@ def _impossible_staleness(config: ExperimentConfig) -> Iterator[str]:
         yield f"cluster.weights_dir: is not used with cluster.weights: {cluster.weights}; set files"
 
 
-def check_devices(mesh: MeshConfig, num_devices: int) -> None:
-    """Raises a ConfigError if the mesh needs more than `num_devices` devices."""
-    if mesh.num_devices > num_devices:
-        raise ConfigError(
-            f"mesh: data {mesh.data} * fsdp {mesh.fsdp} * tensor {mesh.tensor} = {mesh.num_devices} devices,"
-            f" but there {'is' if num_devices == 1 else 'are'} {num_devices}"
-        )
+def _impossible_with_agents(config: ExperimentConfig) -> Iterator[str]:
+    """Yields one line for each key that does not go with agents."""
+    speculation = config.speculation
+    for key, used, instead in (
+        ("tools", config.tools is not None, "agents have tools of their own; leave the section out"),
+        ("cluster.workers", bool(config.cluster.workers), "the server decodes in this process; set 0"),
+        ("distributed", config.distributed.is_wanted(), "one process serves; set distributed.enabled=off"),
+        ("speculation.run_ahead_below", bool(speculation.run_ahead_below), "its requests are unknown; set 0"),
+        ("speculation.overlap", speculation.overlap, "requests join at any time; set false"),
+        ("algorithm.overlong_buffer", bool(config.algorithm.overlong_buffer), "set 0"),
+        (
+            "engine.verification",
+            config.engine.verification != "coupled",
+            "tokens would depend on earlier requests; set coupled",
+        ),
+    ):
+        if used:
+            yield f"{key}: is not supported with agents: {instead}"

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from rljax import processes
 from rljax.engine.buckets import Buckets
@@ -21,6 +21,25 @@ Shape = tuple[int, int]
 CompileShape = Callable[[Shape, Callable[[], bool]], Callable[[], None] | None]
 """Compiles what a shape needs, unless its second argument says that it should stop. Returns a function that
 is called when the shape is taken over; None for none."""
+
+
+class Compiling(Protocol):
+    """What compiles plain decoding while it goes on (`PlainPrograms`), as the engine asks it."""
+
+    def start_length(self, batch: int, length: int) -> int:
+        """Returns the cache length of a state that begins, `length` or longer."""
+
+    def prefill_shape(self, rows: int, length: int) -> Shape:
+        """Returns the rows and padded length to prefill prompts with, which need at least these."""
+
+    def smallest_batch(self, state: Shape, batch: int) -> int:
+        """Returns the smallest batch bucket from `batch` on that a decode state can be compacted into."""
+
+    def wait_for(self, shape: Shape) -> None:
+        """Waits until decode states may have a shape."""
+
+    def close(self) -> None:
+        """Ends the compiling."""
 
 
 def compile_all(tasks: Iterable[Callable[[], Any]]) -> list[Any]:

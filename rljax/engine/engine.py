@@ -14,7 +14,7 @@ The first token is thus sampled like every other, and may differ between the sam
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from rljax import target
 from rljax.engine import appending, kv_cache
 from rljax.engine.appending import AppendedChunk, Continuation
+from rljax.engine.background import Compiling
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows, all_rows, empty_tree, pack_rows
 from rljax.engine.executables import ExecutablePool, temporary_bytes
@@ -39,15 +40,12 @@ from rljax.engine.weight_blocks import with_blocks
 from rljax.errors import ConfigError, PolicyError
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
+from rljax.models.sharding import Weights, padded_vocab_size, shard_params
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, cast_matrices, finite_leaves
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import SlotSampling, check_settings
-from rljax.sharding import Weights, padded_vocab_size, replicated_sharding, shard_params
-
-if TYPE_CHECKING:
-    from rljax.engine.plain_programs import PlainPrograms
-
+from rljax.sharding import replicated_sharding
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A compiled program and its arguments."""
@@ -82,7 +80,7 @@ class DecodeEngine:
       ConfigError: `per_slot_sampling` with a rule of verification that does not know it.
     """
 
-    behind: "PlainPrograms | None" = None
+    behind: Compiling | None = None
 
     def __init__(
         self,

@@ -20,9 +20,9 @@ from rljax.durable_files import write_durably
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.invariance import RowCounts, measured, surroundings_digest
 from rljax.hub import local_directory
+from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import load_model_config
-from rljax.models.linear import product
 from rljax.models.transformer import num_params
 from rljax.numerics.rows import Numerics
 

@@ -8,7 +8,8 @@ from rljax.engine.buckets import check_slots
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.state import DecodeState
 from rljax.models.config import ModelConfig
-from rljax.sharding import named, replicated_axes, row_multiple
+from rljax.models.sharding import replicated_axes
+from rljax.sharding import named, row_multiple
 
 
 def slot_sharding(mesh: Mesh) -> NamedSharding:

@@ -31,10 +31,11 @@ from rljax.engine.verification import Rule, accepted_path, sample_nodes
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
+from rljax.models.sharding import GatheredWeights, ShardedAttention, Weights
 from rljax.models.transformer import Attention, Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, penalized_logits
-from rljax.sharding import GatheredWeights, ShardedAttention, Weights, constrain, replicated_sharding
+from rljax.sharding import constrain, replicated_sharding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
+from rljax.models.sharding import GatheredWeights
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling import slots, split
 from rljax.sampling.distribution import SamplingParams, without_padding
 from rljax.sampling.slots import SlotSampling
-from rljax.sharding import GatheredWeights, constrain, logits_sharding, splits_vocab
+from rljax.sharding import constrain, logits_sharding, splits_vocab
 
 
 def decode_logits(

@@ -25,12 +25,13 @@ from rljax.engine.state import DecodeState, counted
 from rljax.engine.verification import Rule
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
+from rljax.models.sharding import GatheredWeights
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics, log_normalizer, row_max
 from rljax.sampling import distribution, split
 from rljax.sampling.distribution import SamplingParams, first_maximum, penalized_logits
 from rljax.sampling.noise import gumbel_rows, threefry2x32
-from rljax.sharding import GatheredWeights, splits_vocab
+from rljax.sharding import splits_vocab
 
 # The second word of a position's counter is 0 (`noise.token_bits`): no position has this key.
 _DRAFT_STREAM = np.uint32(0x64726166)

@@ -15,8 +15,8 @@ from jax import Array, lax
 from rljax import target
 from rljax.benchmarking import paired
 from rljax.engine.executables import row_invariant_compiler_options
+from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
-from rljax.models.linear import product
 from rljax.models.transformer import Params, lm_head
 from rljax.numerics.blocked_weights import LANES, BlockedWeight, blocked
 from rljax.numerics.products import ProductForm

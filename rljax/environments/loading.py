@@ -1,9 +1,10 @@
 """Makes an environment from its import path, in a worker process."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rljax.environments.base import Environment
+from rljax.environments.episodes import Episodes
 from rljax.importing import LoadError, called, load
 
 _METHODS = ("problem", "reset", "step")
@@ -19,3 +20,10 @@ def make_environment(path: str, args: Mapping[str, Any]) -> Environment:
                 " rljax/environments/base.py"
             )
     return environment
+
+
+def answers(path: str, args: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Makes what answers requests about the episodes of the environment at `module:Class`: the checker of its
+    worker (`rljax/tasks/rewards/worker.py`).
+    """
+    return Episodes(make_environment(path, args)).answer

@@ -64,7 +64,8 @@ class Workers:
     """
 
     def __init__(self, path: str, args: Mapping[str, Any], seconds: float, processes: int) -> None:
-        self._environment = Reward(path, 1.0, "worker", ("environment", {"path": path, "args": args}), "task")
+        answers = ("rljax.environments.loading:answers", {"path": path, "args": args})
+        self._environment = Reward(path, 1.0, "worker", answers, "task")
         self._pools = [CheckerPool([self._environment], Sandbox(), seconds, 1) for _ in range(processes)]
         try:
             for pool in self._pools:

@@ -17,8 +17,11 @@ import jax
 import numpy as np
 
 from drafters.registry import make_drafters
-from rljax.config import ExperimentConfig, check_devices
-from rljax.config.cluster import check_with_workers
+from rljax.assembly.decoding import evaluation_sampling, make_numerics, make_scheduler, numerics_line, warm_up
+from rljax.assembly.saved_policy import SavedPolicy
+from rljax.assembly.task import configured_task
+from rljax.cluster.starting import cluster_of
+from rljax.config import ExperimentConfig, check_devices, check_with_workers
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.number_type import with_number_type
 from rljax.environments.task import environment_of
@@ -51,16 +54,6 @@ from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Rewards, Split, Task
 from rljax.tasks.judging import judge
-from rljax.tasks.registry import configured_task
-from rljax.training.assembly import (
-    evaluation_sampling,
-    make_numerics,
-    make_scheduler,
-    numerics_line,
-    warm_up,
-)
-from rljax.training.saved_policy import SavedPolicy
-from rljax.training.session import cluster_of
 
 if TYPE_CHECKING:
     from rljax.cluster.decoder import ClusterDecoder

@@ -27,8 +27,8 @@ import numpy as np
 from jax import Array
 
 from rljax import target
+from rljax.kernels.linear import linear, product
 from rljax.models.config import ModelConfig
-from rljax.models.linear import linear, product
 from rljax.models.outlining import traced_once
 from rljax.models.rope import apply_rope
 from rljax.numerics.rows import Numerics, rms_norm
@@ -41,7 +41,7 @@ caller, such as keys and values). `cache` is the layer's entry of `caches` (`for
 
 
 class Gathered(Protocol):
-    """What gathers weights of which devices have parts, `rljax.sharding.GatheredWeights`."""
+    """What gathers weights of which devices have parts, `rljax.models.sharding.GatheredWeights`."""
 
     def embedded(self, x: Array) -> Array:
         """Returns embeddings [N, T, d] whole."""

@@ -1,6 +1,6 @@
 """The policies of the papers by name, without JAX: the one way from the rest of the code to them."""
 
-from rljax.config.speculation import Policy
+from rljax.config.speculation_keys import Policy
 from rljax.papers.efficient_rollout import EfficientRolloutKeys
 from rljax.papers.specactor import SpecActorKeys
 from rljax.papers.tlt import TltKeys

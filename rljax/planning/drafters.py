@@ -6,7 +6,6 @@ are recorded by the methods that compile them behind a rollout (`HeadSlots.compi
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,28 +23,8 @@ from rljax.engine.companion import CompanionEngine
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.planning.pool import PlanningPool, Recording
-from rljax.planning.programs import PlannedRun, Planning
+from rljax.planning.programs import PlannedDrafter, PlannedRun, Planning
 from rljax.sharding import row_multiple
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedDrafter:
-    """Shapes of everything that a drafter holds on the devices.
-
-    Attributes:
-      weights: its weights to draft with.
-      state: its caches for the largest decode state.
-      begin: begins to compile the largest program of every kind that it needs in a run. Returns the pool that
-        will have them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
-      training: weights and moments of a head that is trained.
-      unread: bytes of a head's features on a device that wait to be read.
-    """
-
-    weights: Params
-    state: Any
-    begin: Callable[[PlannedRun], PlanningPool]
-    training: Any = None
-    unread: int = 0
 
 
 def planned_drafters(planning: Planning) -> dict[str, PlannedDrafter]:

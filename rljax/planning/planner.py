@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh
 
 from drafters.registry import make_drafters, states_read
 from rljax import target
+from rljax.assembly.decoding import make_buckets_of, unmeasured_numerics
+from rljax.assembly.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config
 from rljax.config import ExperimentConfig, check_devices, with_compute_dtype
 from rljax.errors import ConfigError
 from rljax.hub import local_directory
@@ -24,6 +26,7 @@ from rljax.learning.packing import pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.growth import grown_config
 from rljax.models.huggingface import load_generation_config, load_model_config
+from rljax.models.sharding import replicated_axes
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import num_params
 from rljax.planning.drafters import planned_drafters
@@ -34,10 +37,7 @@ from rljax.planning.programs import PlannedRun, Planning
 from rljax.planning.rollout import Lengths, RolloutTime, rollout_time
 from rljax.planning.roofline import Roofline, pass_sizes
 from rljax.planning.topologies import Topology, compile_devices, hardware_of, platform_of
-from rljax.sharding import replicated_axes
 from rljax.speculation.draft_length import expected_tokens
-from rljax.training.assembly import make_buckets_of, unmeasured_numerics
-from rljax.training.policy import TOKENIZER_VOCAB, checkpoint_parts, shape_config
 
 _FULL_DEPTH = 8  # deeper policies are compiled at two small depths
 DEPTHS = (2, 4)

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from drafters.base import Drafter
 from drafters.quantized import QuantizedDrafter
+from rljax.assembly.adapter import factor_template
+from rljax.assembly.decoding import evaluation_sampling, sampling_params
+from rljax.assembly.saved_policy import saved_architecture
 from rljax.config import ExperimentConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, NodeRows
@@ -32,24 +35,13 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import PackedBatch
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, matrices_of
+from rljax.models.sharding import Weights, factor_shardings, param_shardings, shard_params
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.planning.pool import PlanningPool, Program, Recording
-from rljax.sharding import (
-    Weights,
-    factor_shardings,
-    param_shardings,
-    replicated_sharding,
-    shard_params,
-)
-from rljax.training.adapter import factor_template
-from rljax.training.assembly import evaluation_sampling, sampling_params
+from rljax.sharding import replicated_sharding
 from rljax.training.learner import make_critic
-from rljax.training.saved_policy import saved_architecture
 from rljax.training.update import Trainer
-
-if TYPE_CHECKING:
-    from rljax.planning.drafters import PlannedDrafter
 
 
 class PlannedEngine(DecodeEngine):
@@ -59,6 +51,26 @@ class PlannedEngine(DecodeEngine):
         """Compiles a verifying pass, and does not wait for what it needs."""
         self._verifying(params, state, tree, rows, None)
         return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedDrafter:
+    """Shapes of everything that a drafter holds on the devices.
+
+    Attributes:
+      weights: its weights to draft with.
+      state: its caches for the largest decode state.
+      begin: begins to compile the largest program of every kind that it needs in a run. Returns the pool that
+        will have them, and knows how many smaller ones there are. Call it under `target.tracing_for`.
+      training: weights and moments of a head that is trained.
+      unread: bytes of a head's features on a device that wait to be read.
+    """
+
+    weights: Params
+    state: Any
+    begin: Callable[["PlannedRun"], PlanningPool]
+    training: Any = None
+    unread: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +99,7 @@ class PlannedRun:
     decode_params: Params
     draft_params: dict[str, Params]
     state: DecodeState
-    drafters: dict[str, "PlannedDrafter"] = dataclasses.field(default_factory=dict)
+    drafters: dict[str, PlannedDrafter] = dataclasses.field(default_factory=dict)
     programs: tuple[Program, ...] = ()
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
 

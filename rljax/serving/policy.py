@@ -23,14 +23,19 @@ from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
 from drafters.names import check_name
 from drafters.registry import make_drafters, rehearse_drafters
+from rljax.assembly.decoding import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
+from rljax.assembly.saved_policy import SavedPolicy, load_saved_policy
+from rljax.assembly.task import configured_task
+from rljax.cluster.starting import cluster_of
 from rljax.config import (
     ExperimentConfig,
     MeshConfig,
     PolicyConfig,
     RolloutConfig,
     TaskConfig,
+    check_with_workers,
 )
-from rljax.config.cluster import ClusterConfig, check_with_workers
+from rljax.config.cluster import ClusterConfig
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.background import CompilerThread
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
@@ -52,10 +57,6 @@ from rljax.serving.scoring import Scorer, Scores
 from rljax.serving.worker import EngineWorker
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Problem, Task
-from rljax.tasks.registry import configured_task
-from rljax.training import session
-from rljax.training.assembly import make_numerics, make_scheduler, numerics_line, sampling_params, warm_up
-from rljax.training.saved_policy import SavedPolicy, load_saved_policy
 
 SERVING = 2
 """Purpose of served requests' noise; see `TRAINING` and `EVALUATION` in `rljax.rollout.collector`."""
@@ -286,7 +287,7 @@ def _cluster_worker(
     """Starts the workers of a config, and waits until they have compiled."""
     check_with_workers(config)
     with contextlib.ExitStack() as parts:
-        cluster = parts.enter_context(session.cluster_of(config, say))
+        cluster = parts.enter_context(cluster_of(config, say))
         say("the workers compile")
         cluster.build(scheduler, config, saved.policy, invariance, serves=True)
         cluster.wait()
@@ -407,9 +408,7 @@ def _defaults(saved: SavedPolicy, say: Say) -> ExperimentConfig:
     sampling = {name: getattr(generation, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     rollout = RolloutConfig().model_copy(update=sampling)
     policy, task = PolicyConfig(path=path), TaskConfig(name="chain_arithmetic")  # the task is not used
-    return ExperimentConfig(run_dir=path, policy=policy, task=task).model_copy(
-        update={"rollout": rollout}
-    )
+    return ExperimentConfig(run_dir=path, policy=policy, task=task).model_copy(update={"rollout": rollout})
 
 
 def _speculation(config: SpeculationConfig, drafter: str | None) -> SpeculationConfig:

@@ -6,8 +6,7 @@ worker.py      a worker: finish times in closed form between two events
 costs.py       seconds of passes, from a model's shape and a device, or from measured passes
 drafting.py    how far is drafted at which batch, and what it brings
 ledger.py      the ledger, which counts tokens instead of keeping them
-scenario.py    a simulation as keys and values
-workload.py    the responses of steps, how long they are, and how that changes from epoch to epoch
+scenario.py    a simulation as keys and values, and the responses of its steps
 outcome.py     what a simulation tells: table, JSON, and a timeline picture
 figures.py     the papers' figures by simulation, from the inputs and scenarios in scenarios/*.yaml
 """

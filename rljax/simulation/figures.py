@@ -27,8 +27,7 @@ from rljax.errors import ConfigError, known_names
 from rljax.provenance import command_line
 from rljax.simulation.cluster import Cluster
 from rljax.simulation.outcome import Outcome, draw_timeline, outcome_of
-from rljax.simulation.scenario import Scenario
-from rljax.simulation.workload import rank_shares
+from rljax.simulation.scenario import Scenario, rank_shares
 
 AGREES = 0.15
 _SCENARIOS = Path(__file__).with_name("scenarios")

@@ -9,7 +9,10 @@ arXiv 2505.24298, section 5.1):
    the group was created. Where too few of them have ended, the update waits.
 
 By the first, the order of creation would do. Who arrives first is decided by time, so such a run cannot be
-repeated by its config, but by its schedule (`schedule.py`).
+repeated by its config, but by its schedule (`cluster.replay`): schedule.jsonl has a line a batch, its groups,
+and where in each response each version of the weights began. Every token is a function of its request, the
+tokens before it and its version. So the same batches, sampled under the same versions, are the same bits,
+whoever decodes them and when.
 
 With `cluster.into_next_step` batches are formed in the order of creation, but for groups that wait for
 outliers alone: responses that have become much longer than anybody expected (RhymeRL, section 6.3). These are
@@ -18,19 +21,26 @@ handed out one step ahead, so that no group is older than two.
 """
 
 import dataclasses
+import itertools
+import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from rljax.requests import Completion, DecodeStatistics, accumulate
+import numpy as np
+
+from rljax.cluster.decoder import ClusterDecoder
+from rljax.errors import ConfigError
+from rljax.progress import Progress
+from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request, accumulate
 from rljax.rollout.collector import TRAINING, BegunGroups, Group, Timing, WantedGroups
 from rljax.rollout.running import RunningRequests
 from rljax.rollout.scheduler import OnProgress
-from rljax.training.schedule import ScheduledGroup
-from rljax.training.staleness import hold_weights
-
-if TYPE_CHECKING:
-    from rljax.training.training_run import TrainingRun
+from rljax.run_directory import RunDirectory
+from rljax.tasks.base import Problem
+from rljax.training.batches import Batches, Rollout
+from rljax.training.extras import Extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,124 +142,288 @@ class Arrivals:
         self.open = {number: Created(problem, version) for number, problem, version in state["open"]}
 
 
-class GroupsUnderWay:
-    """The open groups of a run as the workers decode them.
+Spans = tuple[tuple[int, int], ...]
+"""(position in the response, version of the weights) where each version began."""
 
-    Args:
-      run: the run.
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledGroup:
+    """A group of a batch, as the schedule has it.
+
+    Attributes:
+      step: the training step of its noise.
+      problem: index of its problem.
+      created: version of the weights when it was created.
+      versions: where each version of the weights began, by response.
     """
 
-    def __init__(self, run: "TrainingRun") -> None:
-        rollout = run.config.rollout
-        self._run, size = run, rollout.prompts_per_step
-        self._parks = run.config.cluster.into_next_step
-        lag, total = rollout.max_staleness, run.config.training.steps * size
-        self.arrivals = Arrivals(size, lag, total, lag - 1 if self._parks else None)
-        self._begun: dict[int, BegunGroups] = {}
+    step: int
+    problem: int
+    created: int
+    versions: tuple[Spans, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        return {**dataclasses.asdict(self), "versions": [list(map(list, each)) for each in self.versions]}
+
+
+def read_schedule(path: str) -> dict[int, list[ScheduledGroup]]:
+    """Returns the batches of a run by their step, from 0.
+
+    Args:
+      path: its directory, or the file.
+
+    Raises:
+      ConfigError: there is no schedule.
+    """
+    file = Path(path)
+    file = file / "schedule.jsonl" if file.is_dir() else file
+    batches = {}
+    try:
+        for text in file.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            batches[line["step"] - 1] = [
+                ScheduledGroup(
+                    each["step"],
+                    each["problem"],
+                    each["created"],
+                    tuple(tuple((at, version) for at, version in spans) for spans in each["versions"]),
+                )
+                for each in line["groups"]
+            ]
+    except OSError as error:
+        raise ConfigError(f"cluster.replay: {file} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cluster.replay: {file} is no schedule of a run with max_staleness") from error
+    return batches
+
+
+class _Noted(Batches):
+    """Batches that are written to schedule.jsonl.
+
+    Args:
+      directory: the files of the run.
+      others: as of `Batches`.
+    """
+
+    def __init__(self, directory: RunDirectory, *others: Any) -> None:
+        super().__init__(*others)
+        self._directory = directory
+
+    def _rewarded(
+        self,
+        problems: Sequence[Problem],
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        created: Sequence[tuple[int, int, int]],
+        seconds: float,
+    ) -> tuple[list[Group], Timing]:
+        """Rewards a batch that was decoded in so many seconds, and writes its line. `created` has the step of
+        each group's noise, its problem, and the version of the weights when it was created.
+        """
+        groups, reward = self._collector.reward(problems, requests, completions)
+        lines = [
+            ScheduledGroup(step, problem, version, tuple(each.versions for each in group.completions))
+            for (step, problem, version), group in zip(created, groups, strict=True)
+        ]
+        self._directory.append_schedule(self._state.step + 1, [each.record() for each in lines])
+        return groups, Timing(seconds, reward)
+
+
+class ArrivingBatches(_Noted, Extra):
+    """Batches of the groups that end first.
+
+    Args:
+      cluster: decodes the groups.
+      progress: shows how many have ended.
+      directory, others: as of `ReplayedBatches`.
+    """
+
+    def __init__(
+        self, cluster: ClusterDecoder, progress: Progress, directory: RunDirectory, *others: Any
+    ) -> None:
+        super().__init__(directory, *others)
+        rollout = self._config.rollout
+        self._cluster, self._progress, self._parks = cluster, progress, self._config.cluster.into_next_step
+        lag, size = rollout.max_staleness, rollout.prompts_per_step
+        total = self._config.training.steps * size
+        self._arrivals = Arrivals(size, lag, total, lag - 1 if self._parks else None)
+        self._under_way: dict[int, BegunGroups] = {}
         self._parked = 0  # groups that the last batch has passed over
 
-    def renew(self) -> None:
-        """What is under way goes on under the newest weights."""
-        run = self._run
-        hold_weights(run)
-        run.cluster.renew(run.versions[run.step], run.step)
-
-    def begin(self) -> None:
+    def begin(self, round_: int) -> None:
         """Creates the groups that may be created now. After a resume, those that were open begin again."""
-        run, arrivals = self._run, self.arrivals
-        for _ in range(arrivals.room(run.step)):
-            position = run.data_position
-            (problem,), run.data_position = run.prompts.next_problems("train", position, 1)
-            run.passed_over += run.data_position - position - 1
-            arrivals.create(int(problem), run.step)
+        self._renew()
+        state, arrivals = self._state, self._arrivals
+        for _ in range(arrivals.room(state.step)):
+            (problem,) = self.next_problems(1)
+            arrivals.create(int(problem), state.step)
+        samples = self._config.rollout.samples_per_prompt
         for number, each in arrivals.open.items():
-            if number not in self._begun:
-                step, samples = number // arrivals.size, run.config.rollout.samples_per_prompt
-                wanted = WantedGroups("train", [each.problem], samples, TRAINING, step, version=run.step)
-                self._begun[number] = run.collector.begin(run.versions[run.step], wanted, renewed=True)
+            if number not in self._under_way:
+                step = number // arrivals.size
+                wanted = WantedGroups("train", [each.problem], samples, TRAINING, step, version=state.step)
+                weights = state.versions[state.step]
+                self._under_way[number] = self._collector.begin(weights, wanted, renewed=True)
 
-    def arrived(self) -> list[int]:
-        """Returns the numbers of the groups that have ended, in their order."""
-        places = {number: self._run.cluster.place(begun.decoding) for number, begun in self._begun.items()}
+    def _renew(self) -> None:
+        """What is under way goes on under the newest weights."""
+        self.hold_weights()
+        self._cluster.renew(self._state.versions[self._state.step], self._state.step)
+
+    def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
+        """Waits for the step's batch, and rewards it; `on_progress` is not called."""
+        start, running = time.perf_counter(), RunningRequests()
+        while (batch := self._batch()) is None:
+            self._cluster.listen()
+            running.add(self._cluster.decoding)
+            arrived, needed = len(self._arrived()), self._arrivals.size
+            self._progress.update("rollout", f"{min(arrived, needed)}/{needed} groups")
+        opened = [self._arrivals.open[number] for number in batch]
+        begun, completions, statistics = self._take(batch)
+        statistics.running[:] = [running.points()]  # of all that is under way, while the step waited
+        problems = [problem for each in begun for problem in each.problems]
+        requests = [request for each in begun for request in each.requests]
+        steps = [each.wanted.step for each in begun]
+        created = [(step, each.problem, each.version) for step, each in zip(steps, opened, strict=True)]
+        seconds = time.perf_counter() - start
+        groups, timing = self._rewarded(problems, requests, completions, created, seconds)
+        return groups, statistics, timing
+
+    def _arrived(self) -> list[int]:
+        """The numbers of the groups that have ended, in their order."""
+        places = {number: self._cluster.place(begun.decoding) for number, begun in self._under_way.items()}
         return sorted(
             (number for number, place in places.items() if place is not None), key=lambda each: places[each]
         )
 
-    def batch(self) -> list[int] | None:
-        """Returns the numbers of the present step's groups, or None while some must be waited for."""
-        step, arrived = self._run.step, self.arrived()
+    def _batch(self) -> list[int] | None:
+        """The numbers of the present step's groups, or None while some must be waited for."""
+        step, arrived = self._state.step, self._arrived()
         if not self._parks:
-            return self.arrivals.batch(step, arrived)
-        numbers = list(self.arrivals.open)[: self.arrivals.size]
-        waiting = self._run.cluster.outliers([self._begun[number].decoding for number in numbers])
-        return self.arrivals.in_order(step, arrived, {numbers[place] for place in waiting})
+            return self._arrivals.batch(step, arrived)
+        numbers = list(self._arrivals.open)[: self._arrivals.size]
+        waiting = self._cluster.outliers([self._under_way[number].decoding for number in numbers])
+        return self._arrivals.in_order(step, arrived, {numbers[place] for place in waiting})
 
-    def metrics(self) -> dict[str, float]:
+    def _take(self, batch: Sequence[int]) -> tuple[list[BegunGroups], list[Completion], DecodeStatistics]:
+        """What was begun for these groups, their responses, and counts of the work."""
+        begun, completions, statistics = [], [], DecodeStatistics()
+        for number in batch:
+            begun.append(self._under_way.pop(number))
+            ended, counts = self._cluster.finish(begun[-1].decoding)
+            completions += ended
+            accumulate(statistics, counts)
+        self._arrivals.take(batch)
+        self._parked = sum(number < max(batch) for number in self._arrivals.open)
+        return begun, completions, statistics
+
+    def before_evaluation(self) -> None:
+        self._renew()  # one version for all that workers decode
+
+    def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
         """Returns how many groups the last batch has left to the next step."""
         return {"cluster/parked": self._parked} if self._parks else {}
 
-    def take(self, batch: Sequence[int]) -> tuple[list[BegunGroups], list[Completion], DecodeStatistics]:
-        """Returns what was begun for these groups, their responses, and counts of the work."""
-        begun, completions, statistics = [], [], DecodeStatistics()
-        for number in batch:
-            begun.append(self._begun.pop(number))
-            ended, counts = self._run.cluster.finish(begun[-1].decoding)
-            completions += ended
-            accumulate(statistics, counts)
-        self.arrivals.take(batch)
-        self._parked = sum(number < max(batch) for number in self.arrivals.open)
-        return begun, completions, statistics
+    def go_back(self, place: Any) -> None:
+        """Nothing is asked again: what was begun is under way as it is saved."""
+
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        state, arrays = super().state()
+        return state | {"under_way": self._arrivals.state()}, arrays  # under the weights of the checkpoint
+
+    def load_state(self, host_state: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> None:
+        super().load_state(host_state, held)
+        if "under_way" in host_state:
+            self._arrivals.load_state(host_state["under_way"])
 
 
-def arrived_groups(
-    run: "TrainingRun", on_progress: OnProgress, on_arrival: Callable[[int], None]
-) -> tuple[list[Group], DecodeStatistics, Timing]:
-    """Waits for a step's batch, or decodes that of the schedule that is replayed; and notes it.
+class ReplayedBatches(_Noted):
+    """The batches of another run's schedule, decoded as that says.
 
     Args:
-      run: the run.
-      on_progress: see `OnProgress`.
-      on_arrival: called with the number of groups that have ended.
+      path: see `read_schedule`.
+      directory, others: as of `Batches`, and the files of the run.
+
+    Raises:
+      ConfigError: the schedule cannot be read, or does not have a step.
     """
-    hold_weights(run)
-    timing, samples = Timing(), run.config.rollout.samples_per_prompt
-    start = time.perf_counter()
-    if run.replay is not None:
-        scheduled = run.replay.batch(run.step)
-        problems = [run.collector.task.problem("train", each.problem) for each in scheduled]
+
+    def __init__(self, path: str, directory: RunDirectory, *others: Any) -> None:
+        super().__init__(directory, *others)
+        self._path, self._schedule = path, read_schedule(path)
+
+    def begin(self, round_: int) -> None:
+        self.hold_weights()
+
+    def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
+        start, step = time.perf_counter(), self._state.step
+        if step not in self._schedule:
+            raise ConfigError(f"cluster.replay: {self._path} has no step {step + 1}; lower training.steps")
+        scheduled, samples = self._schedule[step], self._config.rollout.samples_per_prompt
         requests = [
             request
             for each in scheduled
-            for request in run.collector.requests(
+            for request in self._collector.requests(
                 WantedGroups("train", [each.problem], samples, TRAINING, each.step)
             )
         ]
         versions = [spans for each in scheduled for spans in each.versions]
-        completions, statistics = run.replay.decode(requests, versions, on_progress)
+        completions, statistics = self._decode(requests, versions, on_progress)
+        problems = [self._collector.task.problem("train", each.problem) for each in scheduled]
         created = [(each.step, each.problem, each.created) for each in scheduled]
-    else:
-        under_way = run.under_way
-        under_way.renew()
-        under_way.begin()
-        running = RunningRequests()
-        while (batch := under_way.batch()) is None:
-            run.cluster.listen()
-            running.add(run.cluster.decoding)
-            on_arrival(len(under_way.arrived()))
-        opened = [under_way.arrivals.open[number] for number in batch]
-        begun, completions, statistics = under_way.take(batch)
-        statistics.running[:] = [running.points()]  # of all that is under way, while the step waited
-        problems = [problem for each in begun for problem in each.problems]
-        requests = [request for each in begun for request in each.requests]
-        created = [
-            (each.wanted.step, group.problem, group.version)
-            for each, group in zip(begun, opened, strict=True)
-        ]
-    timing.decode = time.perf_counter() - start
-    groups, timing.reward = run.collector.reward(problems, requests, completions)
-    scheduled = [
-        ScheduledGroup(step, problem, version, tuple(each.versions for each in group.completions))
-        for (step, problem, version), group in zip(created, groups, strict=True)
-    ]
-    run.directory.append_schedule(run.step + 1, [each.record() for each in scheduled])
-    return groups, statistics, timing
+        seconds = time.perf_counter() - start
+        groups, timing = self._rewarded(problems, requests, completions, created, seconds)
+        return groups, statistics, timing
+
+    def _needed(self) -> set[int]:
+        return set(self._state.versions)
+
+    def _decode(
+        self, requests: Sequence[Request], versions: Sequence[Spans], on_progress: OnProgress
+    ) -> tuple[list[Completion], DecodeStatistics]:
+        """Decodes responses, each version of the weights from and to the positions of the schedule.
+
+        Args:
+          requests: the requests.
+          versions: where each version began, by request.
+          on_progress: see `OnProgress`.
+
+        Raises:
+          ConfigError: a response ends where it did not: it is another run's schedule.
+        """
+        statistics, held = DecodeStatistics(), self._state.versions
+        partials: dict[int, PartialResponse] = {}
+        ended: dict[int, Completion] = {}
+        for version in sorted({version for spans in versions for _, version in spans}):
+            places, limited = [], []
+            for place, spans in enumerate(versions):
+                ends = {v: end for (_, v), (end, _) in itertools.pairwise(spans)}
+                if version in {v for _, v in spans}:
+                    places.append(place)
+                    end = ends.get(version, requests[place].max_response)
+                    limited.append(dataclasses.replace(requests[place], max_response=end))
+            if version not in held:
+                raise ConfigError(
+                    f"cluster.replay: {self._path} needs weights of step {version} at step"
+                    f" {self._state.step}; set rollout.max_staleness as that run had it"
+                )
+            known = {i: partials[place] for i, place in enumerate(places) if place in partials}
+            completions, counts = self._collector.scheduler.run(
+                held[version], limited, on_progress, version=version, partials=known
+            )
+            accumulate(statistics, counts)
+            for place, request, each in zip(places, limited, completions, strict=True):
+                goes_on = request.max_response < requests[place].max_response
+                if place in ended or (goes_on and len(each.response_ids) < request.max_response):
+                    raise ConfigError(
+                        f"cluster.replay: a response ends at token {len(each.response_ids)}, in the schedule"
+                        f" later: {self._path} is that of another run"
+                    )
+                if goes_on:
+                    tokens, logprobs = each.response_ids.tolist(), each.logprobs.tolist()
+                    partials[place] = PartialResponse(tuple(tokens), tuple(logprobs), versions=each.versions)
+                else:
+                    ended[place] = each
+        statistics.tokens = sum(len(each.response_ids) for each in ended.values())
+        return [ended[place] for place in range(len(requests))], statistics

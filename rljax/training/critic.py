@@ -26,9 +26,10 @@ from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
 from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
+from rljax.models.sharding import param_shardings
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
-from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple
+from rljax.sharding import batch_sharding, replicated_sharding, row_multiple
 from rljax.training.scoring import packed_hidden
 
 

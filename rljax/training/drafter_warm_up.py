@@ -24,6 +24,7 @@ from drafters.eagle.objective import HeadTraining, published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.eagle.states import StateReader, States
 from drafters.eagle.variant import Variant
+from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.config import ExperimentConfig
 from rljax.durable_files import sync_directory, write_durably
 from rljax.engine.executables import enable_compilation_cache
@@ -34,7 +35,6 @@ from rljax.progress import Progress
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, WantedGroups
 from rljax.run_directory import RunDirectory
 from rljax.tasks.base import Split
-from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.training_run import TrainingRun
 

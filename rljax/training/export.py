@@ -16,12 +16,12 @@ from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import ServingEngine, save_head
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.head_state import nested_leaves
+from rljax.assembly.saved_policy import SavedPolicy
 from rljax.config.speculation import SpeculationConfig
 from rljax.errors import CheckpointError
 from rljax.models import peft
 from rljax.models.huggingface import save_model
 from rljax.training.model_card import model_card
-from rljax.training.saved_policy import SavedPolicy
 
 _HEAD = "/train.params."  # between a head's name and its weights in a checkpoint's drafter state
 

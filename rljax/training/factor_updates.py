@@ -15,9 +15,10 @@ from rljax.engine.executables import ExecutablePool
 from rljax.learning.accumulation import Accumulation, Step, TrainState
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Factors, Matrices, matrices_of, merge, with_matrices
+from rljax.models.sharding import factor_shardings, param_shardings
 from rljax.models.transformer import Params
 from rljax.numerics.rows import cast_matrices
-from rljax.sharding import constrain, factor_shardings, param_shardings, replicated_sharding
+from rljax.sharding import constrain, replicated_sharding
 
 
 class FactorUpdates:

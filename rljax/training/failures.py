@@ -22,14 +22,13 @@ def during_rollout(run: TrainingRun) -> Iterator[None]:
     the run is resumed. After a DrafterError or a PolicyError nothing is saved, because a broken drafter or
     policy would be part of the checkpoint.
     """
-    position, begun = run.data_position, dict(run.begun)
+    place = run.batches.place()
     try:
         yield
     except (DrafterError, PolicyError):
         raise
     except UserError:
-        if run.under_way is None:  # else what was begun is under way as it is saved
-            run.data_position, run.begun = position, begun
+        run.batches.go_back(place)
         save_after_failure(run)
         raise
 
@@ -45,7 +44,7 @@ def during_evaluation(run: TrainingRun, metrics: dict[str, Any]) -> Iterator[Non
     except (DrafterError, PolicyError):
         raise
     except UserError:
-        run.owes_evaluation = True
+        run.state.owes_evaluation = True
         save_after_failure(run, metrics)
         raise
 
@@ -53,11 +52,11 @@ def during_evaluation(run: TrainingRun, metrics: dict[str, Any]) -> Iterator[Non
 @contextlib.contextmanager
 def reported(run: TrainingRun) -> Iterator[None]:
     """Context of a session's steps. If it ends early after at least one step, the report is written."""
-    first = run.step
+    first = run.state.step
     try:
         yield
     except (UserError, Interrupted):
-        if run.step > first:
+        if run.state.step > first:
             with contextlib.suppress(KeyboardInterrupt):  # the first error is the one to raise
                 reporting.show_report(run)
         raise
@@ -75,9 +74,9 @@ def save_after_failure(run: TrainingRun, metrics: dict[str, Any] | None = None) 
         if metrics is not None:
             saving.write_metrics(run, metrics)
         run.checkpoints.wait()
-        if run.step > (run.checkpoints.latest_step() or 0):
+        if run.state.step > (run.checkpoints.latest_step() or 0):
             saving.save(run, None)
             run.checkpoints.wait()
-            run.progress.message(f"step {run.step} is saved")
+            run.progress.message(f"step {run.state.step} is saved")
     except (CheckpointError, RunDirectoryError) as error:
         run.progress.message(f"warning: {error}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from rljax.assembly.saved_policy import SavedPolicy
 from rljax.config import ExperimentConfig
 from rljax.config.yaml_dialect import Dumper
 from rljax.errors import UserError
@@ -18,7 +19,6 @@ from rljax.models.digest import weights_digest
 from rljax.models.transformer import num_params
 from rljax.provenance import git_commit
 from rljax.run_directory import RunDirectory
-from rljax.training.saved_policy import SavedPolicy
 
 
 def model_card(saved: SavedPolicy, dtype: str, name: str, adapter_of: str | None = None) -> str:

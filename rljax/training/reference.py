@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.assembly.policy import Policy
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.config import ExperimentConfig
 from rljax.errors import CheckpointError, ConfigError, TokenizerError
 from rljax.learning.accumulation import TrainState
@@ -20,8 +22,6 @@ from rljax.models.digest import weights_digest
 from rljax.models.lora import matrices_of, with_matrices
 from rljax.models.transformer import Params, num_params
 from rljax.training.factor_updates import base_params
-from rljax.training.policy import Policy
-from rljax.training.saved_policy import load_saved_policy
 from rljax.training.update import Trainer
 
 

@@ -21,20 +21,15 @@ def show_rollout(run: TrainingRun, total: int, tokens: int, finished: int) -> No
     run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done{also}")
 
 
-def show_arrivals(run: TrainingRun, needed: int, arrived: int) -> None:
-    """Shows how many groups have ended, of those that a batch needs."""
-    run.progress.update("rollout", f"{min(arrived, needed)}/{needed} groups")
-
-
 def show_update(run: TrainingRun, number: int) -> None:
     """Shows the number of the current update, from 1."""
     run.progress.update("update", f"{number}")
 
 
 def show_step(run: TrainingRun, metrics: Mapping[str, Any]) -> None:
-    """Shows that step `run.step` is finished."""
+    """Shows that step `run.state.step` is finished."""
     run.progress.step(
-        run.step,
+        run.state.step,
         {
             "reward": metrics["reward/mean"],
             "tokens_per_second": metrics["rollout/tokens_per_second"],
@@ -71,12 +66,12 @@ def record_rollout(run: TrainingRun, sampled: Sequence[Group], statistics: Decod
         run.config.tracking.samples_per_step,
         run.collector.tokenizer,
     )
-    keep_for_report(run, run.directory.append_rollout, run.step + 1, summary)
+    keep_for_report(run, run.directory.append_rollout, run.state.step + 1, summary)
     if run.cluster is not None:
-        keep_for_report(run, run.directory.append_workers, run.step + 1, run.cluster.timeline())
+        keep_for_report(run, run.directory.append_workers, run.state.step + 1, run.cluster.timeline())
     if run.speculator is not None:
         decisions = run.speculator.decisions.take()
-        keep_for_report(run, run.directory.append_decisions, run.step + 1, decisions)
+        keep_for_report(run, run.directory.append_decisions, run.state.step + 1, decisions)
 
 
 def keep_for_report(run: TrainingRun, append: Callable[..., None], step: int, content: Any) -> None:

@@ -5,11 +5,9 @@ from typing import Any
 import numpy as np
 
 from rljax import processes
-from rljax.cluster.routing import ROUTING
+from rljax.assembly.adapter import BASE_DIGEST, check_base, keeps_base, write_base
+from rljax.assembly.checkpoint import ROUTING, SAMPLED_BY, template_of
 from rljax.errors import CheckpointError
-from rljax.training import staleness
-from rljax.training.adapter import BASE_DIGEST, check_base, keeps_base, write_base
-from rljax.training.checkpoint import template_of
 from rljax.training.factor_updates import base_params, trained_alone
 from rljax.training.training_run import TrainingRun
 
@@ -42,7 +40,8 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     if newest is None:
         run.directory.truncate_after(-1)
         if keeps_base(run.config):
-            write_base(run.config, run.trainer.config, base_params(run.state), run.tokenizer_directory)
+            base = base_params(run.state.trained)
+            write_base(run.config, run.trainer.config, base, run.tokenizer_directory)
         return
     if run.base_digest is not None:
         saved = run.checkpoints.host_state(newest).get(BASE_DIGEST)
@@ -50,14 +49,14 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
         check_base(path, saved, run.base_digest, run.config.policy.path)
 
     # The state is replaced by its template first: there may be no room for two states.
-    template = template_of(trained_alone(run.state))
-    base = None if run.base_digest is None else base_params(run.state)
-    run.state = None
-    run.step, run.state, host_state = run.checkpoints.restore(template)
+    template = template_of(trained_alone(run.state.trained))
+    base = None if run.base_digest is None else base_params(run.state.trained)
+    run.state.trained = None
+    run.state.step, run.state.trained, host_state = run.checkpoints.restore(template)
     if base is not None:
-        run.state = run.trainer.merged(base, run.state)
+        run.state.trained = run.trainer.merged(base, run.state.trained)
     if "data_position" not in host_state:
-        path = run.checkpoints.directory / str(run.step)
+        path = run.checkpoints.directory / str(run.state.step)
         raise CheckpointError(f"{path}: is no checkpoint of a training run (it has no data_position)")
 
     # Compare the inputs that only the checkpoint knows.
@@ -68,23 +67,23 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
         run.progress.message(f"changed since the last start: {change}")
 
     # Restore the state on the host.
-    run.data_position = host_state["data_position"]
-    run.owes_evaluation = host_state.get("owes_evaluation", False)
+    run.state.data_position = host_state["data_position"]
+    run.state.owes_evaluation = host_state.get("owes_evaluation", False)
     if run.curriculum is not None:
         run.curriculum.load_state(host_state.get("curriculum", {}))
-    arrays = run.checkpoints.host_arrays(run.step)
-    weights, routing, drafter_state = _parted(arrays, staleness.SAMPLED_BY, ROUTING)
+    arrays = run.checkpoints.host_arrays(run.state.step)
+    weights, routing, drafter_state = _parted(arrays, SAMPLED_BY, ROUTING)
     if run.cluster is not None:
         run.cluster.load_state(routing)
     if run.speculator is None:
-        run.drafter_state = drafter_state
+        run.state.drafter_state = drafter_state
     else:
         run.speculator.load_state(drafter_state)
-    staleness.restore(run, host_state, weights)  # last: workers are given what was begun, by the lengths
-    run.directory.truncate_after(run.step)
+    run.batches.load_state(host_state, weights)  # last: workers are given what was begun, by the lengths
+    run.directory.truncate_after(run.state.step)
     seed = host_state.get("seed", run.config.seed)
     before = "" if seed == run.config.seed else f", which was reached with seed {seed}"
-    run.progress.message(f"resumed from step {run.step}{before}")
+    run.progress.message(f"resumed from step {run.state.step}{before}")
 
 
 def _parted(arrays: dict[str, np.ndarray], *begins: str) -> list[dict[str, np.ndarray]]:
@@ -97,7 +96,7 @@ def _changes(run: TrainingRun, host_state: dict[str, Any]) -> list[str]:
     """Descriptions of data sets and reference weights that differ from those of the checkpoint."""
     saved_digests = host_state.get("data", {})
     changes = [
-        f"{name} holds other data than when the run was at step {run.step}"
+        f"{name} holds other data than when the run was at step {run.state.step}"
         for name, digest in run.data_digests.items()
         if saved_digests.get(name, digest) != digest
     ]
@@ -117,6 +116,6 @@ def record_session(run: TrainingRun) -> None:
     if fingerprint is not None and known and fingerprint != known[-1]:
         run.progress.message(
             f"numerics: this machine computes other bits than the last (fingerprint {known[-1]}, now"
-            f" {fingerprint}): tokens after step {run.step} may be others, nothing else changes"
+            f" {fingerprint}): tokens after step {run.state.step} may be others, nothing else changes"
         )
-    run.directory.record_session(run.step, fingerprint)
+    run.directory.record_session(run.state.step, fingerprint)

@@ -5,9 +5,8 @@ import time
 from typing import Any
 
 from rljax import processes
+from rljax.assembly.adapter import BASE_DIGEST
 from rljax.errors import CheckpointError, RunDirectoryError
-from rljax.training import staleness
-from rljax.training.adapter import BASE_DIGEST
 from rljax.training.factor_updates import trained_alone
 from rljax.training.training_run import TrainingRun
 
@@ -20,7 +19,7 @@ def write_metrics(run: TrainingRun, metrics: dict[str, Any]) -> None:
         is kept in memory, and written with the next one.
     """
     elapsed = time.perf_counter() - run.start
-    line = {"step": run.step} | metrics | {"time/elapsed": elapsed}
+    line = {"step": run.state.step} | metrics | {"time/elapsed": elapsed}
     try:
         run.directory.append_metrics(line)
     except RunDirectoryError as error:
@@ -63,21 +62,21 @@ def save(run: TrainingRun, score: float | None) -> None:
     """
     # A run that resumes from the checkpoint would lack them.
     processes.from_first(run.directory.write_metrics_left)
-    drafter = run.drafter_state if run.speculator is None else run.speculator.state()
+    drafter = run.state.drafter_state if run.speculator is None else run.speculator.state()
     host_state = {
-        "data_position": run.data_position,
+        "data_position": run.state.data_position,
         "seed": run.config.seed,
         "data": run.data_digests,
     }
     if run.curriculum is not None:
         host_state["curriculum"] = run.curriculum.state()
-    if run.owes_evaluation:
+    if run.state.owes_evaluation:
         host_state["owes_evaluation"] = True
     if run.learner.reference_digest is not None:
         host_state["reference"] = run.learner.reference_digest
     if run.base_digest is not None:
         host_state[BASE_DIGEST] = run.base_digest
-    begun, weights = staleness.state_of(run)
+    begun, weights = run.batches.state()
     routing = {} if run.cluster is None else run.cluster.state()
     arrays = {**drafter, **weights, **routing}
-    run.checkpoints.save(run.step, trained_alone(run.state), host_state | begun, arrays, score)
+    run.checkpoints.save(run.state.step, trained_alone(run.state.trained), host_state | begun, arrays, score)

@@ -16,10 +16,11 @@ from rljax.models import transformer
 from rljax.models.compact_tokens import CompactAttention, spread, spread_scores
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
+from rljax.models.sharding import ShardedAttention
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import Responses, SamplingParams
-from rljax.sharding import ShardedAttention, activation_sharding, constrain
+from rljax.sharding import activation_sharding, constrain
 
 
 def score_packed(

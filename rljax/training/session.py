@@ -2,33 +2,32 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
 from drafters.registry import TRAINED_DRAFTERS
 from rljax import processes
 from rljax.accelerators import start_line
-from rljax.config import CheckpointConfig, ExperimentConfig, check_devices
+from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.commits import with_commits
+from rljax.cluster.starting import cluster_of
+from rljax.config import (
+    CheckpointConfig,
+    ExperimentConfig,
+    check_devices,
+    check_over_processes,
+    check_with_workers,
+)
 from rljax.config.changes import Change
-from rljax.config.cluster import check_with_workers
-from rljax.config.distributed import check_over_processes
 from rljax.engine.executables import enable_compilation_cache
 from rljax.engine.number_type import with_number_type
 from rljax.errors import ClusterError, Interrupted
-from rljax.hub import with_commits
 from rljax.progress import Progress, silent_progress
 from rljax.run_directory import RunDirectory
-from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from rljax.training.loop import train
 from rljax.training.training_run import TrainingRun
-
-if TYPE_CHECKING:
-    from rljax.cluster.decoder import ClusterDecoder
-    from rljax.cluster.shared_decoder import SharedDecoder
 
 
 def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
@@ -85,45 +84,6 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
             raise Interrupted(f"stopped {where}", stop.signal) from None
         finally:
             checkpoints.close()
-
-
-@contextlib.contextmanager
-def cluster_of(
-    config: ExperimentConfig, say: Callable[[str], None], wished: Path | None = None
-) -> Iterator["ClusterDecoder | SharedDecoder | None"]:
-    """Context of the rollout workers that a config asks for, whose processes run and fit; None for none.
-
-    Args:
-      config: the experiment.
-      say: shows a line to the user.
-      wished: directory whose file `workers` says how many are wished for while it goes on.
-    """
-    if not config.cluster.workers:
-        yield None
-        return
-    workers = started_workers(config, say, wished)
-    if processes.several():
-        from rljax.cluster.shared_decoder import in_first
-
-        workers = in_first(workers)
-    with workers as cluster:
-        yield cluster
-
-
-@contextlib.contextmanager
-def started_workers(
-    config: ExperimentConfig, say: Callable[[str], None], wished: Path | None
-) -> Iterator["ClusterDecoder"]:
-    """Context of workers whose processes run; the arguments are those of `cluster_of`."""
-    from rljax.cluster.decoder import ClusterDecoder
-    from rljax.cluster.ray_fabric import connect
-    from rljax.cluster.wish import WishFile
-
-    fabric, wish = connect(config.cluster, say), None if wished is None else WishFile(wished, say)
-    versions = 2 + max(config.rollout.staleness, config.rollout.max_staleness)
-    with contextlib.closing(ClusterDecoder(fabric, config.cluster, say, versions, wish)) as cluster:
-        cluster.gather()
-        yield cluster
 
 
 def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> RunCheckpoints:

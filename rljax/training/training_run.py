@@ -1,16 +1,27 @@
-"""Everything a training run holds between steps, built from a config."""
+"""The parts of a training run, built from a config."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from drafters.registry import make_drafters
 from rljax import processes
 from rljax.agents.server import AgentServer
+from rljax.assembly.adapter import adapter_line, make_adapter
+from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.decoding import (
+    evaluation_sampling,
+    make_numerics,
+    make_scheduler,
+    numerics_line,
+    sampling_params,
+    warm_up,
+)
+from rljax.assembly.policy import check_policy, grown_policy, make_policy, turn_end_line
+from rljax.assembly.task import checked_task, make_curriculum
 from rljax.config import ExperimentConfig, with_compute_dtype
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.executables import ExecutablePool
@@ -20,34 +31,25 @@ from rljax.evaluation.problems import distinct_problems
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.digest import base_digest
 from rljax.models.tokenizer import Tokenizer
-from rljax.models.transformer import Params, num_params
+from rljax.models.transformer import num_params
 from rljax.numerics.rows import cast_matrices
 from rljax.progress import Progress
-from rljax.rollout.collector import TRAINING, BegunGroups, Collector, WantedGroups
+from rljax.rollout.collector import TRAINING, Collector, WantedGroups
+from rljax.rollout.episodes import environment_metrics
 from rljax.rollout.prompts import Prompts
+from rljax.rollout.sources.tool_turns import tool_metrics
 from rljax.run_directory import RunDirectory
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Task
-from rljax.tasks.registry import checked_task, make_curriculum
 from rljax.tasks.wrapper import fingerprint
 from rljax.tracking import Trackers
-from rljax.training.adapter import adapter_line, make_adapter
-from rljax.training.arrival import GroupsUnderWay
-from rljax.training.assembly import (
-    evaluation_sampling,
-    make_numerics,
-    make_scheduler,
-    numerics_line,
-    sampling_params,
-    warm_up,
-)
-from rljax.training.checkpoint import RunCheckpoints
+from rljax.training.arrival import ArrivingBatches, ReplayedBatches
+from rljax.training.batches import Batches
+from rljax.training.extras import Drafting, Extra, Measured, PassRates, PlansAhead, Workers, lag_metrics
 from rljax.training.interruption import StopRequest
 from rljax.training.learner import Learner
-from rljax.training.policy import check_policy, grown_policy, make_policy, turn_end_line
 from rljax.training.reference import load_teacher, teacher_line
-from rljax.training.schedule import Replay
-from rljax.training.staleness import oldest_lag
+from rljax.training.run_state import RunState
 from rljax.training.update import Trainer
 from rljax.training.warm_start import warm_start
 
@@ -58,9 +60,24 @@ if TYPE_CHECKING:
 _AFTER_BUCKETS = 2  # programs of updates are compiled after those of decode states so many buckets away
 
 
+class UpdatePrograms(Extra):
+    """Programs of updates, compiled while the first rollout decodes.
+
+    Attributes:
+      compiler: compiles them; None where they are compiled with all others, or all are there.
+    """
+
+    compiler: BackgroundCompiler | None = None
+
+    def before_update(self) -> None:
+        if self.compiler is not None:
+            self.compiler.complete()
+            self.compiler = None
+
+
 class TrainingRun:
-    """The parts and the state of a run. `loop.train` advances it; `resuming.py` and `saving.py` read and
-    write its checkpoints.
+    """The parts of a run, and its state. `loop.train` advances it; `saving.py` and `resuming.py` write and
+    read its checkpoints.
 
     Args:
       config: the experiment.
@@ -72,16 +89,9 @@ class TrainingRun:
       cluster: decodes in workers, whose processes run; None decodes here.
 
     Attributes:
-      state: weights, optimizer state and critic.
-      step: number of finished steps.
-      data_position: index of the next training problem.
-      passed_over: problems that the curriculum has passed over since the step began.
-      versions: weights of `engine.load_params`, of this step and of those before that rollouts still need, by
-        version.
-      begun: rollouts that have begun, by their step.
-      under_way: with rollout.max_staleness, groups that are in no batch yet; else None.
-      replay: decodes the batches of another run's schedule; None for those of this run.
-      owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
+      state: all that changes from step to step.
+      batches: which problems a step learns from, and the weights that sample them.
+      extras: what takes part in the steps beside the loop.
       prompts: the task's prompts in tokens.
       tokenizer_directory: directory of the tokenizer's files.
       curriculum: pass rates of the training problems; None without a curriculum.
@@ -89,11 +99,7 @@ class TrainingRun:
       heldout: indices of the held-out problems that evaluations ask.
       data_digests: digest of each data set of the task; resuming compares them.
       base_digest: under LoRA the name of the weights that the adapter is merged with; else None.
-      drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
       speculator: the speculative part of the scheduler, or None.
-      run_ahead: the speculator's run-ahead, or None.
-      updates: what compiles the programs of updates while the first rollout decodes, or before it with
-        `engine.compile: before`; None where they are compiled with all others.
       invariance: the measured row-invariance of the policy, or None where it is not measured.
 
     Raises:
@@ -168,9 +174,7 @@ class TrainingRun:
         self.evaluation_sampling = evaluation_sampling(config)
         scheduler = make_scheduler(config, policy, drafters, self.numerics, self.pool, mesh, task=task)
         self.engine, self.speculator = scheduler.engine, scheduler.speculator
-        self.run_ahead = None if self.speculator is None else self.speculator.run_ahead
-        self.updates: BackgroundCompiler | None = None
-        self._scheduler = scheduler
+        self._updates, self._scheduler = UpdatePrograms(), scheduler
         if cluster is not None:
             cluster.build(scheduler, config, policy, self.invariance)
         self.agents: AgentCollector | None = None
@@ -206,21 +210,40 @@ class TrainingRun:
         self.learner = Learner(config, policy.config, *shared, policy.params, teacher)
 
         # What changes from step to step.
-        self.state = self.learner.init(policy.params)
-        self.step = 0
-        self.data_position = 0
-        self.passed_over = 0
-        self.versions: dict[int, Params] = {}
-        self.begun: dict[int, BegunGroups] = {}
-        self.under_way: GroupsUnderWay | None = None
-        self.replay: Replay | None = None
+        self.state = RunState(self.learner.init(policy.params))
+        self.extras = list(self._extras())
+        parts = (config, self.state, self.engine, self.prompts, self.collector)
         if config.cluster.replay is not None:
-            self.replay = Replay(self, config.cluster.replay)
+            self.batches: Batches = ReplayedBatches(config.cluster.replay, directory, *parts)
         elif rollout.max_staleness:
-            self.under_way = GroupsUnderWay(self)
-        self.owes_evaluation = False
+            self.batches = arriving = ArrivingBatches(cluster, progress, directory, *parts)
+            self.extras.append(arriving)
+        else:
+            self.batches = Batches(*parts)
         self.data_digests: dict[str, str] = fingerprint(task)
-        self.drafter_state: dict[str, np.ndarray] = {}
+
+    def _extras(self) -> Iterator[Extra]:
+        """Yields what takes part in the steps of this run."""
+        config, state, speculator = self.config, self.state, self.speculator
+        lag = config.rollout.oldest_lag
+        yield self._updates
+        if speculator is not None:
+            yield Drafting(speculator)
+        if speculator is not None and speculator.run_ahead is not None:
+            yield PlansAhead(speculator.run_ahead, config, state, self.prompts, self.collector)
+        if config.tools is not None:
+            yield Measured(lambda rollout: tool_metrics(rollout.statistics))
+        if lag:
+            yield Measured(lambda rollout: lag_metrics(rollout.groups, state.step))
+        if self.collector.has_turns:
+            yield Measured(lambda rollout: environment_metrics(rollout.responses, rollout.statistics))
+        if self.agents is not None:
+            agents = self.agents
+            yield Measured(lambda rollout: agents.metrics())
+        if self.cluster is not None:
+            yield Workers(self.cluster, lag)
+        if self.curriculum is not None:
+            yield PassRates(self.curriculum, config.evaluation.success, state)
 
     def _agent_collector(self, task: Task, tokenizer: Tokenizer) -> "AgentCollector":
         from rljax.agents.collector import AgentCollector  # needs the extra of the server
@@ -240,38 +263,38 @@ class TrainingRun:
 
     def compile(self, wait: bool | None = None) -> None:
         """Compiles every program that the run begins with. Others may follow in the background, see
-        `assembly.warm_up`; `close` ends that.
+        `decoding.warm_up`; `close` ends that.
 
         Args:
           wait: whether to wait for these, too; None for `engine.compile`.
         """
         self.progress.message("compiling")
         params = self.engine.load_params(self.state.params)
-        sampler = params if oldest_lag(self) else None
+        sampler = params if self.config.rollout.oldest_lag else None
         if self.cluster is not None:  # the workers compile what decodes
-            self.learner.warm_up(self.state, sampler)
+            self.learner.warm_up(self.state.trained, sampler)
             self.progress.message(self.pool.summary())
             self.cluster.wait()
             return
         if self.agents is not None:  # requests of any length join at any time
             warm_up(self._scheduler, params, self.config, requests_join=True, resumes=True)
-            self.learner.warm_up(self.state)
+            self.learner.warm_up(self.state.trained)
             self.progress.message(self.pool.summary())
             self.agents.start()
             return
         num_prompts = self.config.rollout.prompts_per_step
-        indices, _ = self.prompts.next_problems("train", self.data_position, num_prompts)
-        requests = self.collector.requests(WantedGroups("train", indices, 1, TRAINING, self.step))
+        indices, _ = self.prompts.next_problems("train", self.state.data_position, num_prompts)
+        requests = self.collector.requests(WantedGroups("train", indices, 1, TRAINING, self.state.step))
         first_prompts = [len(request.prompt_ids) for request in requests]
-        state, buckets = self.state, self.engine.buckets
+        trained, buckets = self.state.trained, self.engine.buckets
         near = buckets.batch[-1], buckets.cache[0]
         thread = CompilerThread(buckets, near)
 
         def compile_updates(shape: Shape, should_stop: Callable[[], bool]) -> None:
             with contextlib.suppress(Exception):  # an update compiles it again, and raises
-                self.learner.warm_up(state, sampler, [shape[0]])
+                self.learner.warm_up(trained, sampler, [shape[0]])
 
-        self.updates = BackgroundCompiler(
+        self._updates.compiler = BackgroundCompiler(
             compile_updates,
             buckets,
             [(rows, self.config.training.pack_length) for rows in self.learner.sizes],
@@ -282,7 +305,7 @@ class TrainingRun:
         )
         warm_up(self._scheduler, params, self.config, False, False, wait, first_prompts, thread)
         if self.engine.behind is None:  # all is compiled; say now what could not be
-            self.learner.warm_up(state, sampler)
+            self.learner.warm_up(trained, sampler)
         self.progress.message(self.pool.summary())
         if self.compiling:
             self.progress.message(f"{self.compiling} more shapes are compiled meanwhile")
@@ -310,11 +333,6 @@ class TrainingRun:
                 "time/compiled_behind": self.pool.seconds_behind,
             }
         return metrics
-
-    def meanwhile(self) -> contextlib.AbstractContextManager[None]:
-        """Context of work beside which rollout workers decode what was begun."""
-        idle = self.cluster is None or not oldest_lag(self)
-        return contextlib.nullcontext() if idle else self.cluster.listening()
 
     def close(self) -> None:
         """Ends what goes on in the background."""

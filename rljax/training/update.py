@@ -1,8 +1,7 @@
-"""The update of the policy: loss, gradients summed over micro-batches, optimizer.
+"""The update of the policy: an objective's gradients (`objectives.py`), summed over micro-batches; optimizer.
 
 The policy gradients of `rljax/algorithms` and the supervised warm start share one implementation
-(`rljax/learning/accumulation.py`). Every token carries its weight in the mini-batch, so losses, gradients and
-metrics are plain sums: micro-batches add up to the mini-batch however it was cut.
+(`rljax/learning/accumulation.py`).
 
 Weights and optimizer state are float32; matrix products are computed in `Numerics.compute_dtype`. Under LoRA
 only the factors are trained, and are float32 (`factor_updates.py`).
@@ -13,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,129 +20,32 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from rljax import processes, target
-from rljax.algorithms.kl import kl_estimate
-from rljax.algorithms.losses import policy_loss
 from rljax.config import AlgorithmConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
-from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
+from rljax.learning.accumulation import Accumulation, Sums, TrainState
 from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, adapted
 from rljax.models.rope import rope_table
+from rljax.models.sharding import param_shardings, shard_params
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.sharding import batch_sharding, param_shardings, replicated_sharding, row_multiple, shard_params
+from rljax.sharding import batch_sharding, replicated_sharding, row_multiple
 from rljax.training.factor_updates import FactorUpdates
+from rljax.training.objectives import (
+    TOKENS,
+    WEIGHT,
+    Objective,
+    gradients,
+    policy_objective,
+    supervised_objective,
+)
 from rljax.training.scoring import score_packed
 
-Score = Callable[[Params, PackedBatch], tuple[Array, Array]]
-"""(params, batch) -> (logprobs [R, T], entropy [R, T])."""
-Objective = Callable[[Array, Array, PackedBatch, Array | None], tuple[Array, Metrics]]
-"""(logprobs, entropy, batch, reference logprobs) -> (loss [], metrics [] of the micro-batch)."""
-
-TOKENS = "update/tokens"
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
 _MAXIMA = ("mismatch/logprob_abs_max",)  # maxima, at least 0; everything else is summed
-WEIGHT = "update/weight"  # sum of the token weights if not 1: means over tokens are divided by it at the end
-
-
-def policy_objective(
-    logprobs: Array,
-    entropy: Array,
-    batch: PackedBatch,
-    reference_logprobs: Array | None,
-    algorithm: AlgorithmConfig,
-) -> tuple[Array, Metrics]:
-    """Returns the loss on a micro-batch.
-
-        loss = policy_loss + kl_coefficient * sum_t w[t] KL[t] - entropy_coefficient * sum_t w[t] H[t]
-
-    Args:
-      logprobs, entropy: float32 [R, T], results of `score_packed` for the policy in training.
-      batch: the micro-batch. With `old_logprobs`, ratios are relative to these instead of the rollout's, and
-        tokens that a sampling filter excludes there (-inf) are not learned from.
-      reference_logprobs: float32 [R, T], logprobs without sampling filters; None leaves out the KL term. A
-        token that a filter now excludes under the policy has no estimate and is not counted.
-      algorithm: ratio, clip range, coefficients and estimator.
-
-    Returns:
-      The loss [], and metrics []. `entropy` and `mismatch/logprob_abs_mean` are sums over response tokens, to
-      be divided by `update/tokens`; `mismatch/logprob_abs_max` is their maximum; `mismatch/tokens` counts the
-      tokens whose logprob differs from the rollout's. Everything else is weighted like the loss. If the
-      weights do not sum to 1 over the mini-batch, `policy/...` are to be divided by `update/weight`.
-    """
-    mask = learned = batch.response_mask
-    proximal_logprobs = batch.rollout_logprobs
-    if batch.old_logprobs is not None:
-        proximal_logprobs = batch.old_logprobs
-        learned = mask & jnp.isfinite(proximal_logprobs)
-    loss, policy_metrics = policy_loss(
-        logprobs,
-        proximal_logprobs,
-        batch.advantages,
-        learned,
-        batch.weights,
-        algorithm.clip_low,
-        algorithm.clip_high,
-        batch.segment_ids if algorithm.ratio == "sequence" else None,
-    )
-    metrics = {"loss/policy": loss} | {f"policy/{name}": value for name, value in policy_metrics.items()}
-    if algorithm.aggregation == "constant" or algorithm.skips_responses:
-        metrics[WEIGHT] = jnp.sum(jnp.where(mask, batch.weights, 0.0))
-    if reference_logprobs is not None:
-        counts = mask & jnp.isfinite(logprobs) & jnp.isfinite(reference_logprobs)
-        estimate = kl_estimate(
-            jnp.where(counts, logprobs, 0.0),
-            jnp.where(counts, reference_logprobs, 0.0),
-            algorithm.kl_estimator,
-        )
-        kl = jnp.sum(jnp.where(counts, batch.weights * estimate, 0.0))
-        metrics["loss/kl"] = kl
-        loss = loss + algorithm.kl_coefficient * kl
-    if algorithm.entropy_coefficient > 0:
-        bonus = jnp.sum(jnp.where(mask, batch.weights * entropy, 0.0))
-        metrics["loss/entropy"] = bonus
-        loss = loss - algorithm.entropy_coefficient * bonus
-    mismatch = jnp.where(mask, jnp.abs(logprobs - batch.rollout_logprobs), 0.0)
-    metrics["mismatch/logprob_abs_mean"] = jnp.sum(mismatch)
-    metrics["mismatch/logprob_abs_max"] = jnp.max(mismatch)
-    metrics["mismatch/tokens"] = jnp.sum(mismatch > 0.0, dtype=jnp.float32)
-    metrics["entropy"] = jnp.sum(jnp.where(mask, entropy, 0.0))
-    metrics[TOKENS] = jnp.sum(mask.astype(jnp.float32))
-    return loss, metrics
-
-
-def supervised_objective(
-    logprobs: Array, entropy: Array, batch: PackedBatch, reference_logprobs: Array | None
-) -> tuple[Array, Metrics]:
-    """Returns the weighted cross entropy of the response tokens, the loss of the warm start. Arguments as in
-    `policy_objective`.
-    """
-    del reference_logprobs
-    mask = batch.response_mask
-    loss = -jnp.sum(jnp.where(mask, batch.weights * logprobs, 0.0))
-    return loss, {
-        "loss/supervised": loss,
-        "entropy": jnp.sum(jnp.where(mask, entropy, 0.0)),
-        TOKENS: jnp.sum(mask.astype(jnp.float32)),
-    }
-
-
-def gradients(
-    params: Params,
-    batch: PackedBatch,
-    reference_logprobs: Array | None,
-    score: Score,
-    objective: Objective,
-) -> tuple[Params, Metrics]:
-    """Returns gradients and metrics of one micro-batch."""
-
-    def loss(params: Params) -> tuple[Array, Metrics]:
-        return objective(*score(params, batch), batch, reference_logprobs)
-
-    return jax.grad(loss, has_aux=True)(params)
 
 
 class Trainer:

@@ -14,6 +14,8 @@ import numpy as np
 import safetensors
 
 from rljax import processes
+from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.policy import Policy
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.environments.task import environment_of
@@ -33,9 +35,7 @@ from rljax.tasks.base import Problem, Task
 from rljax.tasks.wrapper import fingerprint
 from rljax.tools.markup import Markup
 from rljax.tools.use import make_tool_use
-from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
-from rljax.training.policy import Policy
 from rljax.training.update import Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale

@@ -106,8 +106,8 @@ def _run(config: ExperimentConfig) -> list[dict[str, Any]]:
     with open_run(config) as (run, progress):
         run.compile()
         progress.stage("bench", config.training.steps)
-        while run.step < config.training.steps:
+        while run.state.step < config.training.steps:
             lines.append(loop.training_step(run))
-            run.step += 1
-            progress.step(run.step, {"reward": lines[-1]["reward/mean"]})
+            run.state.step += 1
+            progress.step(run.state.step, {"reward": lines[-1]["reward/mean"]})
     return lines

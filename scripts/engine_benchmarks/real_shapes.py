@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from rljax.assembly.decoding import unmeasured_numerics
 from rljax.config import ExperimentConfig, load_config
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
@@ -14,7 +15,6 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, param_shapes
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.training.assembly import unmeasured_numerics
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen2.5-1.5b.yaml"
 _MOST_DRAFTS = 8  # draft steps in sequence, where nothing is verified

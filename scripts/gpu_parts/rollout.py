@@ -22,6 +22,9 @@ from engine_benchmarks.compiled import compile_together
 from engine_benchmarks.real_shapes import KERNELS
 from gpu_parts.carry import joined
 from gpu_parts.part import Part, run
+from rljax.assembly.decoding import make_scheduler, unmeasured_numerics, warm_up
+from rljax.assembly.policy import Policy, grown_policy, make_policy
+from rljax.assembly.task import checked_task
 from rljax.config import ExperimentConfig, load_config
 from rljax.engine.executables import ExecutablePool
 from rljax.numerics.rows import Numerics
@@ -30,10 +33,7 @@ from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.noise import request_key
-from rljax.tasks.registry import checked_task
-from rljax.training.assembly import make_scheduler, unmeasured_numerics, warm_up
 from rljax.training.interruption import StopRequest
-from rljax.training.policy import Policy, grown_policy, make_policy
 from rljax.training.warm_start import warm_start
 from rollout_benchmarks.equality import Count
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from process_memory import forget_peak, memory_kilobytes
+from rljax.assembly.decoding import sampling_params
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
 from rljax.engine.draft_tree import empty_tree, pack_rows
@@ -18,7 +19,6 @@ from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.planning.planner import Plan
 from rljax.planning.roofline import Roofline
-from rljax.training.assembly import sampling_params
 from rljax.training.update import Trainer
 
 

@@ -14,6 +14,9 @@ import numpy as np
 
 from drafters.base import Outcome
 from drafters.registry import make_drafters, states_read
+from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.decoding import warm_up
+from rljax.assembly.policy import make_policy
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
@@ -30,9 +33,6 @@ from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from rljax.training.assembly import warm_up
-from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.policy import make_policy
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
 

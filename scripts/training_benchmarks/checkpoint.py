@@ -16,13 +16,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.benchmarking import Row, compare
 from rljax.config import OptimizerConfig
 from rljax.learning.accumulation import TrainState, apply_gradients
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params, num_params
-from rljax.training.checkpoint import RunCheckpoints
 
 
 def timed(action: Callable[..., Any], *args: Any) -> tuple[float, float, Any]:

@@ -14,8 +14,8 @@ from rljax.models.rope import rope_table
 from rljax.models.transformer import init_params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
+from rljax.training.objectives import gradients, policy_objective
 from rljax.training.scoring import score_packed
-from rljax.training.update import gradients, policy_objective
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from rljax.algorithms.value_loss import value_loss
 from rljax.config import AlgorithmConfig, OptimizerConfig
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import PackedBatch
-from rljax.training.update import policy_objective
+from rljax.training.objectives import policy_objective
 
 TOKENS = 4
 PROMPTS, GROUP = 32, 8

@@ -5,9 +5,8 @@ import types
 import pytest
 
 from rljax.cluster.blueprint import check_spot
-from rljax.config import load_config
+from rljax.config import check_with_workers, load_config
 from rljax.config.changes import config_changes
-from rljax.config.cluster import check_with_workers
 from rljax.errors import ConfigError
 from tests.training.tiny_run import write_config
 

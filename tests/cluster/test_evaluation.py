@@ -1,10 +1,10 @@
 """A saved policy evaluated by workers has the responses of one evaluated here."""
 
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.evaluation import evaluator
 from rljax.evaluation.settings import evaluation_config
 from rljax.progress import silent_progress
 from rljax.run_directory import RunDirectory
-from rljax.training.saved_policy import load_saved_policy
 from tests.cluster.turns import Turns, in_the_middle
 
 

@@ -56,7 +56,7 @@ def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, com
     honest = loop.learn
 
     def learn(run, groups):
-        if run.step == 1:
+        if run.state.step == 1:
             raise RuntimeError("of a test")
         return honest(run, groups)
 

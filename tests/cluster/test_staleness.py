@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from rljax.assembly.saved_policy import _checkpoints, load_saved_policy
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.migration import OutlierRule
 from rljax.run_directory import RunDirectory
 from rljax.training import loop
 from rljax.training.learner import Learner
-from rljax.training.saved_policy import _checkpoints, load_saved_policy
 from tests.cluster.same_run import differences, run
 from tests.cluster.turns import local_run
 
@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(world, stale_alone, monkeypatch
     honest = loop.learn
 
     def learn(run, groups):
-        if run.step == 2:
+        if run.state.step == 2:
             raise RuntimeError("of a test")
         return honest(run, groups)
 

@@ -19,7 +19,7 @@ from drafters.quantized import (
 )
 from rljax.errors import ConfigError
 from rljax.kernels import tuned
-from rljax.models.linear import linear, product
+from rljax.kernels.linear import linear, product
 from rljax.numerics.quantized import dequantize, pack_nibbles, unpack_nibbles
 from rljax.numerics.rows import Numerics
 from tests.engines import CONFIGS, lively_params

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.assembly.decoding import make_numerics, numerics_line, stops_unless_exact
 from rljax.config import load_config
 from rljax.engine import invariance
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.invariance import RowCounts, measure, measured, row_counts
 from rljax.errors import ConfigError
+from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
-from rljax.models.linear import product
 from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics
-from rljax.training.assembly import make_numerics, numerics_line, stops_unless_exact
 from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import check_same
 from tests.misbehaving_products import every_count, lone_rows_and_rests, replaced

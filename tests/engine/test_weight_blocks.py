@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.quantized import QuantizedPolicy, default_format
+from rljax.assembly.decoding import make_numerics
 from rljax.config import load_config
 from rljax.engine import weight_blocks
 from rljax.engine.buckets import Buckets
@@ -15,15 +16,14 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.invariance import measure, measured, row_counts
 from rljax.engine.weight_blocks import measured_blocks, most_block_bytes, with_blocks
-from rljax.models import linear
+from rljax.kernels import linear
+from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
-from rljax.models.linear import product
 from rljax.models.transformer import init_params
 from rljax.numerics.blocked_weights import BlockedWeight, blocked_dot, whole
 from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
 from rljax.provenance import machine_facts
-from rljax.training.assembly import make_numerics
 from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config

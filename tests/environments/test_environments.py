@@ -2,13 +2,13 @@
 
 import pytest
 
+from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
 from rljax.environments.episodes import Episodes
 from rljax.environments.guess_number import GuessNumber
 from rljax.environments.task import environment_of
 from rljax.errors import ConfigError, UserError
 from rljax.tasks.base import SPLITS, Problem, is_heldout
-from rljax.tasks.registry import configured_task
 from tests.environments.stand_ins import Counting
 
 PATH = "tests.environments.stand_ins:Counting"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.config import load_config
 from rljax.errors import ConfigError
 from rljax.evaluation import evaluator
@@ -21,7 +22,6 @@ from rljax.models.digest import weights_digest
 from rljax.models.huggingface import save_model
 from rljax.speculation.managers import expected as expected_manager
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training.saved_policy import load_saved_policy
 from rljax.training.session import run as run_training
 from tests.scripts import load_script
 from tests.training.tiny_run import train, write_config

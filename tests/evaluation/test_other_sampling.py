@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from rljax.assembly.decoding import evaluation_sampling
 from rljax.config import load_config
 from rljax.errors import ConfigError
-from rljax.training.assembly import evaluation_sampling
 from tests.evaluation.test_evaluate import evaluate, results
 from tests.training.test_loop import _numbers
 from tests.training.tiny_run import train, write_config

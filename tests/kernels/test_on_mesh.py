@@ -15,14 +15,15 @@ import pytest
 
 from drafters.quantized import QuantizedPolicy, WeightFormat, weight_layouts
 from rljax.kernels import on_mesh
+from rljax.kernels.linear import product
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.models.config import ModelConfig
-from rljax.models.linear import product
+from rljax.models.sharding import param_shardings
 from rljax.models.transformer import param_shapes
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.sharding import named, param_shardings
+from rljax.sharding import named
 from tests.devices import run_on_devices
 from tests.kernels.compilation import DEVICES, HOPPER, USUAL_DEVICES, absent_mesh
 

@@ -11,13 +11,13 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from rljax import hub
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.commands.console import main
 from rljax.errors import CheckpointError
 from rljax.models.gguf_files import import_gguf
 from rljax.models.huggingface import load_generation_config, load_model_config, load_params
 from rljax.models.rope import inverse_frequencies
 from rljax.models.tokenizer import Tokenizer
-from rljax.training.saved_policy import load_saved_policy
 from tests.models.checkpoints import make_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -221,9 +221,7 @@ def test_a_file_is_a_policy_wherever_a_directory_is(tmp_path, monkeypatch):
     assert hub.local_directory("package:carries-one") == directory
     assert (directory / "config.json").stat().st_mtime_ns == made
     policy = load_saved_policy("package:carries-one").policy
-    jax.tree.map(
-        np.testing.assert_array_equal, policy.params, load_params(tmp_path / "tiny", policy.config)
-    )
+    jax.tree.map(np.testing.assert_array_equal, policy.params, load_params(tmp_path / "tiny", policy.config))
 
     make_checkpoint(tmp_path / "other", "qwen2")
     write_gguf(tmp_path / "other", tmp_path / "model.gguf")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.assembly.policy import Policy, grown_policy
 from rljax.config import GrowthConfig
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.errors import ConfigError
@@ -17,7 +18,6 @@ from rljax.models.growth import grow
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
-from rljax.training.policy import Policy, grown_policy
 from tests.training.tiny_run import train
 
 CONFIGS = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rljax import target
+from rljax.assembly.decoding import unmeasured_numerics
 from rljax.config import load_config
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -20,7 +21,6 @@ from rljax.models.outlining import traced_once
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
-from rljax.training.assembly import unmeasured_numerics
 from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, tangled
 from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from rljax.models.linear import product
+from rljax.kernels.linear import product
 from rljax.numerics import blocked_weights
 from rljax.numerics.blocked_weights import LANES, blocked, blocked_dot, whole
 from rljax.numerics.products import ProductForm

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from rljax import target
-from rljax.models.linear import linear
+from rljax.kernels.linear import linear
 from rljax.numerics import products
 from rljax.numerics.rows import Numerics
 

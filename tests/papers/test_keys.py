@@ -2,9 +2,8 @@
 
 import pytest
 
-from rljax.config import load_config
+from rljax.config import check_over_processes, load_config
 from rljax.config.changes import config_changes
-from rljax.config.distributed import check_over_processes
 from rljax.errors import ConfigError
 from tests.test_config import MINIMAL
 

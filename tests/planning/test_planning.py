@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from rljax.assembly.policy import TOKENIZER_VOCAB, shape_config
 from rljax.config import load_config
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError, UserError
@@ -23,7 +24,6 @@ from rljax.planning.planner import default_lengths, make_plan
 from rljax.planning.pool import PlanningPool, Program, program_name
 from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
-from rljax.training.policy import TOKENIZER_VOCAB, shape_config
 from rljax.training.session import run
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafter
+from rljax.assembly import decoding as assembly
 from rljax.config import ExperimentConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import warm_up_plain
@@ -16,7 +17,6 @@ from rljax.rollout.open_loop import open_loop
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
-from rljax.training import assembly
 from tests.rollout.test_penalties import BUCKETS
 from tests.rollout.test_penalties import SAMPLING as PENALTIES
 from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rljax.errors import ConfigError
+from rljax.serving import policy
 from rljax.serving.cluster_worker import ClusterWorker
 from rljax.serving.policy import Options, open_policy
 from rljax.serving.worker import Job, QueueFull
-from rljax.training import session
 from tests.cluster.turns import Turns, in_the_middle
 from tests.serving.tiny_server import make_run
 
@@ -37,7 +37,7 @@ def turns():
 @pytest.fixture(scope="module")
 def served(run, turns):
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as parts:
-        patch.setattr(session, "cluster_of", turns.cluster_of)
+        patch.setattr(policy, "cluster_of", turns.cluster_of)
         parts.enter_context(jax.numpy_rank_promotion("allow"))
         parts.enter_context(jax.numpy_dtype_promotion("standard"))
         served = open_policy(run, Options(workers=2, slots=4), lambda line: None, max_waiting=4)

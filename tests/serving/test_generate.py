@@ -15,6 +15,7 @@ import pytest
 
 from drafters.base import Outcome
 from drafters.registry import make_drafter
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.commands.generate import _speed
 from rljax.config.decoding import RolloutConfig
 from rljax.config.speculation import SpeculationConfig
@@ -27,7 +28,6 @@ from rljax.serving import policy as serving_policy
 from rljax.serving.programs import compiling_lines
 from rljax.serving.prompts import chat_ids, text_ids
 from rljax.speculation import speculator as speculation
-from rljax.training.saved_policy import load_saved_policy
 from tests.models.checkpoints import write_tokenizer
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap

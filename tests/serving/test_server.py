@@ -23,6 +23,7 @@ from drafters.eagle.model import HeadConfig, init_head
 from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.small_model import SmallModelDrafter
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
@@ -32,7 +33,6 @@ from rljax.numerics.rows import Numerics
 from rljax.serving.programs import JoiningPrograms
 from rljax.speculation import speculator as speculation
 from rljax.speculation.device_proposers import DeviceProposer
-from rljax.training.saved_policy import load_saved_policy
 from tests.scripts import load_script
 from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import MODEL, SLOTS, client_of, make_run, serving

@@ -9,7 +9,7 @@ import uvicorn
 
 from rljax.serving.app import make_app
 from rljax.serving.policy import Options, open_policy
-from tests.training.test_saved_policy import write_run
+from tests.assembly.test_saved_policy import write_run
 
 MODEL = "tiny"
 SLOTS = 4

@@ -18,10 +18,9 @@ from rljax.simulation.command import main
 from rljax.simulation.costs import RooflineCosts, TableCosts, planned_costs
 from rljax.simulation.drafting import Drafting, SimulatedDrafter
 from rljax.simulation.outcome import outcome_of
-from rljax.simulation.scenario import Scenario
+from rljax.simulation.scenario import Scenario, Workload, epochs, recorded_lengths
 from rljax.simulation.spot import SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
-from rljax.simulation.workload import Workload, epochs, recorded_lengths
 
 SECOND = RooflineCosts(0.0, 0.0, 0.0, 1.0)  # every pass takes a second
 

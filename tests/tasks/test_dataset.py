@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError
 from rljax.tasks.base import Task, is_heldout
 from rljax.tasks.dataset import Dataset
-from rljax.tasks.registry import configured_task
 
 ROWS = [
     {

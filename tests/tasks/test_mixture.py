@@ -4,11 +4,11 @@ import collections
 
 import pytest
 
+from rljax.assembly.task import configured_task
 from rljax.config import MixtureConfig, TaskConfig
 from rljax.errors import ConfigError
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.mixture import Mixture
-from rljax.tasks.registry import configured_task
 
 
 def mixture(*items, seed=0):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError, UserError
 from rljax.sandbox.process import SandboxError
 from rljax.tasks.base import Problem
 from rljax.tasks.reasoning_gym import ReasoningGym
-from rljax.tasks.registry import configured_task
 from rljax.tasks.rewards import failures, text
 from rljax.tasks.rewards.extraction import answer_finder, last_code_block, last_formula
 from rljax.tasks.rewards.pool import CheckerPool

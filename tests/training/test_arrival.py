@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import ConfigError
-from rljax.training.arrival import Arrivals
-from rljax.training.schedule import ScheduledGroup, read_schedule
+from rljax.training.arrival import Arrivals, ScheduledGroup, read_schedule
 
 
 @settings(max_examples=100, deadline=None)

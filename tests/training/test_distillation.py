@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from rljax.errors import ConfigError, UserError
-from tests.training.test_saved_policy import write_run
+from tests.assembly.test_saved_policy import write_run
 from tests.training.tiny_run import train
 
 

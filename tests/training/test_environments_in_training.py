@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.commands.generate import main as generate
 from rljax.config import load_config
 from rljax.errors import ConfigError, UserError
@@ -11,7 +12,6 @@ from rljax.evaluation.settings import evaluation_config
 from rljax.progress import Progress
 from rljax.reports import write_report_of_run
 from rljax.run_directory import RunDirectory
-from rljax.training.saved_policy import load_saved_policy
 from rljax.training.session import run
 from tests.training.tiny_run import train, write_config
 

@@ -13,6 +13,8 @@ from drafters.eagle.checkpoint import load_head
 from drafters.eagle.model import HeadConfig, init_head
 from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from rljax.assembly.policy import checkpoint_parts
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.evaluation.records import default_output
 from rljax.models.digest import weights_digest
 from rljax.models.huggingface import load_params
@@ -23,11 +25,9 @@ from rljax.numerics.rows import Numerics
 from rljax.run_directory import RunDirectory
 from rljax.training import export
 from rljax.training.model_card import model_card
-from rljax.training.policy import checkpoint_parts
-from rljax.training.saved_policy import load_saved_policy
+from tests.assembly.test_saved_policy import write_run
 from tests.models.test_huggingface import assert_same_logits, our_logits, reference_logits, reload
 from tests.scripts import load_script
-from tests.training.test_saved_policy import write_run
 
 
 def main(*arguments):

@@ -18,7 +18,8 @@ from rljax.models.lora import Adapter, Lora, init_factors, matrices_of, merge, w
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.factor_updates import base_params, trained_alone
-from rljax.training.update import Trainer, gradients
+from rljax.training.objectives import gradients
+from rljax.training.update import Trainer
 from tests.training.test_update import (
     ALGORITHM,
     CONFIG,

@@ -15,7 +15,9 @@ from rljax.errors import Interrupted, RunDirectoryError, UserError
 from rljax.learning.accumulation import TrainState
 from rljax.run_directory import RunDirectory
 from rljax.training import loop, reporting, session
+from rljax.training.batches import Batches
 from rljax.training.interruption import StopRequest
+from rljax.training.run_state import RunState
 from tests.training.tiny_run import write_config
 
 EVALUATE = loop.evaluate  # which the fixture replaces
@@ -40,7 +42,7 @@ class Checkpoints:
 
     def restore(self, template):
         assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(template))
-        assert self.run.state is None  # one state is all that there may be room for
+        assert self.run.state.trained is None  # one state is all that there may be room for
         step = self.latest_step()
         return step, made_up_state(), self.saved[step]
 
@@ -60,22 +62,21 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.directory, run.checkpoints, checkpoints.run = RunDirectory(directory / "run"), checkpoints, run
     quiet = lambda *_, **__: None  # noqa: E731
     run.progress = SimpleNamespace(message=said.append, stage=quiet, step=quiet)
-    run.stop, run.start, run.step, run.state = StopRequest(said.append), 0.0, 0, made_up_state()
+    run.stop, run.start, run.state = StopRequest(said.append), 0.0, RunState(made_up_state())
     run.trackers = SimpleNamespace(begin=quiet, write=quiet)
     run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
     run.invariance = run.curriculum = run.evaluation_sampling = None
-    run.data_position, run.owes_evaluation, run.drafter_state, run.data_digests = 0, False, {}, {}
-    run.begun, run.versions, run.under_way, run.replay, run.cluster = {}, {}, None, None, None
-    run.base_digest = None
+    run.data_digests, run.extras, run.cluster, run.base_digest = {}, [], None, None
+    run.batches = Batches(run.config, run.state, None, None, None)
     run.compile = quiet
 
     def training_step():
-        run.data_position += 2
-        reporting.keep_for_report(run, run.directory.append_rollout, run.step + 1, {})
+        run.state.data_position += 2
+        reporting.keep_for_report(run, run.directory.append_rollout, run.state.step + 1, {})
         names = ("reward/mean", "rollout/tokens_per_second", "response_length/mean")
         return dict.fromkeys(names, 0.5)
 
-    run.training_step, run.evaluate = training_step, lambda: evaluate(run.step)
+    run.training_step, run.evaluate = training_step, lambda: evaluate(run.state.step)
     return run
 
 
@@ -146,7 +147,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, reports, monkey
         run = make_run(tmp_path / option, Checkpoints(), said, *overrides, option, evaluate=evaluate)
         with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: cannot be written"):
             loop.train(run)
-        assert run.step == step
+        assert run.state.step == step
 
 
 def test_an_evaluation_asks_each_problem_once(tmp_path):
@@ -157,7 +158,7 @@ def test_an_evaluation_asks_each_problem_once(tmp_path):
         group = SimpleNamespace(rewards=[{"reward": 0.5}])
         return [group] * len(wanted.indices), SimpleNamespace(tokens=9), SimpleNamespace(decode=1.0)
 
-    run.state = SimpleNamespace(params=None)
+    run.state = SimpleNamespace(params=None, step=0)
     run.engine = SimpleNamespace(load_params=lambda params: params)
     run.collector = SimpleNamespace(collect=collect, task=None, tokenizer=None)
     run.heldout = [0, 1, 4]  # of four that are wanted, the last ones having come before

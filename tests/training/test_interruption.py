@@ -6,10 +6,10 @@ import signal
 import jax
 import pytest
 
+from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.errors import Interrupted
 from rljax.rollout.collector import Collector
 from rljax.training import session, warm_start
-from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.interruption import StopRequest
 from tests.training.tiny_run import train
 

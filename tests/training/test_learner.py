@@ -25,7 +25,8 @@ from rljax.rollout.collector import Group
 from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Problem
 from rljax.training.learner import Learner
-from rljax.training.update import Trainer, policy_objective
+from rljax.training.objectives import policy_objective
+from rljax.training.update import Trainer
 from tests.devices import run_on_devices
 from tests.training.test_update import NamingPool
 

@@ -13,7 +13,7 @@ from rljax.config import load_config
 from rljax.errors import CheckpointError, ConfigError, Interrupted, UserError
 from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training import loop
+from rljax.training.extras import PlansAhead
 from tests.devices import run_on_devices
 from tests.training.tiny_run import SHRINKING, train
 
@@ -214,14 +214,14 @@ def test_run_ahead_in_a_further_round_changes_no_number(tmp_path, monkeypatch):
     keys = ["algorithm.dynamic_sampling=true", "evaluation.problems=0", "training.steps=4"]
     keys += ["engine.max_slots=16", "engine.batch_buckets=[16]"]  # idle slots from the beginning
     ahead = ["speculation.drafter=srt", "speculation.run_ahead_below=16", "speculation.verify_buckets=[32]"]
-    plan_ahead, plans = loop.plan_ahead, []
+    plan_ahead, plans = PlansAhead.before_round, []
 
-    def plan_without_limit(run, round_):
-        run.run_ahead.max_share = 1e9  # however long inserting takes
-        plan_ahead(run, round_)
-        plans.append((run.step, round_, {request.step for request in run.run_ahead.upcoming}))
+    def plan_without_limit(plan, round_):
+        plan._run_ahead.max_share = 1e9  # however long inserting takes
+        plan_ahead(plan, round_)
+        plans.append((plan._state.step, round_, {request.step for request in plan._run_ahead.upcoming}))
 
-    monkeypatch.setattr(loop, "plan_ahead", plan_without_limit)
+    monkeypatch.setattr(PlansAhead, "before_round", plan_without_limit)
     runs = {}
     for name, overrides in {"plain": [], "whole": ahead, "resumed": ahead}.items():
         calls = itertools.count()

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.errors import CheckpointError
 from rljax.models.digest import base_digest
 from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.lora import matrices_of, merge, with_matrices
-from rljax.training.saved_policy import load_saved_policy
 from tests.models.test_huggingface import assert_same_logits, our_logits, reference_logits
 from tests.scripts import load_script
 from tests.training.test_speculation_in_training import final_state, run, same_bits, what, world  # noqa: F401

@@ -27,7 +27,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Problem
 from rljax.training.critic import critic_params, packed_values
-from rljax.training.minibatches import make_minibatches, padding_share, shared_share
+from rljax.training.learner import make_minibatches, padding_share, shared_share
 from rljax.training.scoring import score_packed
 from rljax.training.update import Trainer
 

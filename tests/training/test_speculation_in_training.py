@@ -245,7 +245,7 @@ def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypa
     step = loop.training_step
 
     def wait_after_two(run):
-        if run.step == 2:
+        if run.state.step == 2:
             run.speculator.decoder.compiler.wait()
         return step(run)
 

@@ -274,7 +274,7 @@ def test_a_disk_that_is_full(tmp_path):
 import sys
 import jax.numpy as jnp
 from rljax.errors import UserError
-from rljax.training.checkpoint import RunCheckpoints
+from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.run_directory import RunDirectory
 
 def state(value):

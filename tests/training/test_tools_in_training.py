@@ -7,7 +7,7 @@ import pytest
 
 from rljax.config import AlgorithmConfig
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
-from rljax.training.update import policy_objective
+from rljax.training.objectives import policy_objective
 from tests.training.tiny_run import train
 
 # What a policy soon writes of itself: "a5+47=52" calls the calculator with "47".

@@ -20,7 +20,8 @@ from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.training.update import Trainer, gradients, policy_objective, supervised_objective
+from rljax.training.objectives import gradients, policy_objective, supervised_objective
+from rljax.training.update import Trainer
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1)

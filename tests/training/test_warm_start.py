@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.assembly.policy import Policy
 from rljax.config import load_config
 from rljax.errors import CheckpointError
 from rljax.learning.accumulation import TrainState
 from rljax.models.config import ModelConfig
 from rljax.tasks.dataset import Dataset
 from rljax.training import warm_start
-from rljax.training.policy import Policy
 from tests.training.tiny_run import write_config
 
 MODEL = ModelConfig("qwen3", 384, 32, 1, 2, 1, 16, 32, tie_embeddings=True, qk_norm=True, max_positions=256)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from rljax.models.linear import product
+from rljax.kernels.linear import product
 from rljax.numerics.rows import Numerics
 from rljax.sampling import distribution as distribution
 from rljax.sampling.distribution import (

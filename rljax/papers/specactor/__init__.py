@@ -20,16 +20,14 @@ Races between workers, where each has a drafter of its own, are in `rljax/cluste
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from rljax.cluster.window_costs import Mode
+from rljax.config.decoding import EngineConfig, RolloutConfig
 from rljax.config.section import CountOrOff, Section
-from rljax.config.speculation import SpeculationKeys
-
-if TYPE_CHECKING:
-    from rljax.config.schema import ExperimentConfig
+from rljax.config.speculation_keys import SpeculationKeys
 
 
 class DecoupledConfig(Section):
@@ -103,14 +101,13 @@ class SpecActorKeys(SpeculationKeys):
     def by_one_clock(self) -> tuple[str, ...]:
         return ("speculation.decoupled.window",) if self.decoupled.window else ()
 
-    def contradictions(self, config: "ExperimentConfig") -> Iterator[str]:
+    def contradictions(self, rollout: RolloutConfig, engine: EngineConfig) -> Iterator[str]:
         if not self.decoupled.window:
             return
-        rollout, verification = config.rollout, config.engine.verification
-        if verification != "coupled":
+        if engine.verification != "coupled":
             yield (
-                f"speculation.decoupled.window: needs engine.verification: coupled, got {verification};"
-                " drafts ahead are sampled with the requests' noise"
+                "speculation.decoupled.window: needs engine.verification: coupled, got"
+                f" {engine.verification}; drafts ahead are sampled with the requests' noise"
             )
         penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
         if penalties != (1.0, 0.0, 0.0):

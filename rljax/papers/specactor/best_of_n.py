@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.config.speculation import SpeculationKeys
+from rljax.config.speculation_keys import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor.ladder import AcceptanceHistory, LadderCosts
 from rljax.papers.specactor.pass_plan import Entries, Entry, draft_plan, plan_pass

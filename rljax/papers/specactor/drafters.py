@@ -23,13 +23,13 @@ from rljax.engine.host_sync import Assignment
 from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
+from rljax.models.sharding import replicated_axes
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.papers.specactor import DecoupledConfig, SpecActorKeys
 from rljax.papers.specactor.decoupled_companion import DecoupledCompanion
 from rljax.papers.specactor.drafting_ahead import DraftingAhead
 from rljax.papers.specactor.slots_ahead import AheadHeadSlots
-from rljax.sharding import replicated_axes
 
 
 def make_ahead(config: SpecActorKeys) -> dict[str, Drafter]:

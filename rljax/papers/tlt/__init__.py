@@ -17,7 +17,7 @@ import itertools
 from pydantic import Field, model_validator
 
 from rljax.config.section import Buckets, Count
-from rljax.config.speculation import SpeculationKeys
+from rljax.config.speculation_keys import SpeculationKeys
 
 
 class TltKeys(SpeculationKeys):

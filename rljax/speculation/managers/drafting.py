@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from rljax.config.speculation import SpeculationKeys
+from rljax.config.speculation_keys import SpeculationKeys
 from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError

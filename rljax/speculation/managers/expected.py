@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from rljax.config.speculation import SpeculationKeys
+from rljax.config.speculation_keys import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.draft_length import MARGIN

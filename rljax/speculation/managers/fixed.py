@@ -1,6 +1,6 @@
 """One strategy, always, as the papers' always-on baselines do."""
 
-from rljax.config.speculation import SpeculationKeys
+from rljax.config.speculation_keys import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.managers.drafting import draft, strategies_of, verify_all

@@ -4,7 +4,8 @@ import dataclasses
 import pkgutil
 from collections.abc import Callable, Sequence
 
-from rljax.config.speculation import POLICIES, SpeculationConfig, SpeculationKeys
+from rljax.config.speculation import POLICIES, SpeculationConfig
+from rljax.config.speculation_keys import SpeculationKeys
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.speculation.managers.manager import Manager, Setup

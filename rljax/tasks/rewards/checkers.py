@@ -127,19 +127,6 @@ def function(path: str, args: Mapping[str, Any]) -> Checker:
     return check_async if inspect.iscoroutinefunction(called) else check
 
 
-def environment(path: str, args: Mapping[str, Any]) -> Checker:
-    """Answers requests about the episodes of an environment, `module:Class` (`rljax/environments`): its
-    answers are mappings, not numbers.
-
-    Raises:
-      ValueError: the environment cannot be made.
-    """
-    from rljax.environments.episodes import Episodes
-    from rljax.environments.loading import make_environment
-
-    return Episodes(make_environment(path, args)).answer
-
-
 def agent(path: str, args: Mapping[str, Any]) -> Checker:
     """Runs an agent of the user's (`rljax/agents`), a function or coroutine function by its import path.
 
@@ -217,5 +204,5 @@ def _number(value: Any) -> float:
 
 
 CHECKERS: dict[str, Callable[..., Checker]] = {
-    checker.__name__: checker for checker in (format, math, reasoning_gym, function, environment, agent)
+    checker.__name__: checker for checker in (format, math, reasoning_gym, function, agent)
 }

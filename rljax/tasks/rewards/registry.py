@@ -81,8 +81,8 @@ class Reward:
       metric: name in metrics.
       weight: factor in the sum.
       place: place where it is computed.
-      compute: a `TextReward` ("here"), a `CodeReward` ("tests"), an `Endpoint` ("endpoint"), a name and
-        arguments for a worker, or None.
+      compute: a `TextReward` ("here"), a `CodeReward` ("tests"), an `Endpoint` ("endpoint"), a name or an
+        import path with arguments for a worker, or None.
       key: config key, for errors.
     """
 

@@ -1,12 +1,12 @@
 """A process that computes rewards: JSON lines in, JSON lines out.
 
-The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; the reply is {"together"},
-the numbers of the rewards that judge several responses at once, or {"error", "number"} with the number of the
-invalid reward. Every further line is a request, {"number", "messages", "response", "answer", "data"}; the
-reply is {"value"}, {"error"} or {"timeout"}. It may also be {"number", "answers"}: the value is then the
-number of leading answers that the reward can judge by. A request to coroutine functions is {"together":
-requests, "parallel"}: the value is the list of their replies. Requests to an environment, and the values of
-its replies, are those of `rljax.environments.episodes.Episodes.answer`.
+The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; a name is one of `CHECKERS`,
+or the import path of another factory, `module:function`. The reply is {"together"}, the numbers of the
+rewards that judge several responses at once, or {"error", "number"} with the number of the invalid reward.
+Every further line is a request, {"number", "messages", "response", "answer", "data"}; the reply is {"value"},
+{"error"} or {"timeout"}. It may also be {"number", "answers"}: the value is then the number of leading
+answers that the reward can judge by. A request to coroutine functions is {"together": requests, "parallel"}:
+the value is the list of their replies. Other factories have requests and values of their own.
 
 With `fork`, a child process computes each reply and ends at the time limit. The sandbox needs this: a
 response may take over the process that evaluates it, and that process must not judge the next response.
@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rljax.importing import load
 from rljax.tasks.rewards.checkers import CHECKERS, Checker, as_score
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
@@ -71,7 +72,8 @@ def _set_up(rewards: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Checker] |
     made = []
     for number, (name, args) in enumerate(rewards):
         try:
-            made.append(CHECKERS[name](**args))
+            maker = load(name, "name") if ":" in name else CHECKERS[name]
+            made.append(maker(**args))
         except ValueError as error:
             return {"error": str(error), "number": number}
         except Exception as error:

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.errors import ConfigError
 from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.noise import request_key
 from rljax.serving.policy import Options, open_policy
-from rljax.training.saved_policy import load_saved_policy
 from tests.serving.jetstream import jetstream_stand_in
 from tests.serving.jetstream.jetstream_package import make_importable, missing
 from tests.serving.tiny_server import make_run

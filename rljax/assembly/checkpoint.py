@@ -8,7 +8,7 @@ A checkpoint without its `checkpoint.json` was never finished, because the proce
 full. It is ignored, and deleted by the next save. `restore` verifies sizes and checksums before it reads an
 array, because Orbax alone would return a wrong weight for a flipped bit, and pages of TensorStore's internals
 for a truncated file. Older checkpoints are deleted only after a newer one is complete, and only those that
-`rljax/training/retention.py` does not keep.
+`rljax/assembly/retention.py` does not keep.
 
 Of several processes each writes and reads its parts of the arrays, through Orbax, in a directory that all of
 them see; the first writes everything else. Saves, restores and waits are collectives then.
@@ -31,15 +31,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from rljax import processes
+from rljax.assembly.orbax_silence import silence_orbax
+from rljax.assembly.retention import Retention
 from rljax.durable_files import sync_directory, write_durably
 from rljax.errors import CheckpointError
-from rljax.training.orbax_silence import silence_orbax
-from rljax.training.retention import Retention
 
 _SEAL = "checkpoint.json"
 _ARRAYS = "arrays"
 _HOST_ARRAYS = "host_arrays.npz"
 _CRC_BLOCK = 1 << 22
+ROUTING, SAMPLED_BY = "routing/", "sampled_by/"
+"""Begin names among the host arrays of a run: of what routes its requests, and of older weights. All others
+are a drafter's.
+"""
 
 
 class RunCheckpoints:

@@ -11,6 +11,9 @@ import numpy as np
 import optax
 import pytest
 
+from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.policy import Policy, checkpoint_parts, make_policy, policy_parts, turn_end_line
+from rljax.assembly.saved_policy import load_saved_policy, saved_steps
 from rljax.config import load_config
 from rljax.errors import CheckpointError, ConfigError, UserError
 from rljax.learning.accumulation import TrainState
@@ -19,10 +22,7 @@ from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
 from rljax.run_directory import RunDirectory
 from rljax.tasks.registry import make_task
-from rljax.training.checkpoint import RunCheckpoints
 from rljax.training.export import export_policy
-from rljax.training.policy import Policy, checkpoint_parts, make_policy, policy_parts, turn_end_line
-from rljax.training.saved_policy import load_saved_policy, saved_steps
 from tests.models.checkpoints import write_tokenizer
 from tests.models.test_huggingface import QWEN2
 from tests.training.tiny_run import write_config

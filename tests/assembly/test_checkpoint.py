@@ -15,8 +15,8 @@ import numpy as np
 import optax
 import pytest
 
+from rljax.assembly.checkpoint import RunCheckpoints, template_of
 from rljax.errors import CheckpointError
-from rljax.training.checkpoint import RunCheckpoints, template_of
 
 
 def make_state(seed: int, width: int = 16):
@@ -324,7 +324,7 @@ def test_full_disk_keeps_the_older_checkpoint_and_recovers(tmp_path):
         import resource, signal, sys
         import jax.numpy as jnp
         from rljax.errors import CheckpointError
-        from rljax.training.checkpoint import RunCheckpoints
+        from rljax.assembly.checkpoint import RunCheckpoints
 
         def state(value):
             return {"weight": jnp.full((200_000,), float(value))}
@@ -364,7 +364,7 @@ def test_killed_in_the_middle_of_saving(tmp_path):
         """
         import os, signal, sys
         import jax.numpy as jnp
-        from rljax.training.checkpoint import RunCheckpoints
+        from rljax.assembly.checkpoint import RunCheckpoints
 
         checkpoints = RunCheckpoints(sys.argv[1], keep=1)
         for step in (1, 2):
@@ -391,7 +391,7 @@ def test_shardings_are_the_templates(tmp_path):
         import sys
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-        from rljax.training.checkpoint import RunCheckpoints
+        from rljax.assembly.checkpoint import RunCheckpoints
 
         def shardings(devices):
             mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))

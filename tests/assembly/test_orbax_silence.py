@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 
-from rljax.training.orbax_silence import silence_orbax
-from tests.training.test_checkpoint import run_python
+from rljax.assembly.orbax_silence import silence_orbax
+from tests.assembly.test_checkpoint import run_python
 
 ORBAX, OURS = "/orbax/checkpoint/serialization.py", "/ours.py"
 
@@ -89,7 +89,7 @@ MANY_FAILURES = """
 import gc, resource, signal, sys
 import jax.numpy as jnp
 from rljax.errors import CheckpointError
-from rljax.training.checkpoint import RunCheckpoints
+from rljax.assembly.checkpoint import RunCheckpoints
 
 state = {str(i): jnp.full(s, 1.0) for i, s in enumerate([(64, 2048), (320, 64), (64, 64), ()] * 8)}
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.cluster.routing import ROUTING
+from rljax.assembly.adapter import (
+    BASE_DIGEST,
+    base_path,
+    check_base,
+    factor_template,
+    keeps_base,
+    load_base,
+    merged_in_float32,
+)
+from rljax.assembly.checkpoint import ROUTING, SAMPLED_BY, RunCheckpoints
+from rljax.assembly.policy import Policy, checkpoint_parts, policy_parts
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import CheckpointError, ConfigError
 from rljax.hub import hub_name, local_directory
@@ -25,18 +35,6 @@ from rljax.models.lora import Adapter, Lora
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, param_shapes
 from rljax.run_directory import RunDirectory, check_holds_policy, is_run
-from rljax.training.adapter import (
-    BASE_DIGEST,
-    base_path,
-    check_base,
-    factor_template,
-    keeps_base,
-    load_base,
-    merged_in_float32,
-)
-from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.policy import Policy, checkpoint_parts, policy_parts
-from rljax.training.staleness import SAMPLED_BY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import datetime
 from pathlib import Path
 
 from rljax import processes
+from rljax.assembly.adapter import keeps_base, load_in_compute_dtype
 from rljax.config import ExperimentConfig, GrowthConfig, ShapeConfig
 from rljax.environments.use import training_texts
 from rljax.errors import CheckpointError, ConfigError, TokenizerError
@@ -17,7 +18,6 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, init_params
 from rljax.tasks.base import Task
 from rljax.tasks.tokenizer_training import train_tokenizer
-from rljax.training.adapter import keeps_base, load_in_compute_dtype
 
 _TOKENIZER_PROBLEMS = 2000
 TOKENIZER_VOCAB = 320

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from drafters.base import Drafter
 from drafters.registry import rehearse_drafters, states_read
 from rljax import processes, target
+from rljax.assembly.policy import Policy
 from rljax.config import ExperimentConfig, with_compute_dtype
 from rljax.config.learning import TrainingConfig
 from rljax.engine.background import CompilerThread
@@ -43,7 +44,6 @@ from rljax.speculation.speculator import Speculator
 from rljax.speculation.warm_up import has_spare_cores
 from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
-from rljax.training.policy import Policy
 
 _OUTLINED_FROM = 4  # layers; with fewer, the update needs hardly less memory
 
@@ -139,16 +139,8 @@ def make_buckets_of(config: ExperimentConfig, mesh: Mesh | None, speculative: bo
 
 def sampling_params(config: ExperimentConfig) -> SamplingParams:
     """Returns the distribution that rollouts sample from and training scores."""
-    rollout = config.rollout
-    return SamplingParams(
-        rollout.temperature,
-        rollout.top_k,
-        rollout.top_p,
-        rollout.min_p,
-        rollout.repetition_penalty,
-        rollout.frequency_penalty,
-        rollout.presence_penalty,
-    )
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    return SamplingParams(**{name: getattr(config.rollout, name) for name in names})
 
 
 def evaluation_sampling(config: ExperimentConfig) -> SamplingParams | None:

@@ -5,9 +5,9 @@ import math
 import jax.numpy as jnp
 import pytest
 
+from rljax.assembly.checkpoint import RunCheckpoints
+from rljax.assembly.retention import Retention
 from rljax.errors import CheckpointError
-from rljax.training.checkpoint import RunCheckpoints
-from rljax.training.retention import Retention
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_failure_is_known_before_the_next_save(tmp_path, monkeypatch):
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     checkpoints.check()
     with monkeypatch.context() as patch:
-        patch.setattr("rljax.training.checkpoint.write_durably", full)
+        patch.setattr("rljax.assembly.checkpoint.write_durably", full)
         checkpoints.save(1, {"weight": jnp.zeros(3)}, {})
         checkpoints._thread.join()
     with pytest.raises(CheckpointError, match=r"step 1 could not be written \(No space left on device\)"):

@@ -1,0 +1,159 @@
+"""What takes part in the steps of a run beside the loop: drafters, rollout workers, a curriculum, tools.
+
+The loop (`loop.py`) knows none of them by name. It calls every `Extra` at the same points of a step.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from drafters.base import Outcome
+from rljax.cluster.decoder import ClusterDecoder
+from rljax.config import ExperimentConfig
+from rljax.evaluation.judging import pass_shares
+from rljax.requests import spans_of
+from rljax.rollout.collector import TRAINING, Collector, Group, WantedGroups
+from rljax.rollout.metrics import tokens_per_second
+from rljax.rollout.prompts import Prompts
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculator import Speculator
+from rljax.tasks.curriculum import Curriculum
+from rljax.training.batches import Rollout
+from rljax.training.run_state import RunState
+
+
+class Extra:
+    """Takes part in the steps of a run. What an extra does not define does nothing."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def before_round(self, round_: int) -> None:
+        """A round of the step's rollout, from 0, has begun and is decoded next."""
+
+    def learn(self, responses: Sequence[Outcome]) -> None:
+        """Responses of a round are rewarded: all of them, also those that dynamic sampling drops."""
+
+    def after_round(self, round_: int, followed: bool) -> None:
+        """Dynamic sampling has decided whether another round follows."""
+
+    def before_update(self) -> None:
+        """The weights change next."""
+
+    def during_update(self) -> contextlib.AbstractContextManager[None]:
+        """Context of the updates."""
+        return contextlib.nullcontext()
+
+    def before_evaluation(self) -> None:
+        """Held-out problems are sampled next."""
+
+    def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
+        """Returns metrics of a step that took so many seconds, after its updates."""
+        return {}
+
+
+class Measured(Extra):
+    """Metrics of every rollout."""
+
+    def __init__(self, measure: Callable[[Rollout], Mapping[str, Any]]) -> None:
+        self._measure = measure
+
+    def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
+        return self._measure(rollout)
+
+
+class Drafting(Extra):
+    """Drafters learn from every response."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+
+    def begin_step(self) -> None:
+        self._speculator.decisions.take()  # discards those of evaluations
+
+    def learn(self, responses: Sequence[Outcome]) -> None:
+        self._speculator.learn(responses)
+
+    def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
+        return self._speculator.metrics(rollout.statistics)
+
+
+class PlansAhead(Extra):
+    """Plans which prompts a rollout may sample ahead, and with which noise: that of a further round of this
+    step where dynamic sampling is likely to need one after this round, else that of the next step.
+    """
+
+    def __init__(
+        self,
+        run_ahead: RunAhead,
+        config: ExperimentConfig,
+        state: RunState,
+        prompts: Prompts,
+        collector: Collector,
+    ) -> None:
+        self._run_ahead, self._config, self._state = run_ahead, config, state
+        self._prompts, self._collector = prompts, collector
+
+    def before_round(self, round_: int) -> None:
+        config, state = self._config, self._state
+        rounds = config.algorithm.dynamic_sampling_max_rounds if config.algorithm.dynamic_sampling else 1
+        further = round_ + 1 < rounds and self._run_ahead.expects_round(round_)
+        step = state.step if further else state.step + 1
+        if step < config.training.steps:
+            count, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+            following, _ = self._prompts.next_problems("train", state.data_position, count)
+            wanted = WantedGroups("train", following, samples, TRAINING, step)
+            self._run_ahead.plan(self._collector.requests(wanted))
+
+    def after_round(self, round_: int, followed: bool) -> None:
+        self._run_ahead.count_round(round_, followed=followed)
+
+    def before_update(self) -> None:
+        self._run_ahead.weights_change()
+
+
+class Workers(Extra):
+    """Rollout workers learn from every response. With staleness they decode while the weights change."""
+
+    def __init__(self, cluster: ClusterDecoder, lag: int) -> None:
+        self._cluster, self._lag = cluster, lag
+
+    def learn(self, responses: Sequence[Outcome]) -> None:
+        self._cluster.learn(responses)
+
+    def during_update(self) -> contextlib.AbstractContextManager[None]:
+        return self._cluster.listening() if self._lag else contextlib.nullcontext()
+
+    def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
+        metrics = self._cluster.metrics()
+        if self._lag:  # they decode all the time
+            metrics["rollout/tokens_per_second"] = tokens_per_second(rollout.statistics.tokens, seconds)
+        return metrics
+
+
+class PassRates(Extra):
+    """The curriculum learns how often each problem is solved."""
+
+    def __init__(self, curriculum: Curriculum, success: str | None, state: RunState) -> None:
+        self._curriculum, self._success, self._state = curriculum, success, state
+
+    def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
+        learned = self._curriculum.learn(pass_shares(rollout.sampled, self._success))
+        return {**learned, "curriculum/passed_over": self._state.passed_over}
+
+
+def lag_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Returns how many steps older than the step's weights those are that sampled its tokens: `lag_mean` over
+    tokens, `lag_max`, and `stale_share`, the share of tokens under older ones.
+    """
+    tokens: dict[int, int] = {}
+    for completion in (completion for group in groups for completion in group.completions):
+        for version in {version for _, version in completion.versions}:
+            count = sum(end - begin for begin, end in spans_of(completion, version))
+            tokens[step - version] = tokens.get(step - version, 0) + count
+    total = sum(tokens.values())
+    return {
+        "rollout/lag_mean": sum(lag * count for lag, count in tokens.items()) / total,
+        "rollout/lag_max": max(lag for lag, count in tokens.items() if count),
+        "rollout/stale_share": 1.0 - tokens.get(0, 0) / total,
+    }

@@ -1,0 +1,40 @@
+"""What changes in a run from step to step: data, which a checkpoint keeps (`saving.py`, `resuming.py`)."""
+
+import dataclasses
+
+import numpy as np
+
+from rljax.learning.accumulation import TrainState
+from rljax.models.transformer import Params
+from rljax.rollout.collector import BegunGroups
+
+
+@dataclasses.dataclass
+class RunState:
+    """The state of a run between two steps.
+
+    Attributes:
+      trained: weights, optimizer state and critic.
+      step: number of finished steps.
+      data_position: index of the next training problem.
+      passed_over: problems that the curriculum has passed over since the step began.
+      versions: weights of `engine.load_params`, of this step and of those before that rollouts still need, by
+        version.
+      begun: rollouts that have begun, by their step.
+      owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
+      drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
+    """
+
+    trained: TrainState
+    step: int = 0
+    data_position: int = 0
+    passed_over: int = 0
+    versions: dict[int, Params] = dataclasses.field(default_factory=dict)
+    begun: dict[int, BegunGroups] = dataclasses.field(default_factory=dict)
+    owes_evaluation: bool = False
+    drafter_state: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def params(self) -> Params:
+        """The policy's weights."""
+        return self.trained.params

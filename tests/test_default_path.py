@@ -1,0 +1,67 @@
+"""The README lists the default path: the files that a step goes through, and how many lines they have."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.default_path import ROOT, lines_of
+
+_SAID = re.compile(r"(\d+) files and ([\d,]+) lines")
+_FILE = re.compile(r"`([\w/]+/)`|`([\w/]+\.py)` (?:\| )?(\d+)")
+
+
+def listed(text):
+    """By part of a README's section: the files with their lines, and the totals that it names."""
+    section = text.partition("## The default path\n")[2].partition("\n## ")[0]
+    path, rest = section.split("On the way they ask")
+    found = []
+    for part in (path, *rest.split("In the compiled programs alone")):
+        folder, files = "", {}
+        for into, name, lines in _FILE.findall(part):
+            folder = into or folder
+            files |= {} if into else {folder + name: int(lines)}
+        number, lines = _SAID.search(part).groups()
+        found.append((files, int(number), int(lines.replace(",", ""))))
+    return found
+
+
+@pytest.fixture(scope="module")
+def readme():
+    return listed((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_the_readme_lists_what_a_step_goes_through(readme):
+    python = [sys.executable, "-m", "tests.default_path", "--json"]
+    answer = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = json.loads(answer.stdout)
+    path, asked, programs = readme
+    assert ran["path"] == list(path[0])
+    assert sorted(ran["asked"]) == sorted(asked[0])
+    assert sorted(ran["programs"]) == sorted(programs[0])
+
+
+def test_the_totals_are_those_of_the_list(readme):
+    """Files may change by a tenth of their lines before the list is another one."""
+    for files, number, lines in readme:
+        assert (number, lines) == (len(files), sum(files.values()))
+        for name, said in files.items():
+            there = lines_of(name)
+            assert abs(there - said) <= max(said / 10, 10), f"{name} has {there} lines, not {said}"
+
+
+def test_a_part_of_the_list_is_read_by_its_folders():
+    text = (
+        "## The default path\n**2 files and 1,030 lines**\n"
+        "| `rljax/a.py` | 1000 | |\n| `drafters/b.py` | 30 | |\n"
+        "On the way they ask 2 files and 9 lines: `rljax/c/` `d.py` 4, `e.py` 5.\n"
+        "In the compiled programs alone are 1 files and 7 lines: `rljax/f/` `g.py` 7.\n"
+        "## Next\n`rljax/h.py` 1"
+    )
+    assert listed(text) == [
+        ({"rljax/a.py": 1000, "drafters/b.py": 30}, 2, 1030),
+        ({"rljax/c/d.py": 4, "rljax/c/e.py": 5}, 2, 9),
+        ({"rljax/f/g.py": 7}, 1, 7),
+    ]
