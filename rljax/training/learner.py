@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from rljax.algorithms.estimation import Estimate, estimate_advantages
 from rljax.algorithms.kl import kl_estimate
@@ -51,8 +52,8 @@ from rljax.training.update import Trainer
 SMALLEST_COPIED_SHARE = 1 / 3
 """Share of copies among the tokens of a mini-batch from which `share_prompts: auto` shares prompts."""
 SMALLEST_SHARING_MICROBATCH = 1024
-"""Positions of a micro-batch from which `share_prompts: auto` shares prompts: in smaller ones, what is read from
-elsewhere costs more than it saves.
+"""Positions of a micro-batch from which `share_prompts: auto` shares prompts: in smaller ones, what is read
+from elsewhere costs more than it saves.
 """
 
 
@@ -146,11 +147,7 @@ def pack_minibatch(
         for prompt, completion in ((prompts[i], completions[i]) for i in members)
     ]
     lengths = [sequence.length for sequence in sequences]
-    shares = share_prompts == "on"
-    if share_prompts == "auto":
-        copied = copied_share([sequence.prompt_ids for sequence in sequences], lengths)
-        large = training.rows_per_microbatch * training.pack_length >= SMALLEST_SHARING_MICROBATCH
-        shares = large and copied >= SMALLEST_COPIED_SHARE
+    shares = _shares(share_prompts, [sequence.prompt_ids for sequence in sequences], lengths, training)
     if shares:
         prompts = [sequence.prompt_ids for sequence in sequences]
         packing = pack_groups(lengths, prompts, training.pack_length, training.rows_per_microbatch)
@@ -161,6 +158,23 @@ def pack_minibatch(
     ranges = packing.microbatches(training.rows_per_microbatch, multiple)
     batches = [build_batch(sequences, packing, rows, shares) for rows in ranges]
     return Minibatch(members, packing, response_places(sequences, packing), batches)
+
+
+def _shares(
+    share_prompts: str, prompts: Sequence[ArrayLike], lengths: Sequence[int], training: TrainingConfig
+) -> bool:
+    """Returns whether prompts are shared; see `make_minibatches`.
+
+    Args:
+      share_prompts: "on", "auto" or "off".
+      prompts: prompt of each sequence.
+      lengths: tokens of prompt and response of each sequence.
+      training: pack_length and rows_per_microbatch are read.
+    """
+    large = training.rows_per_microbatch * training.pack_length >= SMALLEST_SHARING_MICROBATCH
+    if share_prompts != "auto":
+        return share_prompts == "on"
+    return large and copied_share(prompts, lengths) >= SMALLEST_COPIED_SHARE
 
 
 def padding_share(minibatches: Sequence[Minibatch]) -> float:
@@ -283,6 +297,17 @@ class Learner:
     def sizes(self) -> list[int]:
         """Numbers of rows of micro-batches, each of which has programs of its own."""
         return self._trainer.sizes
+
+    def expects_sharing(self, prompts: Sequence[ArrayLike]) -> bool:
+        """Returns whether prompts will be shared if responses take half of their limit.
+
+        Args:
+          prompts: prompts of the first step.
+        """
+        rollout = self._config.rollout
+        every = [prompt for prompt in prompts for _ in range(rollout.samples_per_prompt)]
+        lengths = [len(prompt) + rollout.max_response_length // 2 for prompt in every]
+        return _shares(self._trainer.share_prompts, every, lengths, self._config.training)
 
     def warm_up(
         self, state: TrainState, sampler: Params | None = None, sizes: Sequence[int] | None = None

@@ -294,10 +294,13 @@ class TrainingRun:
             with contextlib.suppress(Exception):  # an update compiles it again, and raises
                 self.learner.warm_up(trained, sampler, [shape[0]])
 
+        # The programs of shared prompts depend on the responses, and the others would not be run.
+        shares = self.learner.expects_sharing([request.prompt_ids for request in requests])
+        sizes = [] if shares else self.learner.sizes
         self._updates.compiler = BackgroundCompiler(
             compile_updates,
             buckets,
-            [(rows, self.config.training.pack_length) for rows in self.learner.sizes],
+            [(rows, self.config.training.pack_length) for rows in sizes],
             near,
             start=False,
             thread=thread,
@@ -305,7 +308,7 @@ class TrainingRun:
         )
         warm_up(self._scheduler, params, self.config, False, False, wait, first_prompts, thread)
         if self.engine.behind is None:  # all is compiled; say now what could not be
-            self.learner.warm_up(trained, sampler)
+            self.learner.warm_up(trained, sampler, sizes)
         self.progress.message(self.pool.summary())
         if self.compiling:
             self.progress.message(f"{self.compiling} more shapes are compiled meanwhile")

@@ -576,3 +576,19 @@ def test_a_mesh_changes_rounding_only(params, groups, tmp_path):
     for key in ("loss/policy", "gradient_norm", "entropy", "correction/ratio_mean", "critic/loss"):
         assert other[key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-5), key
     assert other["critic/gradient_norm"] == pytest.approx(metrics["critic/gradient_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("share_prompts", "num_prompt", "pack_length", "expected"),
+    [
+        ("auto", 100, 512, True),
+        ("auto", 4, 512, False),  # few of the tokens are copies
+        ("auto", 100, 128, False),  # a small micro-batch
+        ("off", 100, 512, False),
+        ("on", 1, 32, True),
+    ],
+)
+def test_sharing_is_foreseen_from_the_first_prompts(params, share_prompts, num_prompt, pack_length, expected):
+    """Responses are taken to be half as long as they may be, of samples_per_prompt: 2."""
+    learner = make_learner(params, PLAIN, share_prompts=share_prompts, pack_length=pack_length)
+    assert learner.expects_sharing([list(range(num_prompt))]) == expected
