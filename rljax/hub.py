@@ -1,15 +1,18 @@
 """Models of the Hugging Face hub by name, wherever a directory of one is expected: `org/name`, or
 `org/name@revision` for a branch, a tag or a commit.
 
-What exists here wins. Otherwise the library `huggingface_hub` fetches the files that are read of a model,
-with its cache, its tokens, its progress bars and its switch HF_HUB_OFFLINE; it goes on where an interrupted
-download ended. A run keeps the commit in its config, `org/name@<commit>`, so that neither a resume nor an
-evaluation takes other weights when the model gets new ones.
+What exists here wins, and what is missing in a directory that exists here is no name of the hub: `runs/x` is
+a mistyped path where there is `runs/`, and `runs/x@main` still a name. Otherwise the library
+`huggingface_hub` fetches the files that are read of a model, with its cache, its tokens, its progress bars
+and its switch HF_HUB_OFFLINE; it goes on where an interrupted download ended. A run keeps the commit in its
+config, `org/name@<commit>`, so that neither a resume nor an evaluation takes other weights when the model
+gets new ones.
 
 A GGUF file is a model as well: `model.gguf`, or `package:NAME` for the one in an installed package. It is
 imported once, into the directory rljax/gguf of the user's cache ($XDG_CACHE_HOME, else ~/.cache).
 """
 
+import difflib
 import functools
 import hashlib
 import importlib.metadata
@@ -40,9 +43,22 @@ _WEIGHTS = (
 
 
 def hub_name(path: str | os.PathLike[str]) -> tuple[str, str | None] | None:
-    """Returns `org/name` and the revision, if one is given; None for what exists here or is no such name."""
+    """Returns `org/name` and the revision, if one is given; None for what exists here or is no such name.
+
+    Raises:
+      CheckpointError: it is missing in a directory that exists here; names the path that is nearest.
+    """
     match = None if os.path.exists(path) else _NAME.fullmatch(os.fspath(path))
-    return None if match is None else (match[1], match[2])
+    if match is None:
+        return None
+    parent, _, name = match[1].partition("/")
+    if match[2] is None and os.path.isdir(parent):
+        near = difflib.get_close_matches(name, [entry.name for entry in Path(parent).glob("*")], n=1)
+        raise CheckpointError(
+            f"{path}: does not exist; the nearest path is {'/'.join((parent, *near))} (for the hub's model of"
+            f" this name give a revision: {path}@main)"
+        )
+    return match[1], match[2]
 
 
 def local_directory(path: str | os.PathLike[str], weights: bool = True) -> Path:
@@ -54,8 +70,8 @@ def local_directory(path: str | os.PathLike[str], weights: bool = True) -> Path:
       weights: whether the weights are needed, and not only configs and tokenizer.
 
     Raises:
-      CheckpointError: the hub has no such model or revision, does not hand it out, or cannot be reached;
-        there is no such file or package, or its policy is not supported.
+      CheckpointError: the hub has no such model or revision, does not hand it out, or cannot be reached; the
+        model has no safetensors; there is no such file or package, or its policy is not supported.
     """
     text = os.fspath(path)
     if text.startswith(_PACKAGE):
@@ -119,9 +135,12 @@ def _snapshot(name: str, revision: str | None, weights: bool) -> Path:
 
     files = [*_SMALL_FILES, *(_WEIGHTS if weights else ())]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files, tqdm_class=Bar))
+        directory = snapshot_download(name, revision=revision, allow_patterns=files, tqdm_class=Bar)
     except Exception as error:  # several libraries raise errors of many types
         raise CheckpointError(f"{shown}: {_reason(error)}") from error
+    if weights and not any(Path(directory).glob("*.safetensors")):
+        raise CheckpointError(f"{shown}: has no model.safetensors; weights of other formats are not read")
+    return Path(directory)
 
 
 def _reason(error: Exception) -> str:

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
+from drafters.eagle.checkpoint import load_head, save_head
+from drafters.eagle.model import HeadConfig, init_head
 from rljax import hub
 from rljax.assembly.commits import with_commits
 from rljax.assembly.policy import make_policy
 from rljax.assembly.saved_policy import load_saved_policy
+from rljax.commands.console import main
 from rljax.config import make_config
 from rljax.errors import CheckpointError, ConfigError
 from rljax.evaluation.records import default_output
+from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.peft import CONFIG as ADAPTER
 from rljax.run_directory import RunDirectory, check_holds_policy
+from rljax.tasks.rows import read_hub
 from tests.hub_stand_in import running
 from tests.models.checkpoints import make_checkpoint
 
@@ -79,6 +84,38 @@ def test_what_exists_wins(stand_in, tmp_path):
     assert stand_in.asked == []
 
 
+def test_a_mistyped_path_is_not_asked_of_the_hub(stand_in, files, tmp_path):
+    for name in ("quickstart", "smollm2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    wanted = {"runs/quickstat": "runs/quickstart", "runs/q": "runs", "runs/smollm2-b": "runs/smollm2"}
+    for path, near in wanted.items():
+        for ask in (hub.local_directory, hub.pinned, check_holds_policy):
+            assert error_of(ask, path) == (
+                f"{path}: does not exist; the nearest path is {near} (for the hub's model of this name give a"
+                f" revision: {path}@main)"
+            )
+    with pytest.raises(ConfigError, match=r"^task\.args\.hub: runs/sums: does not exist; the nearest path is"):
+        read_hub("runs/sums", None, "train", "task.args.hub")
+    assert stand_in.asked == []
+    commit = stand_in.push("runs/quickstat", files)
+    assert hub.local_directory("runs/quickstat@main").name == commit
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "evaluate", "export", "train", "plan"])
+def test_commands_say_which_path_is_near(stand_in, command, capsys, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    arguments = {
+        "generate": ["runs/mien", "hello"],
+        "export": ["runs/mien", "out"],
+        "train": ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/mien"],
+        "plan": ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/mien"],
+    }
+    assert main([command, *arguments.get(command, ["runs/mien"])]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: runs/mien: does not exist; the nearest path is runs/mine (")
+    assert stand_in.asked == []
+
+
 def test_only_what_is_read_is_fetched_and_only_once(stand_in, files, policy):
     commit = stand_in.push("org/tiny", files, "v1")
     small = hub.local_directory("org/tiny", weights=False)
@@ -103,6 +140,26 @@ def test_shards_and_adapters_are_weights(stand_in):
     stand_in.push("org/parts", {name: name.encode() for name in names})
     hub.local_directory("org/parts")
     assert stand_in.fetched() == sorted(names)
+
+
+def test_a_head_has_safetensors_and_no_tokenizer(stand_in, policy, tmp_path):
+    model = load_model_config(policy)
+    config = HeadConfig("eagle", model)
+    params = init_head(config, load_params(policy, model), 0)
+    save_head(tmp_path / "head", config, params, "float32")
+    head = {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()}
+    stand_in.push("org/head", head | {"pytorch_model.bin": b"never"})
+    loaded, weights = load_head("org/head", model)
+    assert loaded == config and stand_in.fetched() == ["config.json", "model.safetensors"]
+    jax.tree.map(np.testing.assert_array_equal, weights, params)
+
+
+def test_weights_of_another_format_are_refused(stand_in, files, policy):
+    stand_in.push("org/old", {name: files[name] for name in ("config.json", "pytorch_model.bin")})
+    wanted = "org/old: has no model.safetensors; weights of other formats are not read"
+    assert error_of(load_head, "org/old", load_model_config(policy)) == wanted
+    assert error_of(hub.local_directory, "org/old") == wanted
+    assert stand_in.fetched() == ["config.json"]
 
 
 def test_a_revision_and_a_process_that_sees_one_commit(stand_in, files):
@@ -260,6 +317,31 @@ def test_datasets_have_revisions_too(stand_in, tmp_path):
         strict=True,
     ):
         assert line.startswith(f"task.args.hub: cannot load {name!r}, split 'train': {reason}")
+
+
+def test_datasets_offline_are_of_the_revision_that_is_asked_for(stand_in, tmp_path):
+    pytest.importorskip("datasets")
+    old = stand_in.push("org/sums", {"train.jsonl": b'{"question": "1+1="}\n'}, "v1")
+    stand_in.push("org/sums", {"train.jsonl": b'{"question": "2+2="}\n'}, "v2")
+    other = stand_in.push("org/sums", {"train.jsonl": b'{"question": "3+3="}\n'}, "v3")
+    home = {"HF_ENDPOINT": stand_in.url, "HF_HOME": str(tmp_path / "home")}
+
+    def read(offline, *names):
+        command = [sys.executable, "-c", _READ, *names]
+        settings = os.environ | home | {"HF_HUB_OFFLINE": offline}
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    online = read("0", "org/sums@v1", "org/sums@v2")
+    stand_in.asked.clear()
+    assert read("1", "org/sums@v1", "org/sums@v2") == online
+    names = [f"org/sums@{old}", f"org/sums@{other}", "org/sums@v3", "org/none@v1"]
+    found, *errors = read("1", *names)
+    assert found == f"('sums@{old}/train:0', {{'question': '1+1='}})"
+    for error, name in zip(errors, names[1:], strict=True):
+        assert error.startswith(f"task.args.hub: cannot load {name!r}, split 'train': ")
+        assert "Cache directory for sums doesn't exist" in error or "Couldn't reach 'org/none'" in error
+    assert stand_in.asked == []
 
 
 def test_whether_the_hub_answers(stand_in, monkeypatch):

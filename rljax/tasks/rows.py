@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rljax.errors import ConfigError
+from rljax.errors import CheckpointError, ConfigError
 from rljax.hub import hub_name
 from rljax.tasks.rewards.registry import require_package
 
@@ -38,19 +38,42 @@ def read_file(path: str, key: str) -> Iterator[Row]:
 
 def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Row]:
     """Reads the rows of a Hugging Face dataset, by its name on the hub, `org/name` or `org/name@revision`, or
-    from a local directory of data files.
+    from a local directory of data files. Where the hub cannot be reached, the cached rows of the revision.
     """
     require_package(("datasets", "datasets"), key)
     import datasets
+    from datasets.packaged_modules.cache.cache import Cache
 
-    dataset, revision = hub_name(name) or (name, None)
     try:
-        loaded = datasets.load_dataset(dataset, subset, split=split, revision=revision)
+        dataset, revision = hub_name(name) or (name, None)
+    except CheckpointError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    try:
+        builder = datasets.load_dataset_builder(dataset, subset, revision=revision)
+        if revision is not None and isinstance(builder, Cache):  # the newest cached rows, of any revision
+            builder = Cache(
+                dataset_name=builder.dataset_name,
+                config_name=builder.config.name,
+                version=str(builder.config.version),
+                hash=_cached_commit(dataset, revision),
+                repo_id=dataset,
+            )
+        builder.download_and_prepare()
+        loaded = builder.as_dataset(split=split)
     except Exception as error:  # several libraries raise errors of many types
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{key}: cannot load {name!r}, split {split!r}: {reason}") from error
     shown = Path(name).name
     return ((f"{shown}/{split}:{number}", dict(row)) for number, row in enumerate(loaded))
+
+
+def _cached_commit(dataset: str, revision: str) -> str:
+    """Returns the commit that a revision was when the hub was asked for it."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    refs = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=dataset, repo_type="dataset"), "refs")
+    return (refs / revision).read_text() if (refs / revision).is_file() else revision
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
