@@ -94,7 +94,9 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(stand_in, files, tmp_path):
                 f"{path}: does not exist; the nearest path is {near} (for the hub's model of this name give a"
                 f" revision: {path}@main)"
             )
-    with pytest.raises(ConfigError, match=r"^task\.args\.hub: runs/sums: does not exist; the nearest path is"):
+    with pytest.raises(
+        ConfigError, match=r"^task\.args\.hub: runs/sums: does not exist; the nearest path is"
+    ):
         read_hub("runs/sums", None, "train", "task.args.hub")
     assert stand_in.asked == []
     commit = stand_in.push("runs/quickstat", files)
