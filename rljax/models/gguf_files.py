@@ -1,8 +1,8 @@
 """GGUF files, the format of llama.cpp, as Hugging Face directories: `rljax import model.gguf DIR`.
 
 A file holds architecture, tokenizer and weights, often quantized: these become numbers again, the ones that
-llama.cpp multiplies by. The architectures of `huggingface.py` with a byte-level BPE tokenizer are read. A
-file with a feature that the forward pass lacks is an error.
+llama.cpp multiplies by. The architectures of `huggingface.py` are read, with a BPE tokenizer over bytes or
+of SentencePiece. A file with a feature that the forward pass lacks is an error.
 """
 
 import json
@@ -51,7 +51,8 @@ _SPLITS = {  # by tokenizer.ggml.pre; None is GPT-2's expression, which the libr
     "deepseek-r1-qwen": _WORDS % "",
     "llama-bpe": _WORDS % "{1,3}",
 }
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # in tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # in tokenizer.ggml.token_type
+_SPACE = "\u2581"  # SentencePiece's
 _NAMED_TOKENS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -191,32 +192,19 @@ def _halved_rotation(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def _write_tokenizer(file: _File, directory: Path) -> list[int]:
     """Writes tokenizer.json and tokenizer_config.json, and returns the tokens that end a response."""
-    file.require("tokenizer.ggml.model", None, "gpt2")
-    split = file.require("tokenizer.ggml.pre", None, *_SPLITS)
+    is_sentencepiece = file.require("tokenizer.ggml.model", None, "gpt2", "llama") == "llama"
     tokens, kinds = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
     while kinds and kinds[-1] == _UNUSED:  # rows of the embedding that stand for no token
         kinds.pop()
     tokens = tokens[: len(kinds)]
-    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
-    backend = tokenizers.Tokenizer(
-        models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=split == "llama-bpe")
-    )
-    pattern = _SPLITS[split]
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
-    if pattern is not None:
-        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"))
-    elif split == "smollm":
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if "qwen" in split:
-        backend.normalizer = normalizers.NFC()
-    backend.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    backend = _sentencepiece(file, tokens, kinds) if is_sentencepiece else _byte_level(file, tokens)
+    for kind, special in ((_UNKNOWN, True), (_CONTROL, True), (_USER_DEFINED, False)):
         added = [token for token, its_kind in zip(tokens, kinds, strict=True) if its_kind == kind]
         backend.add_tokens([tokenizers.AddedToken(t, normalized=False, special=special) for t in added])
     ids = {name: file.get(f"tokenizer.ggml.{name}_token_id", -1) for name in (*_NAMED_TOKENS, "eot")}
     named = {_NAMED_TOKENS[name]: tokens[i] for name, i in ids.items() if name in _NAMED_TOKENS and i >= 0}
-    if file.get("tokenizer.ggml.add_bos_token", split == "llama-bpe") and ids["bos"] >= 0:
+    adds_bos = is_sentencepiece or file.get("tokenizer.ggml.pre") == "llama-bpe"
+    if file.get("tokenizer.ggml.add_bos_token", adds_bos) and ids["bos"] >= 0:
         bos = named["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
@@ -233,3 +221,53 @@ def _write_tokenizer(file: _File, directory: Path) -> list[int]:
         config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return [i for i in dict.fromkeys((ids["eos"], ids["eot"])) if i >= 0]
+
+
+def _byte_level(file: _File, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Returns a BPE model over bytes, as GPT-2's."""
+    split = file.require("tokenizer.ggml.pre", None, *_SPLITS)
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+    backend = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=split == "llama-bpe")
+    )
+    pattern = _SPLITS[split]
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)]
+    if pattern is not None:
+        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"))
+    elif split == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if "qwen" in split:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: _File, tokens: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
+    """Returns a BPE model of SentencePiece, which has no list of merges: of all pairs that are tokens when
+    joined, it joins the one whose token has the highest score.
+    """
+    scores = file.get("tokenizer.ggml.scores")
+    score = {token: scores[i] for i, token in enumerate(tokens) if kinds[i] == _NORMAL}
+    pairs = [
+        (token[:i], token[i:])
+        for token in score
+        for i in range(1, len(token))
+        if token[:i] in score and token[i:] in score
+    ]
+    pairs.sort(key=lambda pair: (score["".join(pair)], score[pair[0]], score[pair[1]]), reverse=True)
+    unknown = tokens[kinds.index(_UNKNOWN)] if _UNKNOWN in kinds else None
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            pairs,
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    space, begins = normalizers.Replace(" ", _SPACE), file.get("tokenizer.ggml.add_space_prefix", True)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), space]) if begins else space
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if begins else steps)
+    return backend

@@ -1,5 +1,6 @@
 """GGUF files become the Hugging Face directory that they were made of."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -38,7 +39,7 @@ LLAMA_31 = {
 PRE = {"qwen2": "qwen2", "qwen2-untied": "qwen2", "qwen3": "qwen2", "llama3": "llama-bpe"}
 
 
-def write_gguf(source, path, changes=None, extra=(), split=None):
+def write_gguf(source, path, changes=None, extra=(), split=None, pieces=None):
     """Writes a Hugging Face directory as GGUF, as llama.cpp's convert_hf_to_gguf.py does."""
     config = load_model_config(source)
     params = load_params(source, config)
@@ -52,9 +53,13 @@ def write_gguf(source, path, changes=None, extra=(), split=None):
     writer.add_key_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_epsilon)
-    _write_tokenizer(writer, source, config.vocab_size, split)
+    if pieces is None:
+        _write_tokenizer(writer, source, config.vocab_size, split)
+    else:
+        _write_pieces(writer, pieces, config.vocab_size)
     for key, value in (changes or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, bool: writer.add_bool}.get(type(value), writer.add_uint32)
+        add(key, value)
     norms = {
         "attention_norm": "attn_norm",
         "mlp_norm": "ffn_norm",
@@ -111,6 +116,79 @@ def _write_tokenizer(writer, source, rows, split):
     writer.add_chat_template(named["chat_template"])
 
 
+PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("  ", -1000.0, 4)]
+PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+PIECES += [
+    (piece, -float(rank), 1)
+    for rank, piece in enumerate(
+        [
+            "\u2581t",
+            "he",
+            "\u2581the",
+            "in",
+            "an",
+            "hen",
+            "then",
+            "\u2581and",
+            "er",
+            "re",
+            "here",
+            *"\u2581thenriad+1",
+        ]
+    )
+]
+"""Token, score and type of a vocabulary of SentencePiece."""
+
+
+def _write_pieces(writer, pieces, rows):
+    padded = [*pieces, *((f"[PAD{i}]", -1e4, 5) for i in range(len(pieces), rows))]
+    tokens, scores, kinds = zip(*padded, strict=True)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def sentencepiece_ids(text):
+    """The rule of SentencePiece: again and again it joins the neighbours whose joint piece has the highest
+    score, the leftmost where several have. What is no piece in the end is written as its bytes.
+    """
+    ids = {piece: i for i, (piece, _, _) in enumerate(PIECES)}
+    score = {piece: score for piece, score, kind in PIECES if kind == 1}
+    pieces = list(text.replace(" ", "\u2581"))
+    while True:
+        joined = [a + b for a, b in itertools.pairwise(pieces)]
+        best = max((piece for piece in joined if piece in score), key=score.get, default=None)
+        if best is None:
+            break
+        at = joined.index(best)
+        pieces[at : at + 2] = [best]
+    unknown = ([f"<0x{byte:02X}>" for byte in piece.encode()] for piece in pieces if piece not in score)
+    return [ids[part] for piece in pieces for part in ([piece] if piece in score else next(unknown))]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_vocabulary_of_sentencepiece(tmp_path, prefix):
+    make_checkpoint(tmp_path / "source", "llama3")
+    changes = {} if prefix else {"tokenizer.ggml.add_space_prefix": False}
+    config, _ = write_gguf(tmp_path / "source", tmp_path / "model.gguf", changes, pieces=PIECES)
+    import_gguf(tmp_path / "model.gguf", tmp_path / "made")
+    assert load_generation_config(tmp_path / "made").eos_token_ids == (2,)
+    tokenizer = Tokenizer.load(tmp_path / "made")
+    assert tokenizer.vocab_size == len(PIECES) < config.vocab_size
+    for text in ("then and here", "thenandthe threader", "e e\n1+1 Größe 🙂", " the hen"):
+        expected = sentencepiece_ids(" " * prefix + text)
+        assert tokenizer.encode(text) == expected
+        assert tokenizer.encode(text, add_special_tokens=True) == [1, *expected]
+        assert tokenizer.decode(expected) == text
+    before, after = (sentencepiece_ids(" " * prefix + text) for text in ("the", "hen"))
+    assert tokenizer.encode("the</s>hen") == [*before, 2, *after]
+    assert tokenizer.encode("the  hen") == [*before, 3, *after]
+    assert tokenizer.encode_plain("</s>") == sentencepiece_ids(" " * prefix + "</s>")
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     directory = tmp_path_factory.mktemp("source") / "qwen2"
@@ -149,7 +227,7 @@ def test_a_file_becomes_what_it_was(tmp_path, kind):
         ({"qwen2.rope.dimension_count": 8}, "qwen2.rope.dimension_count is 8; supported: 16"),
         ({"split.count": 2}, "split.count is 2; supported: 0, 1"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is tekken; supported: gpt-2, smollm, qwen2, "),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is llama; supported: gpt2"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; supported: gpt2, llama"),
     ],
 )
 def test_what_is_not_supported_is_one_line(tmp_path, source, capsys, monkeypatch, changes, error):
