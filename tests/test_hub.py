@@ -110,8 +110,8 @@ def test_commands_say_which_path_is_near(stand_in, command, capsys, tmp_path):
         "generate": ["runs/mien", "hello"],
         "export": ["runs/mien", "out"],
         "train": ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/mien"],
-        "plan": ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/mien"],
     }
+    arguments["plan"] = [*arguments["train"], "--topology", "v5e:2x4"]
     assert main([command, *arguments.get(command, ["runs/mien"])]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: runs/mien: does not exist; the nearest path is runs/mine (")

@@ -171,7 +171,7 @@ def sentencepiece_ids(text):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_vocabulary_of_sentencepiece(tmp_path, prefix):
-    make_checkpoint(tmp_path / "source", "llama3")
+    make_checkpoint(tmp_path / "source", "llama3", rope_parameters=LLAMA_31)
     changes = {} if prefix else {"tokenizer.ggml.add_space_prefix": False}
     config, _ = write_gguf(tmp_path / "source", tmp_path / "model.gguf", changes, pieces=PIECES)
     import_gguf(tmp_path / "model.gguf", tmp_path / "made")
