@@ -1,11 +1,11 @@
 """The command line of a benchmark script: it measures a plan section by section, prints and writes results.
 
-A script under `scripts/` states its plan, and adds options of its own to the parser where it has some:
+A script under `scripts/` states its plan, a table of cases, and options of its own where it has some:
 
-    BENCHMARK = Benchmark("sums", __doc__.splitlines()[0], (Measurement("sum", "1M", sum_rows),))
+    BENCHMARK = Benchmark("sums", __doc__, (Measurement("sum", "1M", sum_rows, (10**6,)),))
 
     if __name__ == "__main__":
-        sys.exit(BENCHMARK.run(BENCHMARK.parser().parse_args()))
+        sys.exit(BENCHMARK.main())
 
 Results are written after every measurement, in case the run is stopped. What measurements are made of is in
 `rljax.benchmarking`.
@@ -14,19 +14,28 @@ Results are written after every measurement, in case the run is stopped. What me
 import argparse
 import dataclasses
 import gc
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from rljax.accelerators import skip_absent
 from rljax.benchmarking import Interference, Row, print_table, results_console, write_results
+from rljax.config import load_config
 from rljax.errors import UserError
 from rljax.provenance import command_line
 
 _MUCH_INTERFERENCE = 0.05
+_JOB = (
+    "import importlib, json, sys; module, name, *given = sys.argv[1:];"
+    "print(json.dumps(getattr(importlib.import_module(module), name)(*given)))"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +46,19 @@ class Measurement:
       section: name for `--only`.
       what: for the title of its table.
       run: measures.
+      arguments: of `run`.
       disturbed: whether other processes change its rows, as they do seconds but not bytes; if so, a run
         among many of them warns.
     """
 
     section: str
     what: str
-    run: Callable[[], list[Row]]
+    run: Callable[..., list[Row]]
+    arguments: Sequence[Any] = ()
     disturbed: bool = True
+
+
+Plan = Sequence[Measurement]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,40 +67,66 @@ class Benchmark:
 
     Attributes:
       name: the script is bench_NAME.py, its results are benchmarks/results/NAME.json.
-      description: for `--help`.
-      plan: everything it measures, in order.
-      quick_plan: plan of `--quick`; None for no such option.
+      description: its first line is for `--help`.
+      plan: everything it measures, in order; or what makes it of the parsed arguments, where the script has
+        options of its own. The sections must not depend on them.
+      quick_plan: plan of `--quick`, or what makes it; empty for no such option.
       quick_help: difference of the quick plan, for `--help`.
       packages: packages to record the versions of; see `machine_facts`.
       prepare: called with the chosen sections before the first measurement; raises a UserError where they
         cannot run.
       disturbance: rows that other processes disturb most, for the warning.
+      on_cpu: why figures of an accelerator are refused; empty if they are not.
+      config: default of `--config`. With it the command line sets keys, and the plan finds the loaded config
+        in `arguments.config`, and in `arguments.file` and `arguments.overrides` what it was loaded from.
+      settings: keys of the config that are set before those of the command line.
+      options: further options by name, as `argparse` takes them.
     """
 
     name: str
     description: str
-    plan: Sequence[Measurement]
-    quick_plan: Sequence[Measurement] = ()
+    plan: Plan | Callable[[argparse.Namespace], Plan]
+    quick_plan: Plan | Callable[[argparse.Namespace], Plan] = ()
     quick_help: str = "fewer and smaller measurements"
     packages: Sequence[str] = ()
     prepare: Callable[[Sequence[str]], None] = lambda sections: None
     disturbance: str = ""
+    on_cpu: str = ""
+    config: str = ""
+    settings: Sequence[str] = ()
+    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Runs the command line and returns its exit status."""
+        return self.run(self.parser().parse_intermixed_args(argv))
 
     def parser(self) -> argparse.ArgumentParser:
-        """The options that every benchmark has."""
+        """The options that every benchmark has, and its own."""
         parser = argparse.ArgumentParser(
-            prog=f"bench_{self.name}.py", description=self.description, allow_abbrev=False
+            prog=f"bench_{self.name}.py", description=self.description.splitlines()[0], allow_abbrev=False
         )
-        parser.set_defaults(quick=False)
+        parser.set_defaults(quick=False, file="")
+        for name, option in self.options.items():
+            parser.add_argument(name, **option)
+        if self.config:
+            parser.add_argument(
+                "--config", default=self.config, metavar="FILE", help=f"the workload (default: {self.config})"
+            )
+            after = f", after {' '.join(self.settings)}" if self.settings else ""
+            parser.add_argument(
+                "overrides", nargs="*", metavar="key=value", help=f"set keys of the config{after}"
+            )
         if self.quick_plan:
             parser.add_argument("--quick", action="store_true", help=self.quick_help)
-        sections = ",".join(_sections(self.plan))
-        parser.add_argument("--only", metavar="SECTIONS", help=f"some of {sections}, separated by commas")
+        sections = _sections(self.planned(parser.parse_args([])))
+        parser.add_argument(
+            "--only", metavar="SECTIONS", help=f"some of {','.join(sections)}, separated by commas"
+        )
         parser.add_argument(
             "--output",
             type=Path,
             metavar="FILE",
-            help=f"default: {self.default_output(False, _sections(self.plan))}; "
+            help=f"default: {self.default_output(sections, sections)}; "
             f"partial {'and quick ' if self.quick_plan else ''}runs write beside it",
         )
         parser.add_argument(
@@ -97,9 +137,9 @@ class Benchmark:
         )
         return parser
 
-    def default_output(self, quick: bool, only: Sequence[str]) -> Path:
+    def default_output(self, only: Sequence[str], sections: Sequence[str], quick: bool = False) -> Path:
         """Whole runs go to NAME.json, others beside it: they must not replace the figures that are cited."""
-        partial = only if set(only) != set(_sections(self._plan(quick))) else ()
+        partial = only if set(only) != set(sections) else ()
         name = "-".join([self.name, *partial, *(["quick"] if quick else [])])
         return Path("benchmarks/results") / f"{name}.json"
 
@@ -107,7 +147,10 @@ class Benchmark:
         """Does what the arguments of `parser` ask for and returns the exit status; errors are one line."""
         skip_absent()
         try:
-            self._measure(arguments.quick, arguments.only, arguments.output, arguments.seconds)
+            if self.config:
+                arguments.file = arguments.config
+                arguments.config = load_config(arguments.file, [*self.settings, *arguments.overrides])
+            self._measure(arguments)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -116,14 +159,18 @@ class Benchmark:
             return 130
         return 0
 
-    def _plan(self, quick: bool) -> Sequence[Measurement]:
-        return self.quick_plan if quick else self.plan
+    def planned(self, arguments: argparse.Namespace) -> Plan:
+        """The measurements that the arguments of `parser` ask for."""
+        plan = self.quick_plan if arguments.quick else self.plan
+        return plan(arguments) if callable(plan) else plan
 
-    def _measure(self, quick: bool, only: str | None, output: Path | None, seconds: float | None) -> None:
-        plan = self._plan(quick)
-        chosen = _chosen_sections(only, _sections(plan))
+    def _measure(self, arguments: argparse.Namespace) -> None:
+        plan, seconds = self.planned(arguments), arguments.seconds
+        chosen = _chosen_sections(arguments.only, _sections(plan))
+        if self.on_cpu and jax.default_backend() != "cpu":
+            raise UserError(f"JAX runs on {jax.default_backend()}, {self.on_cpu}: set JAX_PLATFORMS=cpu")
         self.prepare(chosen)
-        output = output or self.default_output(quick, chosen)
+        output = arguments.output or self.default_output(chosen, _sections(plan), arguments.quick)
         console, rows, begun = results_console(), [], time.perf_counter()
         for measurement in plan:
             if measurement.section not in chosen:
@@ -133,7 +180,7 @@ class Benchmark:
                 console.print(f"left out after {seconds:g} s: {measurement.section}, {measurement.what}")
                 continue
             with Interference() as interference:
-                measured = measurement.run()
+                measured = measurement.run(*measurement.arguments)
             taken, share = time.perf_counter() - start, interference.share
             details = {"section": measurement.section, "interference": share}
             measured = [dataclasses.replace(row, details={**details, **row.details}) for row in measured]
@@ -156,7 +203,26 @@ class Benchmark:
         )
 
 
-def _sections(plan: Sequence[Measurement]) -> tuple[str, ...]:
+def in_fresh_process(function: Callable[..., Any], *arguments: str, **environment: str) -> Any:
+    """Calls a function of a module below `scripts/` in a process of its own, and returns what it does.
+
+    Args:
+      function: takes texts and returns what JSON can hold.
+      arguments: of the function.
+      environment: variables that are changed; an empty one is removed.
+    """
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", _JOB, function.__module__, function.__name__, *arguments],
+        env={name: value for name, value in variables.items() if value},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _sections(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(measurement.section for measurement in plan))
 
 

@@ -1,10 +1,7 @@
-"""Shared by all benchmark scripts: timing, facts of the machine, and one format of results.
+"""Shared by all benchmark scripts: facts of the machine, and one format of results.
 
-Machines are noisy, and noise comes in spells. So both sides of a comparison run in one process and in
-alternation, every round gives one ratio, and the median of these ratios is what is reported: a slow spell
-hits both sides of its round and leaves the ratio alone.
-
-Results are JSON, one file a script, with the command, commit and machine that made them:
+Timing is in `rljax.timing`. Results are JSON, one file a script, with the command, commit and machine that
+made them:
 
     {"command", "commit", "date", "machine": {"cpu", "vectors", "cores", "accelerator", "jax",
      "python"},
@@ -13,9 +10,7 @@ Results are JSON, one file a script, with the command, commit and machine that m
 
 import dataclasses
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,75 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rljax.provenance import num_cores, write_figures
-
-# --- timing ----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Two sides timed in the same rounds.
-
-    Attributes:
-      seconds: median of ours.
-      baseline_seconds: median of the baseline.
-      ratio: median over the rounds of baseline / ours; above 1 ours is faster. With few rounds on a noisy
-        machine it is not quite baseline_seconds / seconds, whose medians may come from different rounds.
-      ratio_low, ratio_high: the least and the largest ratio of a round.
-    """
-
-    seconds: float
-    baseline_seconds: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-
-
-def interleave(
-    actions: Mapping[str, Callable[[], object]], repeats: int, warmups: int = 1
-) -> dict[str, list[float]]:
-    """Seconds of every action in every round.
-
-    The actions run one after the other within a round, in reversed order every second round, so that none
-    always follows the same other one. They must return only when their work is done.
-
-    Args:
-      actions: functions to time, by name.
-      repeats: timed rounds.
-      warmups: untimed rounds before them, for compilation and allocation.
-    """
-    if repeats < 1:
-        raise ValueError(f"repeats: {repeats}, expected at least 1")
-    for _ in range(warmups):
-        for action in actions.values():
-            action()
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for repeat in range(repeats):
-        for name in reversed(actions) if repeat % 2 else actions:
-            start = time.perf_counter()
-            actions[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def compare(seconds: Sequence[float], baseline_seconds: Sequence[float]) -> Comparison:
-    """Compares two sides that `interleave` timed, round by round."""
-    ratios = [baseline / ours for ours, baseline in zip(seconds, baseline_seconds, strict=True)]
-    return Comparison(
-        seconds=statistics.median(seconds),
-        baseline_seconds=statistics.median(baseline_seconds),
-        ratio=statistics.median(ratios),
-        ratio_low=min(ratios),
-        ratio_high=max(ratios),
-    )
-
-
-def paired(
-    ours: Callable[[], object], baseline: Callable[[], object], repeats: int, warmups: int = 1
-) -> Comparison:
-    """Times two sides in alternation; see `interleave` and `Comparison`."""
-    seconds = interleave({"ours": ours, "baseline": baseline}, repeats, warmups)
-    return compare(seconds["ours"], seconds["baseline"])
-
+from rljax.timing import Comparison, interleave
 
 # --- interference ----------------------------------------------------------------------------------------
 
@@ -221,6 +148,47 @@ class Row:
         if clash := own.keys() & details.keys():
             raise ValueError(f"{self.name}: details repeat {sorted(clash)}")
         return {**own, **details}
+
+
+def timed_row(
+    name: str, timing: Comparison, baseline: str, unit: str = "s", scale: float = 1.0, **details: Any
+) -> Row:
+    """Returns the row of two sides that were timed.
+
+    Args:
+      name: see `Row`.
+      timing: seconds of both.
+      baseline: see `Row`.
+      unit: of the seconds times `scale`.
+      scale: such as 1e3 for milliseconds.
+      details: beside the extremes of the ratio and the number of rounds.
+    """
+    seconds = scale * timing.seconds, scale * timing.baseline_seconds
+    return Row(name, seconds[0], unit, baseline, seconds[1], timing.ratio, _rounds(timing) | details)
+
+
+def speed_row(name: str, amount: float, timing: Comparison, baseline: str, **details: Any) -> Row:
+    """As `timed_row`, in tokens per second, where each call of either side is of `amount` tokens."""
+    rates = amount / timing.seconds, amount / timing.baseline_seconds
+    return Row(name, rates[0], "tokens/s", baseline, rates[1], timing.ratio, _rounds(timing) | details)
+
+
+def counted_row(
+    name: str,
+    value: float,
+    baseline_value: float,
+    unit: str,
+    baseline: str,
+    less: bool = False,
+    **details: Any,
+) -> Row:
+    """Returns the row of two figures, of which the larger one is better, or with `less` the smaller one."""
+    better, worse = (baseline_value, value) if less else (value, baseline_value)
+    return Row(name, value, unit, baseline, baseline_value, better / worse, details)
+
+
+def _rounds(timing: Comparison) -> dict[str, Any]:
+    return {"rounds": timing.rounds, "ratio_low": timing.ratio_low, "ratio_high": timing.ratio_high}
 
 
 def write_results(

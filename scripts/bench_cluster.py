@@ -1,4 +1,7 @@
-"""Rollout workers: `python scripts/bench_cluster.py [--quick] [--only SECTIONS]`.
+"""Rollout workers: `python scripts/bench_cluster.py [--quick] [--only SECTIONS] [key=value ...]`.
+
+`overhead`, `cores` and `recovery` run the config, SmolLM2's by default; the others need no policy, or one
+that learns in seconds.
 
 `coordinator`: events a second that the coordinator takes, with 8 and with 4,000 simulated workers. Each sends
 a piece of every slot at a host sync. Time is counted, not waited for, and only the processor's is measured,
@@ -26,21 +29,23 @@ process, against one copy in memory.
 `coordinator`, `sharing` and `spot` need no Ray and no quiet machine; the others need both.
 """
 
+import dataclasses
 import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 
-from cluster_benchmarks.runs import experiment
-from cluster_benchmarks.sharing import sharing_rows
-from cluster_benchmarks.spot import spot_rows
+from cluster_benchmarks.runs import experiment, step_metrics
+from cluster_benchmarks.turns import sharing_rows, spot_rows
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.benchmarking import Row, compare
+from rljax.benchmarking import Row, counted_row, speed_row
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.facts import facts
 from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status, Tick
@@ -49,6 +54,8 @@ from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError, UserError
 from rljax.models.host_params import Part, digest_of
 from rljax.requests import DecodeStatistics, Request
+from rljax.timing import compare
+from workloads import REAL_CONFIG
 
 _SYNC_SECONDS = 0.1  # between two host syncs of a simulated worker
 _TOKENS = 8  # of a piece
@@ -118,14 +125,15 @@ def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Ro
             rates.append(events / seconds)
         rate, needed = float(np.median(rates)), workers / _SYNC_SECONDS
         rows.append(
-            Row(
-                name=f"coordinator/{workers:,} workers of {slots} slots",
-                value=rate,
-                unit="events/s",
-                baseline=f"a host sync every {_SYNC_SECONDS:g} s of each",
-                baseline_value=needed,
-                ratio=rate / needed,
-                details={"events": events, "requests": requests, "tokens_per_second": rate * slots * _TOKENS},
+            counted_row(
+                f"coordinator/{workers:,} workers of {slots} slots",
+                rate,
+                needed,
+                "events/s",
+                f"a host sync every {_SYNC_SECONDS:g} s of each",
+                events=events,
+                requests=requests,
+                tokens_per_second=rate * slots * _TOKENS,
             )
         )
     return rows
@@ -134,18 +142,13 @@ def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Ro
 # --- runs ------------------------------------------------------------------------------------------------
 
 
-def rollouts_of(*overrides: str, cores: int | None = None) -> tuple[list[int], list[float]]:
+def rollouts_of(file: str, *overrides: str, cores: int | None = None) -> tuple[list[int], list[float]]:
     """Tokens and seconds of the rollouts but the first, in this process on so many cores."""
-    from rljax.run_directory import RunDirectory
-    from rljax.training.session import run
-
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, sorted(before)[:cores])
     try:
-        with experiment(f"training.steps={1 + _ROLLOUTS}", *overrides) as config:
-            run(config)
-            lines = [line for line in RunDirectory(config.run_dir).read_metrics() if "rollout/tokens" in line]
+        lines = step_metrics(f"training.steps={1 + _ROLLOUTS}", *overrides, file=file)
     finally:
         os.sched_setaffinity(0, before)
     tokens, seconds = ([line[name] for line in lines[1:]] for name in ("rollout/tokens", "time/rollout"))
@@ -162,27 +165,22 @@ def compared(
     (tokens, seconds), (their_tokens, their_seconds) = ours, theirs
     if list(tokens) != list(their_tokens):
         raise UserError(f"{name}: {list(tokens)} tokens in its rollouts, and {list(their_tokens)} without")
-    comparison = compare(seconds, their_seconds)
-    details = {
-        "ratio_low": comparison.ratio_low,
-        "ratio_high": comparison.ratio_high,
-        "rounds": len(seconds),
-    }
-    rate, their_rate = sum(tokens) / sum(seconds), sum(tokens) / sum(their_seconds)
-    return [Row(name, rate, "tokens/s", baseline, their_rate, comparison.ratio, details)]
+    rates = [sum(tokens) / sum(each) for each in (seconds, their_seconds)]
+    row = speed_row(name, sum(tokens), compare(seconds, their_seconds), baseline)
+    return [dataclasses.replace(row, value=rates[0], baseline_value=rates[1])]
 
 
-def overhead_rows() -> list[Row]:
-    one, none = rollouts_of("cluster.workers=1"), rollouts_of()
+def overhead_rows(file: str, keys: Sequence[str]) -> list[Row]:
+    one, none = rollouts_of(file, *keys, "cluster.workers=1"), rollouts_of(file, *keys)
     return compared("overhead/one worker", one, "no worker", none)
 
 
-def core_rows() -> list[Row]:
-    two, none = rollouts_of("cluster.workers=2"), rollouts_of(cores=2)
+def core_rows(file: str, keys: Sequence[str]) -> list[Row]:
+    two, none = rollouts_of(file, *keys, "cluster.workers=2"), rollouts_of(file, *keys, cores=2)
     return compared("cores/two workers, a core each", two, "one process, two cores", none)
 
 
-def recovery_rows() -> list[Row]:
+def recovery_rows(file: str, keys: Sequence[str]) -> list[Row]:
     from rljax.cluster import ray_fabric
     from rljax.training.session import run
 
@@ -205,19 +203,17 @@ def recovery_rows() -> list[Row]:
                 killed["back"] = time.perf_counter()
         return events
 
-    ray_fabric.RayFabric.receive = watch
-    try:
-        with experiment("cluster.workers=2") as config:
-            run(config)
-    finally:
-        ray_fabric.RayFabric.receive = receive
+    with (
+        mock.patch.object(ray_fabric.RayFabric, "receive", watch),
+        experiment(*keys, "cluster.workers=2", file=file) as config,
+    ):
+        run(config)
     if "back" not in killed:
         raise UserError("recovery: the worker had nothing left when it was killed; raise rollout lengths")
     (dead, *_), lease = killed, config.cluster.lease_seconds
     seconds = killed["back"] - killed[dead]
-    return [
-        Row("recovery/kill -9", seconds, "s", "the lease, for a process that hangs", lease, lease / seconds)
-    ]
+    baseline = "the lease, for a process that hangs"
+    return [counted_row("recovery/kill -9", seconds, lease, "s", baseline, less=True)]
 
 
 # --- weights ---------------------------------------------------------------------------------------------
@@ -273,7 +269,7 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
                 channel.remove(published)
                 for what, seconds in (("publish", publish), ("get", got), ("get and check", fetched)):
                     name = f"weights/{size} MiB/{channel_name}/{what}"
-                    rows.append(Row(name, seconds, "s", "a copy", copy, copy / seconds))
+                    rows.append(counted_row(name, seconds, copy, "s", "a copy", less=True))
     finally:
         for channel in channels.values():
             channel.close()
@@ -281,34 +277,42 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
     return rows
 
 
-def plan(
-    sizes: list[tuple[int, int, int]],
-    repeats: int,
-    megabytes: list[int],
-    workers: list[int],
-    steps: int,
-    spot: tuple[int, int],
-) -> list[Measurement]:
-    return [
-        Measurement("coordinator", "simulated workers", lambda: coordinator_rows(sizes, repeats)),
-        Measurement("overhead", "the quickstart's policy", overhead_rows),
-        Measurement("cores", "the quickstart's policy", core_rows),
-        Measurement("recovery", "the quickstart's policy", recovery_rows),
-        Measurement("sharing", "32 problems, epoch after epoch", lambda: sharing_rows(workers, steps)),
-        Measurement("spot", "three workers, a head that begins with the run", lambda: spot_rows(*spot)),
-        Measurement("weights", "by every channel", lambda: weights_rows(megabytes)),
+# The section, what measures it, and its arguments in a whole run, and in a quick one.
+_COUNTED = (
+    # Of the coordinator: workers, slots, responses.
+    (
+        "coordinator",
+        coordinator_rows,
+        ([(8, 64, 4096), (4000, 8, 64_000)], 5),
+        ([(8, 8, 512), (400, 8, 6400)], 1),
+    ),
+    ("sharing", sharing_rows, ([2, 4], 16), ([2], 4)),
+    ("spot", spot_rows, (8, 48), (2, 8)),
+    ("weights", weights_rows, ([100, 400],), ([10],)),
+)
+
+
+def _plan(arguments: Namespace) -> list[Measurement]:
+    of_runs = ("overhead", overhead_rows), ("cores", core_rows), ("recovery", recovery_rows)
+    runs = [
+        Measurement(section, arguments.file, rows, (arguments.file, arguments.overrides))
+        for section, rows in of_runs
+    ]
+    return runs + [
+        Measurement(section, "without a config", rows, quick if arguments.quick else whole)
+        for section, rows, whole, quick in _COUNTED
     ]
 
 
 BENCHMARK = Benchmark(
     name="cluster",
-    description=__doc__.splitlines()[0],
-    plan=plan([(8, 64, 4096), (4000, 8, 64_000)], 5, [100, 400], [2, 4], 16, (8, 48)),
-    quick_plan=plan([(8, 8, 512), (400, 8, 6400)], 1, [10], [2], 4, (2, 8)),
+    description=__doc__,
+    plan=_plan,
+    quick_plan=_plan,
+    config=REAL_CONFIG,
     packages=("ray",),
     disturbance="processes share the cores, so all rows but those of coordinator, sharing and spot suffer",
 )
 
-
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.run(BENCHMARK.parser().parse_args()))
+    sys.exit(BENCHMARK.main())

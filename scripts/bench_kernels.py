@@ -8,6 +8,7 @@ plain JAX (`xla`). On a CPU only `--quick` makes sense: TPUs' kernels are interp
 import functools
 import importlib
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from kernel_benchmarks.ceilings import copy_bandwidth, matrix_rate
 from kernel_benchmarks.timing import Timed, chosen_functions
 from kernel_benchmarks.tuning import tune
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.benchmarking import Row, compare
+from rljax.benchmarking import Row, timed_row
 from rljax.errors import UserError, known_names
 from rljax.kernels import tuned
+from rljax.timing import compare
 
 OPS = (
     "noisy_argmax",
@@ -51,7 +53,7 @@ def case_rows(op: str, case: Case, implementations: Sequence[str], quick: bool) 
 
 
 def op_rows(op: str, implementations: Sequence[str], quick: bool, cases: int | None = None) -> list[Row]:
-    """Returns the rows of one operation, for its first `cases` cases or for all."""
+    """Returns the rows of one operation, for its first `cases` cases or for all (colab/kernels.ipynb)."""
     chosen = op_cases(op, quick)[:cases]
     return [row for case in chosen for row in case_rows(op, case, implementations, quick)]
 
@@ -78,93 +80,71 @@ def _row(
         "bandwidth_share": bytes_per_second / bandwidth,
         "xla_bandwidth_share": case.bytes / base / bandwidth,
     }
-    return Row(
+    return timed_row(
         f"{op}/{case.name}/{name}",
-        side.seconds * 1e6,
-        "µs",
+        side,
         "xla",
-        base * 1e6,
-        side.ratio,
-        {
-            "sizes": list(case.sizes),
-            "gigabytes_per_second": bytes_per_second / 1e9,
-            **(shares if timed.cold else {}),
-            "teraflops": flops / 1e12,
-            "matrix_share": flops / rate,
-            "xla_matrix_share": case.flops / base / rate,
-            "temporary_megabytes": timed.temporary_bytes(name) / 1e6,
-            "xla_temporary_megabytes": timed.temporary_bytes("xla") / 1e6,
-            "rounds": len(seconds[name]),
-            "copy_gigabytes_per_second": bandwidth / 1e9,
-            "matrix_teraflops": rate / 1e12,
-        },
+        "µs",
+        1e6,
+        sizes=list(case.sizes),
+        gigabytes_per_second=bytes_per_second / 1e9,
+        **(shares if timed.cold else {}),
+        teraflops=flops / 1e12,
+        matrix_share=flops / rate,
+        xla_matrix_share=case.flops / base / rate,
+        temporary_megabytes=timed.temporary_bytes(name) / 1e6,
+        xla_temporary_megabytes=timed.temporary_bytes("xla") / 1e6,
+        copy_gigabytes_per_second=bandwidth / 1e9,
+        matrix_teraflops=rate / 1e12,
     )
 
 
-def benchmark(implementations: Sequence[str]) -> Benchmark:
-    """Returns everything that this script measures, in order.
-
-    Args:
-      implementations: implementations to measure; empty for all. Operations without any are left out.
-
-    Raises:
-      UserError: no operation has such an implementation.
-    """
+def _plan(arguments: Namespace) -> list[Measurement]:
+    names, quick = [name for name in arguments.implementation.split(",") if name], arguments.quick
     known = {name: None for op in OPS for name in op_cases(op, quick=True)[0].functions}
-    for name in implementations:
+    for name in names:
         if name not in known:
             raise UserError(f"--implementation: {name!r} is not one; {known_names(name, known)}")
+    return [
+        Measurement(op, case.name, case_rows, (op, case, names, quick))
+        for op in OPS
+        for case in op_cases(op, quick)
+        if chosen_functions(case, names, quick)
+    ]
 
-    def plan(quick: bool) -> list[Measurement]:
-        return [
-            Measurement(op, case.name, functools.partial(case_rows, op, case, implementations, quick))
-            for op in OPS
-            for case in op_cases(op, quick)
-            if chosen_functions(case, implementations, quick)
-        ]
 
-    return Benchmark(
-        name="kernels",
-        description=__doc__.splitlines()[0],
-        plan=plan(False),
-        quick_plan=plan(True),
-        quick_help="tiny shapes and few repeats: a look at a CPU, where kernels are interpreted",
-    )
+BENCHMARK = Benchmark(
+    name="kernels",
+    description=__doc__,
+    plan=_plan,
+    quick_plan=_plan,
+    quick_help="tiny shapes and few repeats: a look at a CPU, where kernels are interpreted",
+    options={
+        "--op": {"dest": "only", "metavar": "OPS", "help": "the same as --only"},
+        "--implementation": {
+            "default": "",
+            "metavar": "NAMES",
+            "help": "separated by commas, of the operations that have them; default: all of the device",
+        },
+        "--tune": {
+            "nargs": "+",
+            "type": Path,
+            "metavar": "FILE",
+            "help": f"measure nothing: take these results up into {tuned.TABLE.name}, the table of defaults",
+        },
+    },
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = benchmark(()).parser()
-    parser.add_argument("--op", dest="only", metavar="OPS", help="the same as --only")
-    parser.add_argument(
-        "--implementation",
-        default="",
-        metavar="NAMES",
-        help="separated by commas, of the operations that have them; default: all of the device",
-    )
-    parser.add_argument(
-        "--tune",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help=f"measure nothing: take these results up into {tuned.TABLE.name}, the table of defaults",
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.tune:
-        return _tune(arguments.tune)
-    if jax.default_backend() == "cpu" and not arguments.quick:
-        parser.error("no accelerator here: --quick measures tiny shapes, interpreted")
+    arguments = BENCHMARK.parser().parse_args(argv)
+    if arguments.tune is None and (arguments.quick or jax.default_backend() != "cpu"):
+        return BENCHMARK.run(arguments)
     try:
-        chosen = benchmark([name for name in arguments.implementation.split(",") if name])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return chosen.run(arguments)
-
-
-def _tune(files: Sequence[Path]) -> int:
-    try:
-        print(*tune(files, tuned.TABLE), f"written: {tuned.TABLE}", sep="\n")
+        if arguments.tune is None:
+            raise UserError("no accelerator here: --quick measures tiny shapes, interpreted")
+        print(*tune(arguments.tune, tuned.TABLE), f"written: {tuned.TABLE}", sep="\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,41 +1,32 @@
 """Layers traced once against layers written out: `python scripts/bench_layers.py [--only SECTIONS]`.
 
-Processor seconds to trace and compile, temporary memory and, on the CPU, speed of the same programs, whose
-compiler inlines the layers or calls them (`policy.outline_layers`). The sections `gpu` and `tpu` compile for
+Processor seconds to trace and compile, and temporary memory of the same programs, whose compiler inlines the
+layers or calls them (`policy.outline_layers`). The sections `gpu` and `tpu` compile for
 an H100 and for v5e chips that need not be here. `docs/planning.md` says what it showed.
 """
 
+import contextlib
 import dataclasses
-import functools
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.benchmarking import Row, paired
+from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig, load_config
-from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
-from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.rope import rope_table
-from rljax.models.transformer import init_params
-from rljax.numerics.rows import Numerics
 from rljax.planning.planner import make_planning, tracing
 from rljax.planning.programs import Planning, PlanningPool, Program
 from rljax.planning.topologies import parse_topology
-from rljax.sampling.distribution import SamplingParams
-from rljax.training.scoring import score_packed
+from workloads import REAL, config_of
 
 _V5E = (
     "engine.max_slots=64",
@@ -59,28 +50,15 @@ _H100 = (
     "training.pack_length=1024",
     "training.rows_per_microbatch=8",
 )
-_SMOLLM2 = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, tie_embeddings=True, max_positions=8192)
-"""The shape of SmolLM2-135M."""
 _KINDS = ("prefill", "generate", "verify", "gradients")
 _LAYOUTS = ("inlined", "called")
 _WRITTEN_OUT = "written out"
 
 
-@contextmanager
-def _laid_out(layout: str) -> Iterator[None]:
-    """Context in which programs are traced with layers in a layout, also that of layers written out."""
-
-    def written_out(function: Callable[..., Any], remat: bool, outlined: bool) -> Callable[..., Any]:
-        del outlined
-        return jax.checkpoint(function) if remat else function
-
-    traced_once = transformer.traced_once
-    if layout == _WRITTEN_OUT:
-        transformer.traced_once = written_out
-    try:
-        yield
-    finally:
-        transformer.traced_once = traced_once
+def _written_out(function: Callable[..., Any], remat: bool, outlined: bool) -> Callable[..., Any]:
+    """In the place of `transformer.traced_once`."""
+    del outlined
+    return jax.checkpoint(function) if remat else function
 
 
 class _TimedPool(PlanningPool):
@@ -119,7 +97,9 @@ def _programs(
     fields["model"] = dataclasses.replace(model or planning.model, num_layers=depth)
     fields["numerics"] = dataclasses.replace(planning.numerics, outline_layers=layout == "called")
     planning = _TimedPlanning(**fields)
-    with tracing(planning, parse_topology(topology)), _laid_out(layout):
+    written_out = mock.patch.object(transformer, "traced_once", _written_out)
+    laid_out = written_out if layout == _WRITTEN_OUT else contextlib.nullcontext()
+    with tracing(planning, parse_topology(topology)), laid_out:
         _, pool = planning.begin()
     return {  # the last verifying pass is the largest
         program.kind: (program, pool.processor_seconds[program.kind]) for program in pool.programs()
@@ -165,89 +145,19 @@ def compile_rows(
     return rows
 
 
-def _policy(depth: int) -> ModelConfig:
-    return ModelConfig("qwen3", 2048, 512, depth, 8, 2, 64, 1536, tie_embeddings=True, qk_norm=True)
-
-
-def _decoding(depth: int, dtype: str, slots: int, outline: bool) -> Callable[[], None]:
-    """Returns a function that decodes 16 steps."""
-    config = _policy(depth)
-    engine = DecodeEngine(
-        config,
-        Numerics(compute_dtype=dtype, outline_layers=outline),
-        SamplingParams(),
-        Buckets((slots,), (512,)),
-        (),
-        16,
-    )
-    params = engine.load_params(init_params(config, 0))
-    state = engine.init_state(slots, 512)
-    holder = [
-        state.replace(active=jnp.ones(slots, bool), remaining=jnp.full(slots, 2**20, jnp.int32)),
-    ]
-
-    def decode() -> None:
-        state = holder[0].replace(lengths=jnp.full(slots, 256, jnp.int32))
-        holder[0], _ = engine.generate(params, state)
-
-    return decode
-
-
-def _update(depth: int, dtype: str, outline: bool) -> Callable[[], None]:
-    """Returns a function that computes the gradients of 2 rows of 512 tokens."""
-    config, rng = _policy(depth), np.random.default_rng(0)
-    tokens = rng.integers(0, config.vocab_size, 512)
-    sequence = TrainingSequence(tokens[:8], tokens[8:], -np.ones(504), 1.0, 1.0)
-    batch = build_batch([sequence] * 2, pack_sequences([512] * 2, 512), range(2))
-    numerics, rope = Numerics(compute_dtype=dtype, outline_layers=outline), rope_table(config, 512)
-    score = functools.partial(
-        score_packed, config=config, rope=rope, numerics=numerics, sampling=SamplingParams(), remat=True
-    )
-    step = jax.jit(jax.grad(lambda params: jnp.sum(score(params, batch=batch)[0])))
-    params = init_params(config, 0)
-    return lambda: jax.block_until_ready(step(params))
-
-
-def speed_rows(depths: Sequence[int], dtypes: Sequence[str], repeats: int) -> list[Row]:
-    """Compares the time of decode steps and of gradients on this machine, layers called and inlined."""
-    rows = []
-    cases = {f"decode, {slots} slots": functools.partial(_decoding, slots=slots) for slots in (4, 32)} | {
-        "gradients of 2 x 512 tokens": _update
-    }
-    for depth in depths:
-        for dtype in dtypes:
-            for name, case in cases.items():
-                actions = [
-                    case(depth, dtype, outline=outline) for outline in (True, False)
-                ]  # called, inlined
-                times = paired(*actions, repeats)
-                rows.append(
-                    Row(
-                        f"cpu/{depth} layers/{name}/{dtype}/called",
-                        1e3 * times.seconds,
-                        "ms",
-                        "inlined",
-                        1e3 * times.baseline_seconds,
-                        times.ratio,
-                        {"layers": depth, "ratio_low": times.ratio_low, "ratio_high": times.ratio_high},
-                    )
-                )
-    return rows
-
-
 def _config(name: str, *overrides: str) -> ExperimentConfig:
     return load_config(f"configs/{name}.yaml", overrides)
 
 
 BENCHMARK = Benchmark(
     name="layers",
-    description=__doc__.splitlines()[0],
+    description=__doc__,
     plan=(
         Measurement(
             "gpu",
             "SmolLM2-135M for an H100",
             lambda: compile_rows(
-                "smollm2", _config("qwen2.5-0.5b", *_H100), "h100:1", (30,), _SMOLLM2, ("inlined",)
+                "smollm2", _config("qwen2.5-0.5b", *_H100), "h100:1", (30,), config_of(REAL), ("inlined",)
             ),
         ),
         Measurement(
@@ -258,11 +168,9 @@ BENCHMARK = Benchmark(
         Measurement(
             "cpu",
             "SmolLM2-135M",
-            lambda: compile_rows("smollm2", _config("qwen2.5-0.5b"), "cpu:1", (30,), _SMOLLM2),
+            lambda: compile_rows("smollm2", _config("qwen2.5-0.5b"), "cpu:1", (30,), config_of(REAL)),
         ),
-        Measurement("speed", "two depths", lambda: speed_rows((4, 12), ("float32", "bfloat16"), 7)),
     ),
-    quick_plan=(Measurement("speed", "two layers", lambda: speed_rows((2,), ("float32",), 1)),),
     packages=("libtpu", "jax-cuda13-plugin"),
 )
 
@@ -270,7 +178,7 @@ BENCHMARK = Benchmark(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     jax.config.update("jax_enable_compilation_cache", False)  # a program from there says nothing of compiling
-    return BENCHMARK.run(BENCHMARK.parser().parse_args(argv))
+    return BENCHMARK.main(argv)
 
 
 if __name__ == "__main__":

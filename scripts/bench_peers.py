@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,14 +19,13 @@ import jax
 from peer_benchmarks.environments import PEERS, interpreter
 from peer_benchmarks.job import WARM_STEPS, Step, check_config, write_job
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.benchmarking import Row
-from rljax.config import ExperimentConfig, load_config, with_compute_dtype
+from rljax.benchmarking import Row, counted_row
+from rljax.config import ExperimentConfig, with_compute_dtype
 from rljax.errors import UserError
 from rljax.models.transformer import num_params
 from rljax.rollout.collector import TRAINING, WantedGroups
 from rollout_benchmarks.variants import open_run
 
-_CONFIG = "configs/quickstart.yaml"
 _OVERRIDES = (
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=8",
@@ -37,54 +37,44 @@ _OVERRIDES = (
 _HERE = Path(__file__).parent
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    parser = _benchmark(None, [], [], Path(), 0).parser()
-    parser.add_argument(
-        "--config", default=_CONFIG, metavar="FILE", help=f"policy, task and lengths (default: {_CONFIG})"
-    )
-    parser.add_argument(
-        "--peers",
-        default=",".join(PEERS),
-        help="libraries, separated by commas (default: all)",
-    )
-    parser.add_argument(
-        "--environments",
-        type=Path,
-        default=Path("cache/peers"),
-        metavar="DIR",
-        help="where each library is installed at the first use (default: cache/peers)",
-    )
-    parser.add_argument(
-        "--micro-batch",
-        type=int,
-        metavar="N",
-        help="sequences that the other libraries update with at a time, where memory does not do for all"
-        " of a step (default: all)",
-    )
-    parser.add_argument("--python", metavar="FILE", help="the interpreter to make environments with")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help=f"set keys of the config, after {' '.join(_OVERRIDES)}",
-    )
-    arguments = parser.parse_intermixed_args(argv)
-    try:
-        names = arguments.peers.split(",")
-        for name in names:
-            if name not in PEERS:
-                raise UserError(f"--peers: {name!r} is not one; they are {', '.join(PEERS)}")
-        settings = [*_OVERRIDES, *arguments.overrides]
-        config = with_compute_dtype(load_config(arguments.config, settings), jax.default_backend())
-        check_config(config)
-        micro_batch = _micro_batch(arguments.micro_batch, config)
-        pythons = [interpreter(name, arguments.environments, arguments.python) for name in names]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    peers = list(zip(names, pythons, strict=True))
-    return _benchmark(config, settings, peers, arguments.config, micro_batch).run(arguments)
+def _step_rows(arguments: Namespace) -> list[Row]:
+    config = with_compute_dtype(arguments.config, jax.default_backend())
+    names = arguments.peers.split(",")
+    for name in names:
+        if name not in PEERS:
+            raise UserError(f"--peers: {name!r} is not one; they are {', '.join(PEERS)}")
+    check_config(config)
+    micro_batch = _micro_batch(arguments.micro_batch, config)
+    peers = [(name, interpreter(name, arguments.environments, arguments.python)) for name in names]
+    return rows_of(config, [*_OVERRIDES, *arguments.overrides], peers, arguments.file, micro_batch)
+
+
+BENCHMARK = Benchmark(
+    "peers",
+    __doc__,
+    lambda arguments: [Measurement("step", "a GRPO step", _step_rows, (arguments,))],
+    config="configs/quickstart.yaml",
+    settings=_OVERRIDES,
+    options={
+        "--peers": {
+            "default": ",".join(PEERS),
+            "help": "libraries, separated by commas (default: all)",
+        },
+        "--environments": {
+            "type": Path,
+            "default": Path("cache/peers"),
+            "metavar": "DIR",
+            "help": "where each library is installed at the first use (default: cache/peers)",
+        },
+        "--micro-batch": {
+            "type": int,
+            "metavar": "N",
+            "help": "sequences that the other libraries update with at a time, where memory does not do for"
+            " all of a step (default: all)",
+        },
+        "--python": {"metavar": "FILE", "help": "the interpreter to make environments with"},
+    },
+)
 
 
 def _micro_batch(wanted: int | None, config: ExperimentConfig) -> int:
@@ -101,21 +91,7 @@ def _micro_batch(wanted: int | None, config: ExperimentConfig) -> int:
     return wanted
 
 
-def _benchmark(
-    config: ExperimentConfig | None,
-    settings: Sequence[str],
-    peers: Sequence[tuple[str, Path]],
-    file: str | Path,
-    micro_batch: int,
-) -> Benchmark:
-    return Benchmark(
-        "peers",
-        __doc__.splitlines()[0],
-        (Measurement("step", "a GRPO step", lambda: _rows(config, settings, peers, file, micro_batch)),),
-    )
-
-
-def _rows(
+def rows_of(
     config: ExperimentConfig,
     settings: Sequence[str],
     peers: Sequence[tuple[str, Path]],
@@ -146,12 +122,10 @@ def _rows(
             "peer_reward": sum(step.reward for step in steps) / len(steps),
             "versions": versions,
         }
-        rows.append(
-            Row(f"step/{name}/time", seconds, "s/step", name, peer_seconds, peer_seconds / seconds, details)
-        )
-        rows.append(
-            Row(f"step/{name}/tokens", rate, "response tokens/s", name, peer_rate, rate / peer_rate, details)
-        )
+        rows += [
+            counted_row(f"step/{name}/time", seconds, peer_seconds, "s/step", name, less=True, **details),
+            counted_row(f"step/{name}/tokens", rate, peer_rate, "response tokens/s", name, **details),
+        ]
     return rows
 
 
@@ -211,4 +185,4 @@ def _rate(steps: Sequence[Step]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -1,26 +1,27 @@
 """Compare plans with runs on this CPU: `python scripts/bench_plan.py [--config FILE] [key=value ...]`.
 
 `passes` times decode steps and verifying passes, `update` the gradients of a micro-batch and its memory,
-`run` the memory of a whole run of one step: rollout, update and checkpoint. The policy has random weights.
-Figures of the CPU are measured right before (`rljax/planning/hardware.py`).
+`run` the memory of a whole run of one step: rollout, update and checkpoint. The config is SmolLM2's unless
+another is named, and weights that are not here are random. Figures of the CPU are measured right before
+(`rljax/planning/hardware.py`).
 """
 
 import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from planning_benchmarks.comparisons import decoding_rows, update_rows
 from planning_benchmarks.whole_run import run_rows
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.config import ExperimentConfig, load_config, with_compute_dtype
+from rljax.config import ExperimentConfig
+from rljax.engine.number_type import with_number_type
 from rljax.planning.planner import Plan, default_lengths, make_plan
 from rljax.planning.topologies import parse_topology
-
-CONFIG = "configs/quickstart.yaml"
+from workloads import REAL_CONFIG
 
 
 def _planned(config: ExperimentConfig) -> Plan:
@@ -30,33 +31,22 @@ def _planned(config: ExperimentConfig) -> Plan:
     return plan
 
 
-def _benchmark(path: str, overrides: Sequence[str]) -> Benchmark:
-    @functools.cache
-    def config() -> ExperimentConfig:
-        return with_compute_dtype(load_config(path, list(overrides)), "cpu")
+def _plan(arguments: Namespace) -> list[Measurement]:
+    file, overrides = arguments.file, arguments.overrides
 
     @functools.cache
-    def planned() -> Plan:
-        return _planned(config())
+    def planned() -> tuple[ExperimentConfig, Plan]:
+        config = with_number_type(arguments.config)
+        return config, _planned(config)
 
-    plan = (
-        Measurement("passes", path, lambda: decoding_rows(config(), planned())),
-        Measurement("update", path, lambda: update_rows(config(), planned())),
-        Measurement("run", path, lambda: run_rows(path, overrides, planned()), disturbed=False),
-    )
-    return Benchmark(
-        "plan", __doc__.splitlines()[0], plan, packages=("jax",), prepare=lambda sections: config() and None
-    )
+    return [
+        Measurement("passes", file, lambda: decoding_rows(*planned())),
+        Measurement("update", file, lambda: update_rows(*planned())),
+        Measurement("run", file, lambda: run_rows(file, overrides, planned()[1]), disturbed=False),
+    ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    parser = _benchmark(CONFIG, ()).parser()
-    parser.add_argument("--config", default=CONFIG, metavar="FILE", help=f"default: {CONFIG}")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
-    arguments = parser.parse_intermixed_args(argv)
-    return _benchmark(arguments.config, arguments.overrides).run(arguments)
-
+BENCHMARK = Benchmark("plan", __doc__, _plan, packages=("jax",), config=REAL_CONFIG)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

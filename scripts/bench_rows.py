@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from engine_benchmarks.real_shapes import POLICIES, TINY
 from rljax import target
 from rljax.durable_files import write_durably
 from rljax.engine import kv_cache
@@ -36,6 +35,7 @@ from rljax.numerics import products
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_sum
 from rljax.planning.topologies import compile_devices, parse_topology, platform_of
 from rljax.provenance import command_line, machine_facts
+from workloads import REAL, SHAPES, config_of
 
 ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
 _NODES = (2, 8, 16)  # of a verifying pass, in each of 8 slots
@@ -285,14 +285,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
     parser.add_argument("--compiled-for", metavar="DEVICES", help="such as v5e:1x1, v6e:1x1 or h100:1")
-    parser.add_argument("--policy", choices=[*POLICIES, "tiny"], default="Qwen2.5-1.5B")
+    parser.add_argument("--policy", choices=[REAL, *SHAPES], default="Qwen2.5-1.5B")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
     arguments = parser.parse_args(argv)
-    config = TINY if arguments.policy == "tiny" else POLICIES[arguments.policy]
     result: dict[str, Any] = {"command": command_line(), "policy": arguments.policy, "dtype": arguments.dtype}
     try:
+        config = config_of(arguments.policy)
         if arguments.compiled_for:
             name = arguments.compiled_for.split(":")[0]
             found = compiled(arguments.compiled_for, config, arguments.dtype, arguments.rows)

@@ -17,7 +17,8 @@ import numpy as np
 
 from drafters.suffix_automaton import Proposals, SuffixForest
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.benchmarking import Row, compare
+from rljax.benchmarking import Row, counted_row, timed_row
+from rljax.timing import compare
 
 try:
     from arctic_inference.suffix_decoding import SuffixDecodingCache
@@ -234,22 +235,10 @@ def timed_rows(
         for baseline in baselines
     ] or [(name, MISSING, compare(seconds[ours], seconds[ours]))]
     return [
-        Row(
-            name=row_name,
-            value=1e6 * comparison.seconds / amount,
-            unit="us",
-            baseline=baseline,
-            baseline_value=1e6 * comparison.baseline_seconds / amount,
-            ratio=comparison.ratio,
-            details={
-                "ratio_low": comparison.ratio_low,
-                "ratio_high": comparison.ratio_high,
-                "rounds": repeats,
-                "amount": amount,
-                **((details or {}).get(baseline, {})),
-            },
+        timed_row(
+            row, timing, baseline, "us", 1e6 / amount, amount=amount, **(details or {}).get(baseline, {})
         )
-        for row_name, baseline, comparison in rows
+        for row, baseline, timing in rows
     ]
 
 
@@ -315,17 +304,9 @@ def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
         if SuffixTree is not None:
             arctic_bytes = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens
         value = forest.nbytes / tokens
-        rows.append(
-            Row(
-                name=f"memory/{size}",
-                value=value,
-                unit="bytes/token",
-                baseline=MISSING if arctic_bytes is None else TREE,
-                baseline_value=value if arctic_bytes is None else arctic_bytes,
-                ratio=1.0 if arctic_bytes is None else arctic_bytes / value,
-                details={"used": forest.used_bytes / tokens},
-            )
-        )
+        baseline = MISSING if arctic_bytes is None else TREE
+        both, used = (value, arctic_bytes or value), forest.used_bytes / tokens
+        rows.append(counted_row(f"memory/{size}", *both, "bytes/token", baseline, less=True, used=used))
     return [*rows, *scale_rows(forests["1 x 16384"].nbytes / PUBLISHED_TOKENS)]
 
 
@@ -336,17 +317,14 @@ def scale_rows(bytes_per_token: float, active_prompts: int = 1024) -> list[Row]:
     automata, raw = tokens * bytes_per_token / gigabyte, tokens * 4 / gigabyte
     active = active_prompts * PUBLISHED_TOKENS * bytes_per_token / gigabyte
     plans = {"automata of all": automata, f"tokens of all, automata of {active_prompts}": raw + active}
+    name, baseline = (
+        f"scale/{PUBLISHED_PROMPTS // 1000}K prompts x 16K tokens",
+        "RhymeRL's trees as published: at most 80 GB on each of 8 nodes",
+    )
+    details = {"raw_tokens_gb": raw, "bytes_per_token": bytes_per_token}
     return [
-        Row(
-            name=f"scale/{PUBLISHED_PROMPTS // 1000}K prompts x 16K tokens/{plan}",
-            value=gigabytes,
-            unit="GB",
-            baseline="RhymeRL's trees as published: at most 80 GB on each of 8 nodes",
-            baseline_value=PUBLISHED_GIGABYTES,
-            ratio=PUBLISHED_GIGABYTES / gigabytes,
-            details={"raw_tokens_gb": raw, "bytes_per_token": bytes_per_token},
-        )
-        for plan, gigabytes in plans.items()
+        counted_row(f"{name}/{plan}", size, PUBLISHED_GIGABYTES, "GB", baseline, less=True, **details)
+        for plan, size in plans.items()
     ]
 
 
@@ -386,24 +364,23 @@ def announce(sections: Sequence[str]) -> None:
 
 BENCHMARK = Benchmark(
     name="suffix_cache",
-    description=__doc__.splitlines()[0],
-    plan=[
-        Measurement("insert", "64 x 4096", lambda: insert_rows(64, 4096, prompts=512, repeats=5)),
-        Measurement("query", "64 x 4096", lambda: query_rows(64, 4096, repeats=5)),
-        Measurement("memory", "64 x 4096", lambda: memory_rows(64, 4096, 512), disturbed=False),
-        Measurement("threads", "64 x 4096", lambda: thread_rows(64, 4096, repeats=5)),
-    ],
-    quick_plan=[
-        Measurement("insert", "16 x 1024", lambda: insert_rows(16, 1024, prompts=32, repeats=3)),
-        Measurement("query", "16 x 1024", lambda: query_rows(16, 1024, repeats=3)),
-        Measurement("memory", "16 x 1024", lambda: memory_rows(16, 1024, 32), disturbed=False),
-        Measurement("threads", "16 x 1024", lambda: thread_rows(16, 1024, repeats=3)),
-    ],
+    description=__doc__,
+    plan=(
+        Measurement("insert", "64 x 4096", insert_rows, (64, 4096, 512, 5)),
+        Measurement("query", "64 x 4096", query_rows, (64, 4096, 5)),
+        Measurement("memory", "64 x 4096", memory_rows, (64, 4096, 512), disturbed=False),
+        Measurement("threads", "64 x 4096", thread_rows, (64, 4096, 5)),
+    ),
+    quick_plan=(
+        Measurement("insert", "16 x 1024", insert_rows, (16, 1024, 32, 3)),
+        Measurement("query", "16 x 1024", query_rows, (16, 1024, 3)),
+        Measurement("memory", "16 x 1024", memory_rows, (16, 1024, 32), disturbed=False),
+        Measurement("threads", "16 x 1024", thread_rows, (16, 1024, 3)),
+    ),
     quick_help="short responses, few rounds",
     packages=("numba", "numpy", "arctic-inference"),
     prepare=announce,
 )
 
-
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.run(BENCHMARK.parser().parse_args()))
+    sys.exit(BENCHMARK.main())

@@ -1,84 +1,45 @@
-"""Padding, memory and checkpoints of training: `python scripts/bench_training.py [--only SECTIONS]`.
+"""Memory, checkpoints, padding and judges of training: `python scripts/bench_training.py [--policy NAMES]`.
 
-What these cost, for the pages of `docs` that say so. `docs/benchmarks.md` says what each row means.
+What these cost SmolLM2, or the policies that are named, for the pages of `docs` that say so.
+`docs/benchmarks.md` says what each row means; only those of checkpoints and of the judge are seconds.
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-import jax
+from argparse import Namespace
 
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.benchmarking import Row
-from rljax.config import TrainingConfig
-from rljax.errors import UserError
 from training_benchmarks.checkpoint import checkpoint_rows
-from training_benchmarks.loading import loading_rows, peak_of_loading
-from training_benchmarks.memory import logits_row, remat_row
-from training_benchmarks.padding import padding_rows
-from training_benchmarks.policies import POLICIES
+from training_benchmarks.judge import judge_rows
+from training_benchmarks.memory import loading_rows, lora_rows, memory_rows, padding_rows
+from workloads import POLICY_OPTION, policies_of
+
+_CASES = (  # the section, what measures it, and its arguments after the policy
+    ("memory", memory_rows, ((4, 768),)),
+    ("checkpoint", checkpoint_rows, (5,)),
+    ("loading", loading_rows, (5,)),
+    ("lora", lora_rows, ()),
+)
 
 
-def memory_rows() -> list[Row]:
-    """Measures memory at the default chunk, and at a small one, where logits dominate."""
-    shape, chunk = (4, 768), TrainingConfig().logprob_chunk
-    return [
-        logits_row("25M", POLICIES["25M"], shape, chunk),
-        logits_row("1 layer", POLICIES["1 layer"], shape, 256),
-        remat_row("2M", POLICIES["2M"], shape, chunk),
-        remat_row("25M", POLICIES["25M"], shape, chunk),
+def _plan(arguments: Namespace) -> list[Measurement]:
+    names = policies_of(arguments)
+    padding = Measurement("padding", "256 sequences", padding_rows, ((512, 768, 1024, 2048),), False)
+    of_policies = [
+        Measurement(section, name, run, (name, *more), section == "checkpoint")
+        for section, run, more in _CASES
+        for name in names
     ]
-
-
-def measurements() -> list[Measurement]:
-    """Everything this script measures, in order; only those of checkpoints are seconds."""
-    return [
-        Measurement(
-            "padding", "256 sequences", lambda: padding_rows((512, 768, 1024, 2048)), disturbed=False
-        ),
-        Measurement("memory", "4 x 768 tokens", memory_rows, disturbed=False),
-        *(
-            Measurement(
-                "checkpoint", name, lambda name=name: checkpoint_rows(name, POLICIES[name], repeats=5)
-            )
-            for name in ("2M", "50M")
-        ),
-        Measurement(
-            "loading", "100M", lambda: loading_rows("100M", POLICIES["100M"], repeats=5), disturbed=False
-        ),
-    ]
-
-
-def prepare(sections: Sequence[str]) -> None:
-    """Raises an error on an accelerator, for any sections."""
-    if jax.default_backend() != "cpu":
-        raise UserError(
-            f"JAX runs on {jax.default_backend()}, the figures are a CPU's: set JAX_PLATFORMS=cpu"
-        )
+    return [*of_policies, padding, Measurement("judge", "128 responses", judge_rows, (128,))]
 
 
 BENCHMARK = Benchmark(
     name="training",
-    description=__doc__.splitlines()[0],
-    plan=measurements(),
+    description=__doc__,
+    plan=_plan,
+    options=POLICY_OPTION,
     packages=("numpy", "orbax-checkpoint", "tensorstore", "safetensors"),
-    prepare=prepare,
+    on_cpu="the figures are a CPU's",
 )
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    parser = BENCHMARK.parser()
-    parser.add_argument("--load", nargs=2, metavar=("CHECKPOINT", "DTYPE"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.load:
-        checkpoint, dtype = arguments.load
-        print(peak_of_loading(Path(checkpoint), dtype))
-        return 0
-    return BENCHMARK.run(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = """
-    host_memory, rljax, errors, progress, response_lengths, target
+    host_memory, rljax, errors, progress, response_lengths, target, timing
     algorithms, durable_files, importing, provenance, rendezvous, sandbox
     config, processes, numerics, sampling, sharding, kernels, models
     hub, tools, tasks, environments, requests

@@ -1,4 +1,4 @@
-"""scripts/bench_drafters.py: its command line, and the rows of its sections at sizes that take seconds."""
+"""scripts/bench_drafters.py: the rows of its sections at sizes that take seconds."""
 
 import zlib
 
@@ -7,21 +7,18 @@ import numpy as np
 import pytest
 
 from drafters.eagle.data import HeadSequence
-from rljax.benchmarking import Row
 from rljax.config import load_config
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.drafter_warm_up import WarmUp
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-bench_drafters = load_script("bench_drafters")
 adaptation = load_script("drafter_benchmarks.adaptation")
 in_loop = load_script("drafter_benchmarks.in_loop")
 objectives = load_script("drafter_benchmarks.objectives")
 packing = load_script("drafter_benchmarks.packing")
 rl = load_script("drafter_benchmarks.rl")
-policies = load_script("training_benchmarks.policies")
-saving = load_script("drafter_benchmarks.saving")
+workloads = load_script("workloads")
 
 SETTINGS = WarmUp("eagle", steps=2, slices_per_round=1, heldout=3, depth=2)
 
@@ -36,43 +33,6 @@ def by_name(rows):
     for row in rows:
         assert row.value > 0 and row.ratio > 0
     return {row.name: row for row in rows}
-
-
-def test_an_unknown_section_is_one_line(capsys):
-    assert bench_drafters.main(["--only", "packing,savings"]) == 2
-    error = capsys.readouterr().err
-    assert error == (
-        "error: --only: 'savings' is not a section; they are packing,checkpoint,adaptation,rl,loop,training\n"
-    )
-
-
-def test_a_section_is_written(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "results.json"
-    path = str(tmp_path / "config.yaml")
-    write_config(tmp_path)
-    rows = [Row("packing/against padded to the longest", 2.0, "sequences/s", "padding", 1.0, 2.0)]
-    monkeypatch.setattr(bench_drafters, "packing_rows", lambda config, settings, repeats: rows)
-    assert bench_drafters.main(["--config", path, "--only", "packing", "--output", str(file)]) == 0
-    assert "packing/against padded to the longest" in file.read_text()
-
-
-def test_how_the_policy_is_trained_is_an_option(tmp_path, monkeypatch, capsys):
-    path = str(tmp_path / "config.yaml")
-    write_config(tmp_path)
-    calls = []
-
-    def rows(config, settings, rl_steps, learning_rate, slices):
-        calls.append((rl_steps, learning_rate))
-        return [Row("rl/step 0/frozen head", 50.0, "% right", "first step", 50.0, 1.0)]
-
-    monkeypatch.setattr(bench_drafters, "rl_rows", rows)
-    arguments = ["--config", path, "--only", "rl", "--output", str(tmp_path / "results.json")]
-    assert bench_drafters.main(arguments) == 0
-    assert bench_drafters.main([*arguments, "--updates", "25", "--learning-rate", "1e-4"]) == 0
-    assert calls == [(8, 5e-4), (25, 1e-4)]
-    capsys.readouterr()
-    assert bench_drafters.main([*arguments, "--updates", "0"]) == 2
-    assert capsys.readouterr().err.startswith("error: --updates is at least 1")
 
 
 @pytest.mark.long
@@ -115,16 +75,6 @@ def test_padded_batches_hold_every_sequence():
         assert sum(int((batch.tokens == 9).sum()) for batch in batches) == 9
 
 
-def test_saving_rows():
-    tiny = policies.qwen3(vocab=512, hidden=64, layers=1, heads=1, kv_heads=1, mlp=96)
-    rows = by_name(saving.saving_rows("tiny", tiny, 2))
-    assert len(rows) == 3
-    for row in rows.values():
-        head = row.details["bytes"]
-        # Head, two moments of it, the tied embedding; and the counters of updates.
-        assert 0 < row.details["baseline_bytes"] - 3 * head - 4 * 512 * 64 < 100
-
-
 @pytest.fixture
 def luck(monkeypatch):
     """Every response has a reward of its own: else nothing would be learned here."""
@@ -133,7 +83,7 @@ def luck(monkeypatch):
 
 
 def test_adaptation_rows(config, luck):
-    rows = by_name(adaptation.adaptation_rows(config, SETTINGS, rl_steps=2, learning_rate=1e-2, slices=2))
+    rows = by_name(adaptation.adaptation_rows(config, SETTINGS, rl_steps=2, slices=2))
     assert len(rows) == 6
     heads = {
         name: rows[f"adaptation/RL policy/{name} head"].value for name in ("frozen", "trained on", "adapted")
@@ -144,7 +94,7 @@ def test_adaptation_rows(config, luck):
 
 @pytest.mark.long
 def test_rl_rows(config, luck):
-    rows = rl.rl_rows(config, SETTINGS, rl_steps=2, learning_rate=1e-2, slices=2)
+    rows = rl.rl_rows(config, SETTINGS, rl_steps=2, slices=2)
     names = [
         "quantized W8, 5 drafts",
         "quantized W4, 5 drafts",
@@ -169,7 +119,7 @@ def test_rl_rows(config, luck):
 
 @pytest.mark.long
 def test_in_loop_rows(config, luck):
-    rows = in_loop.in_loop_rows(config, SETTINGS, steps=2, learning_rate=1e-2, slices=8)
+    rows = in_loop.in_loop_rows(config, SETTINGS, steps=2, slices=8)
     assert [row.name for row in rows] == [f"in loop/step {step}" for step in range(2)]
     assert rows[0].value == rows[0].baseline_value  # the same head before the first slice
     assert any(row.value != row.baseline_value for row in rows[1:])
@@ -181,7 +131,7 @@ def test_in_loop_rows(config, luck):
 def test_self_drafts_by_a_plain_loop():
     """Two sequences; drafts agree with the policy but at one token, where they share nothing."""
     embed = 50.0 * np.eye(4, dtype=np.float32)  # a state is one token's logits
-    policy = policies.qwen3(vocab=4, hidden=4, layers=1, heads=1, kv_heads=1, mlp=4)
+    policy = workloads.qwen3(vocab=4, hidden=4, layers=1, heads=1, kv_heads=1, mlp=4)
     target, drafted = [], []
     for length, prompt, wrong in ((5, 2, 3), (4, 1, None)):
         states = np.eye(4, dtype=np.float32)[np.arange(length) % 4][:, None]

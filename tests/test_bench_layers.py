@@ -25,10 +25,3 @@ def test_programs_are_compared_in_all_layouts(tmp_path):
         accessed = rows[f"tiny/2 layers/{kind}/inlined/accessed"]
         assert accessed.value > 0 and accessed.ratio == 1  # the same program
     assert any(rows[f"tiny/2 layers/{kind}/called/accessed"].ratio != 1 for kind in kinds)
-
-
-@pytest.mark.long
-def test_speed_is_compared():
-    (row, *_) = bench_layers.speed_rows((1,), ("float32",), 1)
-    assert row.name == "cpu/1 layers/decode, 4 slots/float32/called"
-    assert row.value > 0 and row.baseline_value > 0

@@ -1,93 +1,140 @@
-"""scripts/bench_learning.py and bench_endpoints.py: their rows and configs; nothing is trained here."""
+"""scripts/bench_learning.py: its configs, its rows and its picture; nothing is trained here."""
 
-from pathlib import Path
+import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rljax.config import load_config
 from rljax.reports.decisions import RunDecisions
 from rljax.reports.runs import RunData
+from rljax.requests import Completion
+from rljax.rollout.collector import Group
+from rljax.tasks.base import Problem
 from tests.scripts import SCRIPTS, load_script
 
-bench_learning = load_script("bench_learning")
-bench_endpoints = load_script("bench_endpoints")
+bench = load_script("bench_learning")
+learning = load_script("training_benchmarks.learning")
 CONFIG = str(SCRIPTS.parent / "configs/bench_algorithms.yaml")
-PATH = Path("nowhere")
 
 
-def run_of(after, **columns):
-    steps = [
-        {"step": i + 1, "reward/mean": 0.1 * i, "entropy": 1.0, "mismatch/logprob_abs_max": 0.0}
-        | {"policy/clip_fraction_low": 0.01, "policy/clip_fraction_high": 0.02, "time/rollout": 2.0}
-        | {name.replace("__", "/"): values[i] for name, values in columns.items()}
-        for i in range(4)
-    ]
-    heldout = [{"step": 0, "evaluation/reward": 0.25}, {"step": 4, "evaluation/reward": after}]
-    config = "rollout:\n  prompts_per_step: 64\n"  # two steps an epoch of the curriculum's problems
-    return RunData(PATH, "run", steps, heldout, [{"commit": "abc"}], [], RunDecisions(PATH, {}), config)
+@pytest.fixture
+def run_of(tmp_path):
+    def make(after, **columns):
+        steps = [
+            {"step": i + 1, "reward/mean": 0.1 * i, "entropy": 1.0 - 0.1 * i, "mismatch/logprob_abs_max": 0.0}
+            | {"policy/clip_fraction_low": 0.01, "policy/clip_fraction_high": 0.02, "time/rollout": 2.0}
+            | {name.replace("__", "/"): values[i] for name, values in columns.items()}
+            for i in range(6)
+        ]
+        heldout = [{"step": 0, "evaluation/reward": 0.25}, {"step": 6, "evaluation/reward": after}]
+        config = "rollout:\n  prompts_per_step: 64\n"  # two steps an epoch of the curriculum's problems
+        (tmp_path / "kl_from_start.json").write_text("0.5")
+        decisions = RunDecisions(tmp_path, {})
+        return RunData(tmp_path, "run", steps, heldout, [{"commit": "abc"}], [], decisions, config)
+
+    return make
 
 
-def test_a_curriculum_is_compared_from_the_second_epoch():
-    from training_benchmarks import curriculum
+def rows_of(section, found):
+    rows = learning.EXPERIMENTS[section].rows(found)
+    return {row.name: (row.value, row.baseline_value) for row in rows}, [row.as_json() for row in rows]
 
-    passed = {"curriculum__passed_over": [0, 0, 10, 20], "curriculum__pass_rate": [0.1, 0.2, 0.3, 0.4]}
-    rows = curriculum.rows_of(
-        {
-            "none": [run_of(0.5, update__skipped=[0.0, 0.0, 0.5, 0.5])],
-            "failures": [run_of(0.6, update__skipped=[0.9, 0.9, 0.25, 0.25], **passed)],
-            "uncertain": [run_of(0.75, update__skipped=[0.9, 0.9, 0.1, 0.1], **passed)],
-        }
-    )
-    values = {row.name: (row.value, row.baseline_value) for row in rows}
-    assert values == {
-        "curriculum/none/held-out": (0.5, 0.25),
-        "curriculum/failures/held-out": (0.6, 0.25),
-        "curriculum/uncertain/held-out": (0.75, 0.25),
-        "curriculum/failures/tokens that teach": (0.75, 0.5),
-        "curriculum/uncertain/tokens that teach": (0.9, 0.5),
+
+@pytest.mark.parametrize(
+    ("section", "way"),
+    [(section, way) for section, each in learning.EXPERIMENTS.items() for way in each.ways],
+)
+def test_every_way_to_train_is_a_config_with_a_run_of_its_own(section, way):
+    file = str(SCRIPTS.parent / learning.EXPERIMENTS[section].file)
+    config = learning.config_of(section, way, 3, file, ["training.steps=7", "run_dir=runs/x"])
+    assert (config.seed, config.training.steps) == (3, 7)  # the user's keys come last
+    assert config.run_dir == f"runs/x/{section}-{way.replace(' ', '-')}-seed3"
+    if way == "teacher":
+        assert config.algorithm.teacher == "runs/x/distillation-the-teacher-seed0"
+
+
+def test_a_row_is_of_all_seeds(run_of):
+    columns = {"rollout__groups_sampled": [2] * 6, "speculation__accepted": [5] * 6}
+    values, (row,) = rows_of("algorithms", {"grpo": [run_of(0.5, **columns), run_of(1.0, **columns)]})
+    assert values == {"algorithms/grpo": (0.75, 0.25)}
+    assert (row["before"], row["after"], row["kl_from_start"]) == ([0.25, 0.25], [0.5, 1.0], [0.5, 0.5])
+    assert row["groups_sampled"] == [12, 12] and row["accepted_drafts"] == [30, 30]
+    assert row["entropy_at_last"] == pytest.approx([0.5, 0.5]) and "lag_mean" not in row
+
+
+def test_staleness_is_shown_by_lags_and_by_seconds(run_of):
+    lags = {"rollout__lag_mean": [1.0] * 6, "rollout__lag_max": [2] * 6}
+    values, (row,) = rows_of("staleness", {"1": [run_of(0.5, **lags)]})
+    assert values == {"staleness/1": (0.5, 0.25)} and (row["lag_mean"], row["lag_max"]) == ([1.0], 2.0)
+    times = {"time__update": [0.5] * 6, "cluster__idle_share": [0.25] * 6}
+    found = {way: [run_of(0.5, time__step=[s] * 6, **times)] for way, s in (("0", 3.0), ("1", 2.0))}
+    values, (row,) = rows_of("time", found)
+    assert values == {"staleness/step with 2 workers": (2.0, 3.0)} and row["ratio"] == 1.5
+
+
+def test_a_curriculum_is_compared_from_the_second_epoch(run_of):
+    skipped = {"none": (0.0, 0.5), "failures": (0.9, 0.25), "uncertain": (0.9, 0.1)}
+    found = {
+        rule: [run_of(0.6, update__skipped=[first] * 2 + [rest] * 4)]
+        for rule, (first, rest) in skipped.items()
     }
-    assert rows[1].as_json()["passed_over_a_step"] == [7.5]
-    assert rows[1].as_json()["pass_rate_at_last"] == [0.4]
+    values, _ = rows_of("curriculum", found)
+    assert values["curriculum/failures/tokens that teach"] == (0.75, 0.5)
+    assert values["curriculum/uncertain/tokens that teach"] == (0.9, 0.5)
+    assert values["curriculum/none/held-out"] == (0.6, 0.25) and len(values) == 5
 
 
-def test_distillation_is_shown_by_held_out_rewards_and_the_kl():
-    from training_benchmarks import distillation
-
-    taught = [run_of(0.75, teacher__kl=[0.8, 0.5, 0.3, 0.2]), run_of(0.5, teacher__kl=[0.4, 0.3, 0.2, 0.1])]
-    rows = distillation.rows_of(run_of(1.0), {"reward": [run_of(0.5)] * 2, "teacher": taught})
-    assert [row.value for row in rows[:2]] == [0.5, 0.625]
-    assert rows[1].as_json()["teachers_heldout"] == 0.25
-    assert (rows[2].value, rows[2].baseline_value, rows[2].ratio) == pytest.approx((0.15, 0.6, 4.0))
-
-
-def test_agents_are_compared_with_a_run_that_samples_itself():
-    from training_benchmarks import agent
-
-    agents = run_of(
-        0.5, rollout__tokens=[9, 100, 100, 100], agents__requests=[1] * 4, agents__sequences=[1] * 4
+def test_distillation_is_shown_by_held_out_rewards_and_the_kl(run_of):
+    taught = [run_of(0.5, teacher__kl=kl) for kl in ([0.8, 0, 0, 0, 0, 0.2], [0.4, 0, 0, 0, 0, 0.1])]
+    values, rows = rows_of(
+        "distillation", {"the teacher": [run_of(1.0)], "reward": [run_of(0.5)] * 2, "teacher": taught}
     )
-    rows = agent.rows_of({"in the run": run_of(0.25, rollout__tokens=[9, 200, 200, 200]), "agents": agents})
-    assert (rows[0].value, rows[0].baseline_value, rows[0].ratio) == (50.0, 100.0, 0.5)
-    assert (rows[1].value, rows[1].baseline_value) == (0.5, 0.25)
-    assert rows[0].as_json()["mismatch_logprob_abs_max"] == 0.0
+    assert values["distillation/teacher/KL to the teacher"] == pytest.approx((0.15, 0.6))
+    assert [row["teachers_heldout"] for row in rows[:2]] == [0.25, 0.25] and rows[2]["ratio"] == 4.0
 
 
-def test_a_judge_is_shown_with_several_requests_and_with_a_cache():
-    pytest.importorskip("httpx", reason="the endpoints extra is not installed")
-    from training_benchmarks import judge
+def test_lora_and_agents_are_compared_with_the_plain_way(run_of):
+    updates = {"time__update": [2.0] * 6}
+    found = {"all weights": [run_of(0.5, **updates)], "LoRA": [run_of(0.75, **updates)]}
+    values, (row,) = rows_of("lora", found)
+    assert values == {"lora/0.8M": (0.75, 0.5)} and row["heldout"]["LoRA"] == [[0, 0.25], [6, 0.75]]
+    assert row["seconds_of_updates"] == row["baseline_seconds_of_updates"] == [12.0]
+    agents = run_of(0.5, rollout__tokens=[9, *[100] * 5], agents__requests=[1] * 6, agents__sequences=[1] * 6)
+    plain = run_of(0.25, rollout__tokens=[9, *[200] * 5])
+    values, _ = rows_of("agents", {"in the run": [plain], "agents": [agents]})
+    assert values == {"agents/tokens": (50.0, 100.0), "agents/held-out": (0.5, 0.25)}
 
-    rows = judge.judge_rows(4)
-    assert [row.name for row in rows] == [
-        "judge/4 responses/16 at a time",
-        "judge/4 responses/from the cache",
+
+def test_what_was_written_is_drawn(run_of, tmp_path, capsys):
+    results, picture = tmp_path / "results.json", tmp_path / "picture.png"
+    arguments = ["--output", str(results), "--plot", str(picture)]
+    assert bench.main(arguments) == 2
+    assert f"error: {results}: holds no results" in capsys.readouterr().err
+    _, rows = rows_of("staleness", {name: [run_of(0.5)] for name in ("0", "1", "at-most-2")})
+    results.write_text(json.dumps({"rows": [*rows, {"name": "time"}]}))
+    assert bench.main(arguments) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_kl_is_summed_over_a_response_and_averaged_over_them():
+    """Ratios start / policy of 2 at each token: k3 is 2 - 1 - log 2 each, of 3 and 1 tokens."""
+    prompt, config = (1, 2), load_config(CONFIG)
+    completions = [
+        Completion(np.arange(n, dtype=np.int32), np.full(n, -2.0, np.float32), "eos") for n in (3, 1)
     ]
-    assert rows[0].baseline_value >= 4 * judge.SECONDS  # one at a time cannot be faster than the endpoint
+    group = Group(Problem("heldout/0", (), "", 0), prompt, completions, [{"reward": 0.0}] * 2)
 
+    def score_reference(params, batches):
+        return [batch.rollout_logprobs + np.float32(np.log(2)) for batch in batches]
 
-def test_every_way_to_train_is_a_config():
-    from training_benchmarks import agent, curriculum, distillation
-
-    for keys in (*agent._WAYS.values(), *distillation._WAYS.values()):
-        load_config(CONFIG, [*keys, "algorithm.teacher=somewhere"] if "distillation" in str(keys) else keys)
-    for rule in curriculum.RULES:
-        load_config(CONFIG, [*curriculum._KEYS, f"task.curriculum={rule}"])
+    training = SimpleNamespace(
+        config=config,
+        heldout=[0],
+        state=SimpleNamespace(params=None),
+        engine=SimpleNamespace(load_params=lambda params: params),
+        trainer=SimpleNamespace(row_multiple=1, score_reference=score_reference),
+        collector=SimpleNamespace(collect=lambda *_: ([group], None, None)),
+    )
+    assert learning.kl_from(None, training) == pytest.approx(2 * (1 - np.log(2)), rel=1e-5)

@@ -7,7 +7,7 @@ import pytest
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-bench_plan = load_script("bench_plan")
+bench_plan = load_script("bench_plan").BENCHMARK
 
 
 def test_an_unknown_section_is_one_line(capsys):

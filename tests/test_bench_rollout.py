@@ -1,4 +1,4 @@
-"""scripts/bench_rollout.py: its command line, and its sections on a tiny policy."""
+"""scripts/bench_rollout.py: its sections on a tiny policy."""
 
 import pytest
 
@@ -8,8 +8,7 @@ from rljax.requests import DecodeStatistics
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-bench_rollout = load_script("bench_rollout")
-first_step = load_script("rollout_benchmarks.first_step")
+costs = load_script("rollout_benchmarks.costs")
 races = load_script("rollout_benchmarks.races")
 rollout = load_script("rollout_benchmarks.rollout")
 strategies = load_script("rollout_benchmarks.strategies")
@@ -28,20 +27,6 @@ _TINY = [
 @pytest.fixture
 def config(tmp_path):
     return load_config(write_config(tmp_path), _TINY)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--variants", "SRT,STR"], "error: --variants: 'STR' is not one; they are prompt lookup, "),
-        (["--only", "speed"], "error: --only: 'speed' is not a section; they are rollout,"),
-        (["engine.max_slot=3"], "error: engine.max_slot: "),
-    ],
-)
-def test_a_mistake_is_one_line(capsys, arguments, message):
-    assert bench_rollout.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(message) and error.count("\n") == 1
 
 
 def test_a_variant_that_cannot_be_made_is_refused_at_once(tmp_path, config):
@@ -76,8 +61,8 @@ def test_rows_of_the_first_step(config, tmp_path, monkeypatch):
     """Every run is a fresh process with a compilation cache of its own, with and without the drafter."""
     train = tmp_path / "train.py"
     train.write_text(_TRAIN)
-    monkeypatch.setattr(first_step, "_TRAIN", train)
-    (row,) = first_step.first_step_rows(config, repeats=2)
+    monkeypatch.setattr(costs, "_TRAIN", train)
+    (row,) = costs.first_step_rows(config, repeats=2)
     assert (row.name, row.value, row.baseline_value) == ("first step/begins/srt", 6.5, 4.0)
     assert (row.details["later"], row.details["first_step_seconds"]) == (2.5, 0.5)
 
@@ -85,7 +70,7 @@ def test_rows_of_the_first_step(config, tmp_path, monkeypatch):
 def test_the_first_step_is_that_of_a_drafter(config):
     none = config.speculation.model_copy(update={"drafter": None})
     with pytest.raises(UserError, match=r"^speculation\.drafter: set one"):
-        first_step.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
+        costs.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
 
 
 @pytest.mark.long

@@ -1,12 +1,13 @@
 """Runs of a benchmark: which sections are measured, what is printed, where results go."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rljax import benchmark_runs
-from rljax.benchmark_runs import Benchmark, Measurement
+from rljax.benchmark_runs import Benchmark, Measurement, in_fresh_process
 from rljax.benchmarking import Row
 from rljax.errors import UserError
 
@@ -50,7 +51,7 @@ class _BusyMachine:
 
 
 def run(*arguments: object, benchmark: Benchmark = BENCHMARK) -> int:
-    return benchmark.run(benchmark.parser().parse_args([str(argument) for argument in arguments]))
+    return benchmark.main([str(argument) for argument in arguments])
 
 
 def names(path: Path) -> list[str]:
@@ -103,7 +104,8 @@ def test_an_interrupt_is_one_line(capsys):
     ],
 )
 def test_only_a_whole_run_replaces_the_published_results(quick, only, name):
-    assert BENCHMARK.default_output(quick, only) == Path("benchmarks/results") / name
+    sections = ("sum",) if quick else ("sum", "mean", "refused", "stopped")
+    assert BENCHMARK.default_output(only, sections, quick) == Path("benchmarks/results") / name
 
 
 def test_after_some_seconds_nothing_begins_but_the_first(capsys, tmp_path):
@@ -155,3 +157,36 @@ def test_a_busy_machine_is_a_warning_where_it_matters(capsys, monkeypatch, tmp_p
     most = "; sums suffer most" if disturbance else ""
     warning = f"other processes took 50% of the cores{most}: repeat on a quiet machine"
     assert printed.count(warning) == 1  # for sum/1M, and not for sum/2M
+
+
+def test_a_plan_is_made_of_the_arguments_and_of_the_config_with_keys_set(tmp_path):
+    seen = []
+
+    def rows(*given):
+        seen.append(given)
+        return [_row("sum")]
+
+    benchmark = Benchmark(
+        "sums",
+        "Sums.",
+        lambda a: [Measurement("sum", "1M", rows, (a.config, a.file, a.overrides, a.size))],
+        config="configs/quickstart.yaml",
+        settings=("seed=3", "training.steps=2"),
+        options={"--size": {"type": int, "default": 4}},
+    )
+    output = ["--output", tmp_path / "results.json"]
+    assert run("training.steps=7", "--size", 5, *output, benchmark=benchmark) == 0
+    ((config, file, overrides, size),) = seen
+    assert (config.seed, config.training.steps, size) == (3, 7, 5)  # the command line's keys come last
+    assert (file, overrides) == ("configs/quickstart.yaml", ["training.steps=7"])
+    assert run("seeds=1", *output, benchmark=benchmark) == 2
+
+
+def told(*texts: str) -> list[str | None]:
+    """What the other process is asked for."""
+    return [*texts, os.environ.get("SAID"), os.environ.get("UNSAID")]
+
+
+def test_a_fresh_process_has_its_arguments_and_its_environment(monkeypatch):
+    monkeypatch.setenv("UNSAID", "here")
+    assert in_fresh_process(told, "a", "b c", SAID="yes", UNSAID="") == ["a", "b c", "yes", None]

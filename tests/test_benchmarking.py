@@ -10,15 +10,16 @@ from rljax import benchmarking
 from rljax.benchmarking import (
     Interference,
     Row,
-    compare,
-    interleave,
+    counted_row,
     measure_read_bandwidth,
-    paired,
     print_table,
     results_console,
+    speed_row,
+    timed_row,
     write_results,
 )
 from rljax.errors import UserError
+from rljax.timing import compare, interleave, paired
 
 
 def _row(**changes) -> Row:
@@ -146,3 +147,20 @@ def test_table(capsys):
     print_table([_row(value=12345.6)], "decode", results_console())
     printed = capsys.readouterr().out
     assert "12,346 tokens/s" in printed and "2 tokens/s" in printed and "1.50" in printed
+
+
+def test_rows_of_what_was_timed_or_counted():
+    timing = compare([1.0, 2.0, 4.0], [2.0, 6.0, 4.0])
+    row = timed_row("step", timing, "theirs", "ms", 1e3, batch=8).as_json()
+    assert (row["value"], row["baseline_value"], row["ratio"]) == (2000.0, 4000.0, 2.0)
+    assert (row["unit"], row["rounds"], row["ratio_low"], row["ratio_high"], row["batch"]) == (
+        "ms",
+        3,
+        1,
+        3,
+        8,
+    )
+    row = speed_row("step", 100, timing, "theirs")
+    assert (row.value, row.baseline_value, row.ratio, row.unit) == (50.0, 25.0, 2.0, "tokens/s")
+    assert counted_row("bytes", 2.0, 8.0, "MB", "theirs", less=True).ratio == 4.0
+    assert counted_row("reward", 2.0, 8.0, "reward", "theirs").ratio == 0.25

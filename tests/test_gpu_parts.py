@@ -7,8 +7,8 @@ from rljax.models.transformer import num_params
 from tests.scripts import load_script
 
 carry = load_script("gpu_parts.carry")
-compiled = load_script("engine_benchmarks.compiled")
-real_shapes = load_script("engine_benchmarks.real_shapes")
+engines = load_script("gpu_parts.engines")
+SHAPES = load_script("workloads").SHAPES
 
 _PROGRAM = """HloModule jit_generate, is_scheduled=true
 
@@ -58,14 +58,14 @@ ENTRY %main.3 (p: f32[2]) -> f32[2] {
 
 
 def test_kernels_of_a_program():
-    assert compiled.kernels_of_loop(_PROGRAM) == 1 + 5 + 2 + 1  # call, loop, branch, fusion
-    assert compiled.kernels_of_program(_PROGRAM) == 9 + 1
-    assert compiled.kernels_of_loop("") is compiled.kernels_of_program("") is None
+    assert engines.kernels_of_loop(_PROGRAM) == 1 + 5 + 2 + 1  # call, loop, branch, fusion
+    assert engines.kernels_of_program(_PROGRAM) == 9 + 1
+    assert engines.kernels_of_loop("") is engines.kernels_of_program("") is None
 
 
 def test_shapes_are_those_of_the_models():
     """As published, in billions of parameters."""
-    counts = {name: num_params(config) / 1e9 for name, config in real_shapes.POLICIES.items()}
+    counts = {name: num_params(SHAPES[name]) / 1e9 for name in SHAPES if name.startswith("Qwen")}
     assert counts == {
         "Qwen3-1.7B": pytest.approx(1.72, abs=0.01),
         "Qwen3-8B": pytest.approx(8.19, abs=0.01),
@@ -75,10 +75,10 @@ def test_shapes_are_those_of_the_models():
 
 
 def test_bytes_that_a_step_reads():
-    params = real_shapes.random_params(real_shapes.TINY)
-    every = real_shapes.read_bytes(params)
-    assert real_shapes.read_bytes(params | {"lm_head": params["embed"]}) == every
-    assert real_shapes.cache_bytes(real_shapes.TINY, 3) == 3 * 2 * 128 * 2
+    params = engines.random_params(SHAPES["tiny"])
+    every = engines.read_bytes(params)
+    assert engines.read_bytes(params | {"lm_head": params["embed"]}) == every
+    assert engines.cache_bytes(SHAPES["tiny"], 3) == 3 * 2 * 128 * 2
 
 
 def test_halves_are_joined(tmp_path):

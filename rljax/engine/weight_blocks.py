@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array, lax
 
 from rljax import target
-from rljax.benchmarking import paired
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
@@ -21,6 +20,7 @@ from rljax.models.transformer import Params, lm_head
 from rljax.numerics.blocked_weights import LANES, BlockedWeight, blocked
 from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
+from rljax.timing import paired
 
 WIDEST_HEAD = 16_384
 """Outputs of an LM head that are measured; more belong to the same kernel."""

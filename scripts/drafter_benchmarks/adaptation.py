@@ -5,6 +5,8 @@ base policy's rollouts, to tell more training from adapting; *adapted*, on the r
 before that step's update, as it would be in a run: it is always one update behind.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,28 +14,25 @@ import numpy as np
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.spot_trainer import HeadTrainer
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.models.transformer import Params
 from rljax.progress import Progress
 from rljax.training import loop
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
-from rollout_benchmarks.variants import collect_step, open_run
+from rollout_benchmarks.variants import collect_step, open_run, with_keys
 
 
-def adaptation_rows(
-    config: ExperimentConfig, settings: WarmUp, rl_steps: int, learning_rate: float, slices: int
-) -> list[Row]:
+def adaptation_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: int) -> list[Row]:
     """Measures accept lengths of the three heads, with the base policy and with the policy after RL.
 
     Args:
       config: the experiment.
       settings: the warm-up.
       rl_steps: real policy updates.
-      learning_rate: learning rate of these updates; large, so that a few of them matter.
       slices: number of slices of the head in each of these steps.
     """
-    with open_run(trained_with(config, rl_steps, learning_rate)) as (run, progress):
+    with open_run(trained_with(config, rl_steps)) as (run, progress):
         head = HeadConfig(settings.variant, run.trainer.config)
         rollouts = PolicyRollouts(run, head)
         trainer = make_trainer(run, head, settings)
@@ -78,41 +77,32 @@ def adaptation_rows(
         "warm_up_slices": settings.steps,
         "slices_per_step": slices,
         "rl_steps": rl_steps,
-        "policy_learning_rate": learning_rate,
+        "policy_learning_rate": config.optimizer.learning_rate,
         "reward_first_step": rewards[0],
         "reward_last_step": rewards[-1],
     }
     rows = []
     for (policy, name), acceptance in measured.items():
-        baseline = measured[policy, "frozen"].accept_length
+        lengths = acceptance.accept_length, measured[policy, "frozen"].accept_length
+        label, baseline = f"adaptation/{policy} policy/{name} head", f"{policy} policy, frozen head"
         rows.append(
-            Row(
-                f"adaptation/{policy} policy/{name} head",
-                acceptance.accept_length,
-                "tokens a pass",
-                f"{policy} policy, frozen head",
-                baseline,
-                acceptance.accept_length / baseline,
-                {
-                    **details,
-                    "acceptance_by_position": list(acceptance.by_position),
-                    "agreement_by_position": list(acceptance.agreement),
-                    "starts": acceptance.starts,
-                },
-            )
+            counted_row(label, *lengths, "tokens a pass", baseline, **details, **by_position(acceptance))
         )
     return rows
 
 
-def trained_with(config: ExperimentConfig, steps: int, learning_rate: float) -> ExperimentConfig:
+def by_position(acceptance: Acceptance) -> dict[str, Any]:
+    """Details of a row about a head."""
+    return {
+        "acceptance_by_position": list(acceptance.by_position),
+        "agreement_by_position": list(acceptance.agreement),
+        "starts": acceptance.starts,
+    }
+
+
+def trained_with(config: ExperimentConfig, steps: int) -> ExperimentConfig:
     """Returns the config with `steps` updates of the policy at a constant learning rate."""
-    optimizer = {"learning_rate": learning_rate, "warmup_steps": 0}
-    return config.model_copy(
-        update={
-            "optimizer": config.optimizer.model_copy(update=optimizer),
-            "training": config.training.model_copy(update={"steps": steps}),
-        }
-    )
+    return with_keys(config, optimizer={"warmup_steps": 0}, training={"steps": steps})
 
 
 def warm_up_head(

@@ -9,38 +9,32 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError
 from rljax.training import loop
 from rljax.training.drafter_warm_up import WarmUp, warm_up
-from rollout_benchmarks.variants import open_run
+from rollout_benchmarks.variants import open_run, with_keys
 
 _DEPTH = 4
 
 
-def in_loop_rows(
-    config: ExperimentConfig, settings: WarmUp, steps: int, learning_rate: float, slices: int
-) -> list[Row]:
+def in_loop_rows(config: ExperimentConfig, settings: WarmUp, steps: int, slices: int) -> list[Row]:
     """Measures accept lengths and seconds of rollouts, step by step.
 
     Args:
       config: the experiment.
       settings: warm-up of the head.
       steps: RL steps of each run.
-      learning_rate: learning rate of the policy.
       slices: number of training slices of the head behind every rollout.
 
     Raises:
       UserError: the runs sampled different tokens.
     """
-    config = config.model_copy(
-        update={
-            "training": config.training.model_copy(update={"steps": steps}),
-            # While programs are compiled in the background, nothing is verified.
-            "engine": config.engine.model_copy(update={"compile": "before"}),
-            "optimizer": config.optimizer.model_copy(update={"learning_rate": learning_rate}),
-        }
+    config = with_keys(
+        config,
+        training={"steps": steps},
+        engine={"compile": "before"},  # while programs are compiled in the background, nothing is verified
     )
     with tempfile.TemporaryDirectory() as directory:
         head = Path(directory) / "head"
@@ -53,27 +47,23 @@ def in_loop_rows(
     for step, (plain, frozen, trained) in enumerate(zip(*lines.values(), strict=True)):
         if not plain["reward/mean"] == frozen["reward/mean"] == trained["reward/mean"]:
             raise UserError(f"step {step}: the runs differ in reward/mean: they sampled different tokens")
+        lengths = trained["speculation/accept_length"], frozen["speculation/accept_length"]
         rows.append(
-            Row(
-                name=f"in loop/step {step}",
-                value=trained["speculation/accept_length"],
-                unit="tokens a pass",
-                baseline="frozen head",
-                baseline_value=frozen["speculation/accept_length"],
-                ratio=trained["speculation/accept_length"] / frozen["speculation/accept_length"],
-                details={
-                    "reward": plain["reward/mean"],
-                    "tokens": plain["rollout/tokens"],
-                    "seconds": {name: lines[name][step]["time/rollout"] for name in lines},
-                    "speculated_share": {
-                        name: lines[name][step]["speculation/speculated_share"]
-                        for name in ("frozen", "trained")
-                    },
-                    "draft_share": trained["speculation/draft_share"],
-                    "warm_up_slices": settings.steps,
-                    "slices_per_step": slices,
-                    "policy_learning_rate": learning_rate,
+            counted_row(
+                f"in loop/step {step}",
+                *lengths,
+                "tokens a pass",
+                "frozen head",
+                reward=plain["reward/mean"],
+                tokens=plain["rollout/tokens"],
+                seconds={name: lines[name][step]["time/rollout"] for name in lines},
+                speculated_share={
+                    name: lines[name][step]["speculation/speculated_share"] for name in ("frozen", "trained")
                 },
+                draft_share=trained["speculation/draft_share"],
+                warm_up_slices=settings.steps,
+                slices_per_step=slices,
+                policy_learning_rate=config.optimizer.learning_rate,
             )
         )
     return rows
@@ -97,7 +87,7 @@ def _with_head(
             "max_drafts": _DEPTH,
             "max_batch": config.engine.max_slots,
         }
-    return config.model_copy(update={"speculation": config.speculation.model_copy(update=update)})
+    return with_keys(config, speculation=update)
 
 
 def _run(config: ExperimentConfig) -> list[dict[str, Any]]:

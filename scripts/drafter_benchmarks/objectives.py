@@ -5,13 +5,15 @@
 import dataclasses
 from collections.abc import Sequence
 
+from drafter_benchmarks.adaptation import by_position
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.spot_trainer import HeadTrainer
 from drafters.eagle.variant import Variant
-from rljax.benchmarking import Row, compare, interleave
+from rljax.benchmarking import Row, counted_row, timed_row
 from rljax.config import ExperimentConfig
+from rljax.timing import compare, interleave
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rollout_benchmarks.variants import collect_step, open_run
 
@@ -71,36 +73,13 @@ def objective_rows(
             "slices": settings.steps,
             "learning_rate": settings.learning_rate,
             "untrained": before.accept_length,
-            "acceptance_by_position": list(after.by_position),
-            "agreement_by_position": list(after.agreement),
-            "starts": after.starts,
+            **by_position(after),
         }
+        lengths = after.accept_length, baseline.accept_length
         rows.append(
-            Row(
-                f"training/{name}/accept length",
-                after.accept_length,
-                "tokens a pass",
-                first,
-                baseline.accept_length,
-                after.accept_length / baseline.accept_length,
-                details,
-            )
+            counted_row(f"training/{name}/accept length", *lengths, "tokens a pass", first, **details)
         )
+        tokens = trainers[name].rows * trainers[name].pack_length
         timing = compare(seconds[name], seconds[first])
-        rows.append(
-            Row(
-                f"training/{name}/slice",
-                timing.seconds,
-                "s",
-                first,
-                timing.baseline_seconds,
-                timing.ratio,
-                {
-                    "rounds": repeats,
-                    "ratio_low": timing.ratio_low,
-                    "ratio_high": timing.ratio_high,
-                    "tokens": trainers[name].rows * trainers[name].pack_length,
-                },
-            )
-        )
+        rows.append(timed_row(f"training/{name}/slice", timing, first, tokens=tokens))
     return rows

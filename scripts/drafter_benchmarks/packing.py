@@ -13,10 +13,11 @@ from drafters.eagle.objective import published_training
 from drafters.eagle.spot_trainer import head_optimizer
 from drafters.eagle.training import init_state, jitted_train_step
 from drafters.eagle.unrolling import HeadBatch
-from rljax.benchmarking import Row, compare, interleave
+from rljax.benchmarking import Row, speed_row
 from rljax.config import ExperimentConfig
 from rljax.learning.packing import Packing
 from rljax.models.rope import rope_table
+from rljax.timing import compare, interleave
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp
 from rollout_benchmarks.variants import open_run
 
@@ -66,31 +67,22 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
             return run_all
 
         seconds = interleave({name: sweep(side) for name, side in batches.items()}, repeats)
-    rows, tokens = [], int(lengths.sum())
-    for name in list(batches)[1:]:
-        timing = compare(seconds["packed"], seconds[name])
-        rows.append(
-            Row(
-                f"packing/against {name}",
-                tokens / timing.seconds,
-                "tokens/s",
-                name,
-                tokens / timing.baseline_seconds,
-                timing.ratio,
-                {
-                    "rounds": repeats,
-                    "ratio_low": timing.ratio_low,
-                    "ratio_high": timing.ratio_high,
-                    "sequences": len(sequences),
-                    "tokens": tokens,
-                    "length_mean": float(lengths.mean()),
-                    "length_max": longest,
-                    "positions": positions["packed"],
-                    "baseline_positions": positions[name],
-                },
-            )
+    tokens = int(lengths.sum())
+    return [
+        speed_row(
+            f"packing/against {name}",
+            tokens,
+            compare(seconds["packed"], seconds[name]),
+            name,
+            sequences=len(sequences),
+            tokens=tokens,
+            length_mean=float(lengths.mean()),
+            length_max=longest,
+            positions=positions["packed"],
+            baseline_positions=positions[name],
         )
-    return rows
+        for name in list(batches)[1:]
+    ]
 
 
 def padded(sequences: Sequence[HeadSequence], count: int, length: int | None = None) -> Iterator[HeadBatch]:

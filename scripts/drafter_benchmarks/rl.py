@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from drafter_benchmarks.adaptation import trained_with, warm_up_head
+from drafter_benchmarks.adaptation import by_position, trained_with, warm_up_head
 from drafters.eagle import losses
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.states import StateReader, States
 from drafters.quantized import QuantizedPolicy, default_format
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -52,20 +52,17 @@ class SelfDrafts:
     entropy: float
 
 
-def rl_rows(
-    config: ExperimentConfig, settings: WarmUp, rl_steps: int, learning_rate: float, slices: int
-) -> list[Row]:
+def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: int) -> list[Row]:
     """Measures the self-drafter's block efficiency and a head's accuracy before every update of the policy.
 
     Args:
       config: the experiment.
       settings: warm-up of the head.
       rl_steps: real policy updates.
-      learning_rate: learning rate of these updates; large, so that a few of them matter.
       slices: number of slices of the head in each of these steps.
     """
     rows: list[Row] = []
-    with open_run(trained_with(config, rl_steps, learning_rate)) as (run, progress):
+    with open_run(trained_with(config, rl_steps)) as (run, progress):
         head = HeadConfig(settings.variant, run.trainer.config)
         rollouts, trainer = PolicyRollouts(run, head), make_trainer(run, head, settings)
         warm_up_head(trainer, rollouts, settings, shared_params(run.state.params, head.policy), progress)
@@ -93,10 +90,12 @@ def rl_rows(
                 trainer.slice(shared)
             trained = worth(trainer.params)
             reward = float(np.mean([group.reward for group in groups]))
-            details: dict[str, Any] = {"reward": reward, "policy_learning_rate": learning_rate}
-            details["entropy"] = next(
-                iter(drafts.values())
-            ).entropy  # of the policy, the same for all drafters
+            details: dict[str, Any] = {
+                "reward": reward,
+                "policy_learning_rate": config.optimizer.learning_rate,
+            }
+            # Of the policy, the same for all drafters.
+            details["entropy"] = next(iter(drafts.values())).entropy
             for name, measured in drafts.items():
                 rows.append(_efficiency_row(f"rl/step {step}/{name}", measured, first[name], details))
             details |= {
@@ -117,38 +116,18 @@ def rl_rows(
 
 
 def _efficiency_row(name: str, drafts: SelfDrafts, first: SelfDrafts, details: dict[str, Any]) -> Row:
-    value, baseline = drafts.by_length[_LENGTH], first.by_length[_LENGTH]
     by_length = {str(length): tokens for length, tokens in drafts.by_length.items()}
-    return Row(
-        f"{name}, {_LENGTH} drafts",
-        value,
-        "tokens a pass",
-        "first step",
-        baseline,
-        value / baseline,
-        details | {"block_efficiency_by_length": by_length},
-    )
+    both = drafts.by_length[_LENGTH], first.by_length[_LENGTH]
+    name, more = f"{name}, {_LENGTH} drafts", details | {"block_efficiency_by_length": by_length}
+    return counted_row(name, *both, "tokens a pass", "first step", **more)
 
 
 def _accuracy_row(
     name: str, acceptance: Acceptance, against: str, baseline: Acceptance, details: dict[str, Any]
 ) -> Row:
-    value, baseline_value = (100 * side.agreement[0] for side in (acceptance, baseline))
-    return Row(
-        name,
-        value,
-        "% right",
-        against,
-        baseline_value,
-        value / max(baseline_value, 1e-6),
-        details
-        | {
-            "accept_length": acceptance.accept_length,
-            "acceptance_by_position": list(acceptance.by_position),
-            "agreement_by_position": list(acceptance.agreement),
-            "starts": acceptance.starts,
-        },
-    )
+    value, before = (100 * side.agreement[0] for side in (acceptance, baseline))
+    more = details | by_position(acceptance) | {"accept_length": acceptance.accept_length}
+    return Row(name, value, "% right", against, before, value / max(before, 1e-6), more)
 
 
 def _self_drafts(

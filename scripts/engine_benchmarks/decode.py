@@ -1,36 +1,47 @@
-"""Tokens per second of the plain engine against `generate`, and the cost of row-invariance."""
+"""The plain engine: tokens per second against `generate`, bytes of weights against what the machine reads,
+and seconds until a process has decoded its first step.
+"""
 
+import functools
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_benchmarks.policies import (
-    PROMPT_TOKENS,
-    SWITCH,
-    import_reference,
-    make_engine,
-    make_reference,
-    random_prompts,
-    speed_row,
-)
-from rljax.benchmarking import Row, compare, interleave
+from rljax.benchmark_runs import in_fresh_process
+from rljax.benchmarking import Row, measure_read_bandwidth, speed_row, timed_row
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment
+from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
+from rljax.models import huggingface
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.sampling.distribution import SamplingParams
-from rljax.sampling.noise import request_key
+from rljax.timing import compare, interleave
+from workloads import (
+    PROMPT_TOKENS,
+    SWITCH,
+    assignments,
+    checkpoint_of,
+    config_of,
+    import_reference,
+    make_engine,
+    make_reference,
+    params_of,
+    random_prompts,
+)
 
 if TYPE_CHECKING:
     import transformers
 
 GREEDY = SamplingParams(temperature=0.0)
 _CHECKED_TOKENS = 8
+
+# --- tokens per second -----------------------------------------------------------------------------------
 
 
 def decode(
@@ -48,8 +59,7 @@ def decode(
     """
     prefix = engine.prefill(params, prompts)
     state = engine.init_state(len(prompts), len(prompts[0]) + (new_tokens if room is None else room))
-    requests = [Assignment(i, i, request_key(0, i), new_tokens) for i in range(len(prompts))]
-    state = engine.bulk_insert(prefix, state, requests)
+    state = engine.bulk_insert(prefix, state, assignments(len(prompts), new_tokens))
     chunks, done = [], 0
     while done < new_tokens:
         state, result = engine.generate(params, state)
@@ -99,7 +109,48 @@ def check_same_policy(model: "transformers.PreTrainedModel", config: ModelConfig
             )
 
 
-def time_decoding(
+def decode_rows(name: str, plan: dict[int, tuple[int, int]]) -> list[Row]:
+    """Measures tokens per second, prefill included, against `generate`; and the cost of row-invariance.
+
+    Args:
+      name: name of the policy.
+      plan: by batch, the new tokens of each response and the timed rounds.
+    """
+    import_reference()
+    config = config_of(name)
+    model, params = make_reference(name)
+    check_same_policy(model, config, params)
+    comparisons = (
+        ("row_invariant on", "on", "transformers generate", "transformers"),
+        ("row_invariant off", "off", "transformers generate", "transformers"),
+        ("price of row_invariant", "on", "row_invariant off", "off"),
+    )
+    rows = []
+    for batch, (new_tokens, repeats) in plan.items():
+        seconds = _time_decoding(model, config, params, batch, new_tokens, repeats)
+        for what, ours, baseline, theirs in comparisons:
+            first, step = _first_token_and_step(seconds, ours, new_tokens)
+            baseline_first, baseline_step = _first_token_and_step(seconds, theirs, new_tokens)
+            rows.append(
+                speed_row(
+                    f"decode/{name}/batch {batch}/{what}",
+                    batch * new_tokens,
+                    compare(seconds[ours], seconds[theirs]),
+                    baseline,
+                    params=num_params(config),
+                    batch=batch,
+                    prompt_tokens=PROMPT_TOKENS,
+                    new_tokens=new_tokens,
+                    first_token_ms=1e3 * first,
+                    step_ms=1e3 * step,
+                    baseline_first_token_ms=1e3 * baseline_first,
+                    baseline_step_ms=1e3 * baseline_step,
+                )
+            )
+    return rows
+
+
+def _time_decoding(
     model: "transformers.PreTrainedModel",
     config: ModelConfig,
     params: Params,
@@ -112,73 +163,126 @@ def time_decoding(
     "first token, SIDE" is the time of a single token, mostly prefill.
     """
     prompts = random_prompts(batch, config.vocab_size)
+    sides: dict[str, Callable[[int], object]] = {}
+    for on in (True, False):
+        engine = make_engine(config, on, batch, PROMPT_TOKENS + new_tokens)
+        ours = functools.partial(decode, engine, engine.load_params(params), prompts, room=new_tokens)
+        sides[SWITCH[on]] = ours
+    sides["transformers"] = functools.partial(reference_decode, model, prompts)
     actions: dict[str, Callable[[], object]] = {}
-
-    def add(side: str, decode_tokens: Callable[[int], object]) -> None:
-        decode_tokens(2)  # compiles and allocates
-        actions[side] = lambda: decode_tokens(new_tokens)
-        actions[f"first token, {side}"] = lambda: decode_tokens(1)
-
-    for row_invariant in (True, False):
-        engine = make_engine(config, row_invariant, batch, PROMPT_TOKENS + new_tokens)
-        loaded = engine.load_params(params)
-        add(
-            SWITCH[row_invariant],
-            lambda count, engine=engine, loaded=loaded: decode(
-                engine, loaded, prompts, count, room=new_tokens
-            ),
-        )
-    add("transformers", lambda count: reference_decode(model, prompts, count))
+    for side, tokens in sides.items():
+        tokens(new_tokens=2)  # compiles and allocates
+        actions[side] = functools.partial(tokens, new_tokens=new_tokens)
+        actions[f"first token, {side}"] = functools.partial(tokens, new_tokens=1)
     return interleave(actions, repeats, warmups=0)
 
 
-def decode_rows(name: str, config: ModelConfig, plan: dict[int, tuple[int, int]]) -> list[Row]:
-    """Measures tokens per second, prefill included, against `generate`; and the cost of row-invariance.
-
-    Args:
-      name: name of the policy.
-      plan: by batch, the new tokens of each response and the timed rounds.
-    """
-    import_reference()
-    with tempfile.TemporaryDirectory() as directory:
-        model, params = make_reference(config, Path(directory))
-    check_same_policy(model, config, params)
-    comparisons = (
-        ("row_invariant on", "on", "transformers generate", "transformers"),
-        ("row_invariant off", "off", "transformers generate", "transformers"),
-        ("price of row_invariant", "on", "row_invariant off", "off"),
-    )
-    rows = []
-    for batch, (new_tokens, repeats) in plan.items():
-        seconds = time_decoding(model, config, params, batch, new_tokens, repeats)
-        for what, ours, baseline, theirs in comparisons:
-            timing = compare(seconds[ours], seconds[theirs])
-            first, step = first_token_and_step(seconds, ours, new_tokens)
-            baseline_first, baseline_step = first_token_and_step(seconds, theirs, new_tokens)
-            rows.append(
-                speed_row(
-                    f"decode/{name}/batch {batch}/{what}",
-                    batch * new_tokens,
-                    timing,
-                    baseline,
-                    {
-                        "rounds": repeats,
-                        "params": num_params(config),
-                        "batch": batch,
-                        "prompt_tokens": PROMPT_TOKENS,
-                        "new_tokens": new_tokens,
-                        "first_token_ms": 1e3 * first,
-                        "step_ms": 1e3 * step,
-                        "baseline_first_token_ms": 1e3 * baseline_first,
-                        "baseline_step_ms": 1e3 * baseline_step,
-                    },
-                )
-            )
-    return rows
-
-
-def first_token_and_step(seconds: dict[str, list[float]], side: str, new_tokens: int) -> tuple[float, float]:
+def _first_token_and_step(seconds: dict[str, list[float]], side: str, new_tokens: int) -> tuple[float, float]:
     """Returns a side's median seconds to the first token, and per token after it."""
     first = seconds[f"first token, {side}"]
     behind = [whole - begin for whole, begin in zip(seconds[side], first, strict=True)]
     return statistics.median(first), statistics.median(behind) / (new_tokens - 1)
+
+
+# --- weights read per second -----------------------------------------------------------------------------
+
+
+def step_weight_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of float32 weights that a decode step reads: all, except for an untied input
+    embedding, of which it reads a row.
+    """
+    unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return 4 * (num_params(config) - unread)
+
+
+def bandwidth_rows(name: str, steps: int, repeats: int) -> list[Row]:
+    """Measures bytes of weights per second while one response is decoded, against the machine's bandwidth."""
+    config, params = config_of(name), params_of(name)
+    weight_bytes, length = step_weight_bytes(config), PROMPT_TOKENS + steps + 1
+    engines = {SWITCH[on]: make_engine(config, on, 1, length) for on in (True, False)}
+    weights = {engine: engine.load_params(params) for engine in engines.values()}
+
+    def steps_per_second(engine: DecodeEngine) -> float:
+        """Measures the decode loop alone: the prompt is in its slot, and the first step is not timed."""
+        params = weights[engine]
+        prefix = engine.prefill(params, random_prompts(1, config.vocab_size))
+        (request,) = assignments(1, steps + 1)
+        state = engine.insert(prefix, engine.init_state(1, length), request)
+        state, _ = engine.generate(params, state, max_steps=1)
+        done, start = 0, time.perf_counter()
+        while done < steps:
+            state, result = engine.generate(params, state)
+            done += result.steps
+        return done / (time.perf_counter() - start)
+
+    for engine in engines.values():
+        steps_per_second(engine)
+    rates: dict[str, list[float]] = {switch: [] for switch in engines}
+    readings: list[dict[str, float]] = []
+    for _ in range(repeats):  # a round: the machine's bandwidth, then both engines
+        readings.append(measure_read_bandwidth(repeats=3))
+        for switch, engine in engines.items():
+            rates[switch].append(steps_per_second(engine) * weight_bytes)
+    machine = [max(reading.values()) for reading in readings]
+    methods = {method: max(reading[method] for reading in readings) / 1e9 for method in readings[0]}
+    rows = []
+    for switch, rate in rates.items():
+        shares = [ours / readable for ours, readable in zip(rate, machine, strict=True)]
+        details = {
+            "params": num_params(config),
+            "weight_bytes": weight_bytes,
+            "rounds": repeats,
+            "ratio_low": min(shares),
+            "ratio_high": max(shares),
+            "best_over_best": max(rate) / max(machine),
+            "read_bandwidth_by_method": methods,
+        }
+        row = f"bandwidth/{name}/batch 1/row_invariant {switch}"
+        value, baseline = statistics.median(rate) / 1e9, statistics.median(machine) / 1e9
+        rows.append(Row(row, value, "GB/s", "read bandwidth", baseline, statistics.median(shares), details))
+    return rows
+
+
+# --- the first step of a process -------------------------------------------------------------------------
+
+
+def first_step(checkpoint: str, cache: str) -> dict[str, float]:
+    """Measures the seconds of a fresh process up to its first decode step."""
+    enable_compilation_cache(cache)
+    config = huggingface.load_model_config(Path(checkpoint))
+    params = huggingface.load_params(Path(checkpoint), config)
+    created = time.time()
+    engine = make_engine(config, True, slots=8, length=256, cache=Path(cache))
+    params = engine.load_params(params)
+    prefix = engine.prefill(params, random_prompts(8, config.vocab_size))
+    state = engine.bulk_insert(prefix, engine.init_state(8, 256), assignments(8, 128))
+    engine.generate(params, state, max_steps=1)
+    return {"created": created, "decoded": time.time(), "compiling": engine.pool.seconds}
+
+
+def startup_rows(name: str, repeats: int) -> list[Row]:
+    """Seconds to the first decode step of a second process, its programs cached, against a first one."""
+    runs: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = checkpoint_of(name, Path(directory))
+        for repeat in range(repeats):
+            for process in ("first", "second"):
+                started = time.time()
+                times = in_fresh_process(first_step, str(checkpoint), f"{directory}/cache{repeat}")
+                times |= {"process start": times["decoded"] - started}
+                runs[process].append(times | {"engine creation": times["decoded"] - times["created"]})
+
+    def seconds(process: str, since: str) -> list[float]:
+        return [run[since] for run in runs[process]]
+
+    return [
+        timed_row(
+            f"startup/{name}/{since} to first decode step",
+            compare(seconds("second", since), seconds("first", since)),
+            "empty compilation cache",
+            params=num_params(config_of(name)),
+            compiling_s=statistics.median(seconds("second", "compiling")),
+            baseline_compiling_s=statistics.median(seconds("first", "compiling")),
+        )
+        for since in ("process start", "engine creation")
+    ]

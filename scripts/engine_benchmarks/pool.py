@@ -14,7 +14,7 @@ import numpy as np
 from drafters.eagle.drafting import DraftStrategy
 from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.slots import HeadSlots
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
@@ -25,6 +25,7 @@ from rljax.numerics.rows import Numerics
 from rljax.papers.tlt.arms import arms_by_batch
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.strategies import Strategy
+from workloads import config_of
 
 _LENGTH = 512
 _NODES = (1, 3, 5, 7, 11, 15, 23, 31)  # per slot, by strategy
@@ -34,8 +35,9 @@ _SINGLE = 7
 _ROWS = (8, 16, 32, 64, 128)  # of the bucketed passes
 
 
-def pool_rows(name: str, config: ModelConfig, batches: Sequence[int]) -> list[Row]:
+def pool_rows(name: str, batches: Sequence[int]) -> list[Row]:
     """Compares all strategies for all batches to one strategy alone and to bucketed programs."""
+    config = config_of(name)
     strategies = [Strategy(nodes, nodes, nodes, "drafter") for nodes in _NODES]
     bucketed = Buckets(tuple(batches), (_LENGTH,), _ROWS, _NODES[-1])
     arms = arms_by_batch(strategies, bucketed, batches[-1])
@@ -66,22 +68,20 @@ def pool_rows(name: str, config: ModelConfig, batches: Sequence[int]) -> list[Ro
         for way in ("single", "bucketed"):
             sizes, seconds = compiled[way]
             rows.append(
-                Row(
-                    name=f"pool/{name}/{part}{way}",
-                    value=sum(sizes) / 1e6,
-                    unit="MB",
-                    baseline="naive",
-                    baseline_value=sum(naive) / 1e6,
-                    ratio=sum(naive) / sum(sizes),
-                    details={
-                        "programs": len(sizes),
-                        "baseline_programs": len(naive),
-                        "largest": max(sizes) / 1e6,
-                        "baseline_largest": max(naive) / 1e6,
-                        "compile_seconds": seconds,
-                        "baseline_compile_seconds": naive_seconds,
-                        "strategies": 1 if way == "single" else len(strategies),
-                    },
+                counted_row(
+                    f"pool/{name}/{part}{way}",
+                    sum(sizes) / 1e6,
+                    sum(naive) / 1e6,
+                    "MB",
+                    "naive",
+                    less=True,
+                    programs=len(sizes),
+                    baseline_programs=len(naive),
+                    largest=max(sizes) / 1e6,
+                    baseline_largest=max(naive) / 1e6,
+                    compile_seconds=seconds,
+                    baseline_compile_seconds=naive_seconds,
+                    strategies=1 if way == "single" else len(strategies),
                 )
             )
     return rows

@@ -6,27 +6,27 @@ its default options, so that changed defaults of a new version show.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from engine_benchmarks.policies import POLICIES
 from rljax.benchmarking import Row
 from rljax.engine.buckets import make_buckets
 from rljax.engine.invariance import measure, row_counts
 from rljax.numerics.attention import KEY_BLOCK, block_scores, scale_queries, softmax_terms
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max, row_sum
+from workloads import config_of
 
 _ROWS, _FEWER = 64, (1, 2, 3, 4, 8, 16, 32)
 _INPUTS, _OUTPUTS = (192, 512, 768, 1024), 256
 
 
-def row_invariance_rows() -> list[Row]:
-    """Compares every formulation of `rljax/numerics/rows.py` to the one that it replaces; form of
-    products.
+def row_invariance_rows(names: Sequence[str]) -> list[Row]:
+    """Compares every formulation of `rljax/numerics/rows.py` to the one that it replaces; and the form of
+    products of policies.
     """
     rng = np.random.default_rng(0)
     layouts = [_layout(rng, inputs) for inputs in _INPUTS]
@@ -37,16 +37,15 @@ def row_invariance_rows() -> list[Row]:
         _maximum(rng),
         _zeros_between(rng),
         _rounding(rng),
-        *(_form(name, dtype) for name in ("2M", "95M") for dtype in ("float32", "bfloat16")),
+        *(_form(name, dtype) for name in names for dtype in ("float32", "bfloat16")),
     ]
 
 
 def _form(name: str, dtype: str) -> Row:
     """Returns the form of products that is exact here for a policy: the multiple to which rows are padded."""
     buckets = make_buckets(64, 1024, True, verify_buckets=(16, 32, 64, 128), max_drafts=15)
-    measurement = measure(
-        POLICIES[name], Numerics(compute_dtype=dtype), row_counts(buckets, [4096, 1000, 33])
-    )
+    counts = row_counts(buckets, [4096, 1000, 33])
+    measurement = measure(config_of(name), Numerics(compute_dtype=dtype), counts)
     details = dataclasses.asdict(measurement) | {"summary": measurement.summary(dtype)}
     row = f"rows/form of products/{name}/{dtype}"
     return Row(row, measurement.form.multiple, "rows", "unpadded", 1, 1 / measurement.form.multiple, details)

@@ -1,15 +1,12 @@
 """Tokens per second through an update, against the same update in PyTorch."""
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine_benchmarks.policies import PROMPT_TOKENS, SWITCH, import_reference, make_reference, speed_row
 from rljax.algorithms.losses import aggregation_weights
-from rljax.benchmarking import Row, compare, interleave
+from rljax.benchmarking import Row, speed_row
 from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
@@ -19,7 +16,9 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
+from rljax.timing import compare, interleave
 from rljax.training.update import Trainer
+from workloads import PROMPT_TOKENS, SWITCH, config_of, import_reference, make_reference
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +30,23 @@ UPDATE = TrainingConfig(pack_length=768, rows_per_microbatch=4)
 LONG_PROMPTS = TrainingConfig(pack_length=1536, rows_per_microbatch=4)
 LONG_PROMPT_TOKENS = 512
 GROUP_SIZE = 8
+SMALL = ("2M", "25M")
+"""Policies whose updates have 64 sequences, or 4 groups: those of others have 16, or one."""
+
+
+def random_sequence(
+    rng: np.random.Generator, prompt: np.ndarray, length: int, vocab_size: int, weight: float
+) -> TrainingSequence:
+    """Returns a response of random tokens, with logprobs about those of random weights: ratios are on both
+    sides of the clip range, near it with such weights, and far from it with trained ones.
+    """
+    return TrainingSequence(
+        prompt_ids=prompt,
+        response_ids=rng.integers(0, vocab_size, length),
+        rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
+        advantage=float(rng.normal()),
+        weight=float(weight),
+    )
 
 
 def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]:
@@ -42,14 +58,7 @@ def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]
     lengths = np.clip(rng.lognormal(np.log(longest / 7), 0.9, count).astype(int), 8, longest)
     weights = aggregation_weights(lengths, GRPO.aggregation)
     return [
-        TrainingSequence(
-            prompt_ids=rng.integers(0, vocab_size, PROMPT_TOKENS),
-            response_ids=rng.integers(0, vocab_size, length),
-            # About what a random policy gives, so that ratios are on both sides of the clip range.
-            rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
-            advantage=float(rng.normal()),
-            weight=float(weight),
-        )
+        random_sequence(rng, rng.integers(0, vocab_size, PROMPT_TOKENS), length, vocab_size, weight)
         for length, weight in zip(lengths, weights, strict=True)
     ]
 
@@ -63,13 +72,7 @@ def grouped_sequences(num_groups: int, vocab_size: int) -> list[TrainingSequence
     for group_lengths, group_weights in zip(lengths, weights, strict=True):
         prompt = rng.integers(0, vocab_size, LONG_PROMPT_TOKENS)
         sequences += [
-            TrainingSequence(
-                prompt_ids=prompt,
-                response_ids=rng.integers(0, vocab_size, length),
-                rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
-                advantage=float(rng.normal()),
-                weight=float(weight),
-            )
+            random_sequence(rng, prompt, length, vocab_size, weight)
             for length, weight in zip(group_lengths, group_weights, strict=True)
         ]
     return sequences
@@ -204,80 +207,68 @@ class PaddedUpdates:
         return -(weights[:, 1:] * surrogate).sum()
 
 
-def check_same_update(ours: tuple[float, float], reference: tuple[float, float], switch: str) -> None:
+def check_same_update(ours: tuple[float, float], reference: tuple[float, float], side: str) -> None:
     """Raises `UserError` unless (loss, gradient norm) agree to float32's accuracy."""
     if not np.allclose(ours, reference, rtol=1e-3, atol=1e-5):
         raise UserError(
-            f"loss and gradient norm of the first update differ, {ours} (row_invariant {switch}) against "
+            f"loss and gradient norm of the first update differ, {ours} ({side}) against "
             f"{reference} in PyTorch: not the same update, so nothing was timed"
         )
 
 
-def update_rows(name: str, config: ModelConfig, num_sequences: int, repeats: int) -> list[Row]:
+def timed_updates(
+    ours: dict[str, PackedUpdates], theirs: PaddedUpdates, repeats: int
+) -> dict[str, list[float]]:
+    """Returns the seconds of every side's updates, once the first one is the same on all."""
+    reference = theirs()
+    for side, update in ours.items():
+        check_same_update(update(), reference, side)
+    return interleave({**ours, "PyTorch": theirs}, repeats, warmups=0)
+
+
+def update_rows(name: str, repeats: int) -> list[Row]:
     """Measures tokens of prompt and response per second through an update with batching, against PyTorch."""
     import_reference()
-    with tempfile.TemporaryDirectory() as directory:
-        model, params = make_reference(config, Path(directory))
+    config, num_sequences = config_of(name), 64 if name in SMALL else 16
+    model, params = make_reference(name)
     sequences = long_tailed_sequences(num_sequences, config.vocab_size)
     sides = {SWITCH[on]: PackedUpdates(config, params, sequences, on) for on in (True, False)}
     reference = PaddedUpdates(model, sequences)
-    theirs = reference()
-    for switch, side in sides.items():
-        check_same_update(side(), theirs, switch)
-    seconds = interleave({**sides, "PyTorch": reference}, repeats, warmups=0)
+    seconds = timed_updates(sides, reference, repeats)
     tokens = sum(sequence.length for sequence in sequences)
-    response_lengths = [len(sequence.response_ids) for sequence in sequences]
-    rows = []
-    for switch, side in sides.items():
-        timing = compare(seconds[switch], seconds["PyTorch"])
-        rows.append(
-            speed_row(
-                f"update/{name}/row_invariant {switch}",
-                tokens,
-                timing,
-                "PyTorch, transformers",
-                {
-                    "rounds": repeats,
-                    "params": num_params(config),
-                    "sequences": num_sequences,
-                    "tokens": tokens,
-                    "response_length_p75": float(np.percentile(response_lengths, 75)),
-                    "response_length_max": max(response_lengths),
-                    "padding": side.padding,
-                    "baseline_padding": reference.padding,
-                },
-            )
+    lengths = [len(sequence.response_ids) for sequence in sequences]
+    return [
+        speed_row(
+            f"update/{name}/row_invariant {switch}",
+            tokens,
+            compare(seconds[switch], seconds["PyTorch"]),
+            "PyTorch, transformers",
+            params=num_params(config),
+            sequences=num_sequences,
+            tokens=tokens,
+            response_length_p75=float(np.percentile(lengths, 75)),
+            response_length_max=max(lengths),
+            padding=side.padding,
+            baseline_padding=reference.padding,
         )
-    return rows
+        for switch, side in sides.items()
+    ]
 
 
-def shared_prompt_rows(name: str, config: ModelConfig, num_groups: int, repeats: int) -> list[Row]:
+def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
     """Measures updates on groups with a long prompt, which is computed once: against PyTorch, and against
     computing every copy.
     """
     import_reference()
-    with tempfile.TemporaryDirectory() as directory:
-        model, params = make_reference(config, Path(directory))
-    sequences = grouped_sequences(num_groups, config.vocab_size)
-    every, shared = (
-        PackedUpdates(config, params, sequences, True, training=LONG_PROMPTS, share_prompts=share)
-        for share in (False, True)
-    )
-    reference = PaddedUpdates(model, sequences, LONG_PROMPTS)
-    theirs = reference()
-    for side in (every, shared):
-        check_same_update(side(), theirs, "on")
-    sides = {"shared": shared, "every": every, "PyTorch": reference}
-    seconds = interleave(sides, repeats, warmups=0)
-    tokens = sum(sequence.length for sequence in sequences)
-    details = {
-        "rounds": repeats,
-        "params": num_params(config),
-        "sequences": len(sequences),
-        "group_size": GROUP_SIZE,
-        "prompt_tokens": LONG_PROMPT_TOKENS,
-        "tokens": tokens,
+    config = config_of(name)
+    model, params = make_reference(name)
+    sequences = grouped_sequences(4 if name in SMALL else 1, config.vocab_size)
+    sides = {
+        side: PackedUpdates(config, params, sequences, True, training=LONG_PROMPTS, share_prompts=share)
+        for side, share in (("shared", True), ("every", False))
     }
+    seconds = timed_updates(sides, PaddedUpdates(model, sequences, LONG_PROMPTS), repeats)
+    tokens = sum(sequence.length for sequence in sequences)
     baselines = {"PyTorch": "PyTorch, transformers", "every": "every prompt computed"}
     return [
         speed_row(
@@ -285,7 +276,11 @@ def shared_prompt_rows(name: str, config: ModelConfig, num_groups: int, repeats:
             tokens,
             compare(seconds["shared"], seconds[baseline]),
             label,
-            details,
+            params=num_params(config),
+            sequences=len(sequences),
+            group_size=GROUP_SIZE,
+            prompt_tokens=LONG_PROMPT_TOKENS,
+            tokens=tokens,
         )
         for baseline, label in baselines.items()
     ]

@@ -3,20 +3,21 @@
 import statistics
 from collections.abc import Sequence
 
-from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_loop, text_of
-from engine_benchmarks.real_shapes import (
-    POLICIES,
-    TINY,
+from gpu_parts.engines import (
+    TimedPool,
     cache_bytes,
+    compile_together,
     gpu_numerics,
+    kernels_of_loop,
     make_engine,
     random_params,
     read_bytes,
+    text_of,
 )
 from gpu_parts.part import Part, run
 from kernel_benchmarks.ceilings import copy_bandwidth
-from rljax.models.config import ModelConfig
 from rljax.speculation.warm_up import time_passes
+from workloads import config_of
 
 _LENGTH = 2048  # positions of a slot's cache, half of them filled
 _STEPS = 16  # between two host syncs, as a run decodes
@@ -28,18 +29,17 @@ def measure(part: Part) -> None:
     """Times all slots busy in half-filled caches; the smaller policy first."""
     bandwidth = copy_bandwidth(8 if part.quick else 2048)
     if part.quick:
-        _measure_policy(part, "tiny", TINY, (2,), bandwidth)
+        _measure_policy(part, "tiny", (2,), bandwidth)
         return
     for name in ("Qwen3-1.7B", "Qwen3-8B"):
         if part.left() < _PER_POLICY:
             part.note(f"{name} left out: {part.left():.0f} s are left")
             continue
-        _measure_policy(part, name, POLICIES[name], (8, 1, 64), bandwidth)
+        _measure_policy(part, name, (8, 1, 64), bandwidth)
 
 
-def _measure_policy(
-    part: Part, name: str, config: ModelConfig, batches: Sequence[int], bandwidth: float
-) -> None:
+def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: float) -> None:
+    config = config_of(name)
     pool, numerics = TimedPool(), gpu_numerics(config, part.quick)
     length = 128 if part.quick else _LENGTH
     engines = [make_engine(config, numerics, pool, batch, length) for batch in batches]

@@ -17,8 +17,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from drafters.simple import SimpleDrafterAdapter
-from engine_benchmarks.compiled import TimedPool, compile_together
-from engine_benchmarks.real_shapes import POLICIES, TINY, gpu_numerics, make_engine, random_params
+from gpu_parts.engines import TimedPool, compile_together, gpu_numerics, make_engine, random_params
 from gpu_parts.part import Part, run
 from kernel_benchmarks.products import REPEATS, compare_rows, float32_error
 from rljax.engine.engine import DecodeEngine
@@ -35,8 +34,8 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
-from rollout_benchmarks.equality import Count
-from rollout_benchmarks.every_pass import EveryPass, take_turns
+from rollout_benchmarks.equality import Count, EveryPass, take_turns
+from workloads import config_of
 
 _SHAPES = ((6144, 2048), (2048, 151_936), (2048, 1024))  # down, the LM head, and keys: few outputs
 _ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
@@ -77,7 +76,7 @@ def measure(part: Part) -> None:
     """Counts flips, then compares products, as long as there is time."""
     # Kernels that were chosen by another part would be read where none are to be measured.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    config = TINY if part.quick else dataclasses.replace(POLICIES["Qwen3-1.7B"], num_layers=4)
+    config = config_of("tiny") if part.quick else dataclasses.replace(config_of("Qwen3-1.7B"), num_layers=4)
     numerics = gpu_numerics(config, part.quick)
     _count_flips(part, config, numerics, _QUICK if part.quick else _SIZES)
     _compare_products(part)

@@ -18,9 +18,8 @@ import numpy as np
 
 from drafters.base import Outcome
 from drafters.registry import make_drafters, rehearse_drafters
-from engine_benchmarks.compiled import compile_together
-from engine_benchmarks.real_shapes import KERNELS
 from gpu_parts.carry import joined
+from gpu_parts.engines import KERNELS, compile_together
 from gpu_parts.part import Part, run
 from rljax.assembly.decoding import make_scheduler, unmeasured_numerics, warm_up
 from rljax.assembly.policy import Policy, grown_policy, make_policy

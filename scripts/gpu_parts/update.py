@@ -6,9 +6,8 @@ import time
 import jax
 import numpy as np
 
-from engine_benchmarks.compiled import TimedPool
-from engine_benchmarks.real_shapes import POLICIES, TINY, gpu_config, gpu_numerics, random_params
-from engine_benchmarks.update import GRPO
+from engine_benchmarks.update import GRPO, random_sequence
+from gpu_parts.engines import TimedPool, gpu_config, gpu_numerics, random_params
 from gpu_parts.part import Part, run
 from rljax.config import OptimizerConfig
 from rljax.errors import UserError
@@ -20,6 +19,7 @@ from rljax.planning.command import present_topology
 from rljax.planning.topologies import hardware_of, parse_topology
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.update import Trainer
+from workloads import config_of
 
 _TOKENS, _SEQUENCES, _PROMPT = 4096, 4, 128
 _REPEATS = 5
@@ -27,7 +27,8 @@ _REPEATS = 5
 
 def measure(part: Part) -> None:
     """Times whole updates: gradients of one micro-batch, and the optimizer on float32 weights and moments."""
-    name, config = ("tiny", TINY) if part.quick else ("Qwen3-1.7B", POLICIES["Qwen3-1.7B"])
+    name = "tiny" if part.quick else "Qwen3-1.7B"
+    config = config_of(name)
     tokens, repeats = (256, 1) if part.quick else (_TOKENS, _REPEATS)
     training = gpu_config().training.model_copy(update={"pack_length": tokens, "rows_per_microbatch": 1})
     pool = TimedPool()
@@ -75,14 +76,9 @@ def _sequences(config: ModelConfig, tokens: int) -> list[TrainingSequence]:
     """Returns sequences of random tokens, of one length, that fill a row."""
     rng, length = np.random.default_rng(0), tokens // _SEQUENCES
     prompt = min(_PROMPT, length // 2)
+    weight, vocab = 1.0 / (_SEQUENCES * (length - prompt)), config.vocab_size
     return [
-        TrainingSequence(
-            prompt_ids=rng.integers(0, config.vocab_size, prompt),
-            response_ids=rng.integers(0, config.vocab_size, length - prompt),
-            rollout_logprobs=rng.normal(-np.log(config.vocab_size), 0.2, length - prompt),
-            advantage=float(rng.normal()),
-            weight=1.0 / (_SEQUENCES * (length - prompt)),
-        )
+        random_sequence(rng, rng.integers(0, vocab, prompt), length - prompt, vocab, weight)
         for _ in range(_SEQUENCES)
     ]
 

@@ -4,20 +4,22 @@ import dataclasses
 import functools
 
 from drafters.quantized import QuantizedPolicy, default_format
-from engine_benchmarks.compiled import TimedPool, compile_together, kernels_of_program, text_of
-from engine_benchmarks.real_shapes import (
-    POLICIES,
-    TINY,
+from gpu_parts.engines import (
+    TimedPool,
+    compile_together,
     gpu_numerics,
+    kernels_of_program,
     make_engine,
     random_params,
     read_bytes,
+    text_of,
 )
 from gpu_parts.part import Part, run
-from rljax.benchmarking import compare
 from rljax.engine.engine import DecodeEngine
 from rljax.models.transformer import Params
 from rljax.speculation.warm_up import time_drafts, time_passes
+from rljax.timing import compare
+from workloads import config_of
 
 _LENGTH = 2048  # positions of a slot's cache, half of them filled, as of the part `decode`
 _PASSES = 16  # between two host syncs
@@ -32,7 +34,8 @@ rows than slots, so that 32 slots have 2 or 16 each.
 
 def measure(part: Part) -> None:
     """Times passes in turn with plain steps, all slots busy in half-filled caches."""
-    name, config = ("tiny", TINY) if part.quick else ("Qwen3-1.7B", POLICIES["Qwen3-1.7B"])
+    name = "tiny" if part.quick else "Qwen3-1.7B"
+    config = config_of(name)
     numerics = gpu_numerics(config, part.quick)
     pool, params = TimedPool(), None
     length, repeats = (128, 1) if part.quick else (_LENGTH, _REPEATS)

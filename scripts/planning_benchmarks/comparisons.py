@@ -1,16 +1,14 @@
 """Times and memory of passes and updates, against a plan."""
 
-import time
+import statistics
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
 from process_memory import forget_peak, memory_kilobytes
 from rljax.assembly.decoding import sampling_params
 from rljax.benchmarking import Row
 from rljax.config import ExperimentConfig
-from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.learning.optimizer import make_optimizer
@@ -19,17 +17,9 @@ from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.planning.planner import Plan
 from rljax.planning.roofline import Roofline
+from rljax.speculation.warm_up import time_passes
+from rljax.timing import interleave
 from rljax.training.update import Trainer
-
-
-def _median_seconds(run: Callable[[], None], repeats: int = 7) -> float:
-    run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds))
 
 
 def _peak_during(run: Callable[[], None]) -> int:
@@ -51,37 +41,20 @@ def decoding_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
     pool = ExecutablePool(numerics.row_invariant)
     engine = DecodeEngine(run.model, numerics, sampling_params(config), run.buckets, (0,), 16, pool)
     params = engine.load_params(init_params(run.model, 0))
-    length = plan.decoding[0].length
     rows = []
-    for timed in (*plan.decoding, *plan.verifying):
-        state = engine.init_state(timed.slots, length)
-        half = np.full(timed.slots, length // 2, np.int32)
-        state = state.replace(
-            active=jax.numpy.ones(timed.slots, bool),
-            remaining=jax.numpy.full(timed.slots, 2**20, jax.numpy.int32),
-        )
-        holder = [state]
-        if timed.rows == timed.slots:
-
-            def step(holder=holder, half=half):
-                state = holder[0].replace(lengths=jax.numpy.asarray(half))
-                holder[0], _ = engine.generate(params, state, 4)
-
-            name, repeats = f"decode step, {timed.slots} slots", 4
-        else:
-            nodes = next(n for r, n in run.buckets.passes(timed.slots) if r == timed.rows)
-            tree = empty_tree(timed.slots, nodes)
-            tree.parents[:] = np.arange(-1, nodes - 1)[None]
-            tree.valid[:, : timed.rows // timed.slots - 1] = True
-            packed = pack_rows(tree, np.arange(timed.slots), timed.rows)
-
-            def step(holder=holder, half=half, tree=tree, packed=packed):
-                state = holder[0].replace(lengths=jax.numpy.asarray(half))
-                holder[0], pending = engine.verify(params, state, tree, packed)
-                pending.result()
-
-            name, repeats = f"verifying pass, {timed.slots} slots, {timed.rows} tokens", 1
-        rows.append(_compared(name, 1e3 * timed.seconds, 1e3 * _median_seconds(step) / repeats, "ms"))
+    for slots in dict.fromkeys(timed.slots for timed in plan.decoding):
+        measured = time_passes(engine, params, slots, plan.decoding[0].length, repeats=7)
+        for timed in (*plan.decoding, *plan.verifying):
+            if timed.slots != slots:
+                continue
+            plain = timed.rows == slots
+            name = (
+                f"decode step, {slots} slots"
+                if plain
+                else f"verifying pass, {slots} slots, {timed.rows} tokens"
+            )
+            seconds = statistics.median(measured[0 if plain else timed.rows])
+            rows.append(_compared(name, 1e3 * timed.seconds, 1e3 * seconds, "ms"))
     return rows
 
 
@@ -113,10 +86,10 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
     def update():
         holder[0], _ = trainer.update(holder[0], [batch])
 
-    update()
+    (seconds,) = interleave({"update": update}, repeats=3).values()
     roofline = Roofline(run, plan.hardware)
     predicted = plan.microbatch[1] + roofline.seconds(roofline.optimizer())
-    time_row = _compared("update of a micro-batch", 1e3 * predicted, 1e3 * _median_seconds(update, 3), "ms")
+    time_row = _compared("update of a micro-batch", 1e3 * predicted, 1e3 * statistics.median(seconds), "ms")
     peak = next((size for phase, (size, _) in plan.memory.peaks.items() if phase == "update"), 0)
     grown = _peak_during(update) - base
     return [time_row, _compared("memory of the update", peak / 2**20, grown / 2**20, "MiB")]

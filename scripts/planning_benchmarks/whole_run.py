@@ -13,6 +13,7 @@ from process_memory import memory_kilobytes
 from rljax.benchmarking import Row
 from rljax.config import load_config
 from rljax.errors import UserError
+from rljax.hub import local_directory
 from rljax.models.huggingface import load_model_config, save_model
 from rljax.models.transformer import init_params
 from rljax.planning.planner import Plan
@@ -26,8 +27,8 @@ _LOOK_EVERY = 0.2  # seconds
 def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
     """Trains one step in a process of its own, and returns its peak memory against the plan's.
 
-    The policy has random weights, which are written in bfloat16. Where the config names a data set, it is one
-    of sums.
+    A policy whose weights are not here has random ones, which are written in bfloat16. Where the config names
+    a data set, it is one of sums.
 
     Args:
       config: file with the config.
@@ -44,7 +45,9 @@ def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
         keys = [*overrides, f"run_dir={directory / 'run'}", "training.steps=1", "evaluation.problems=0"]
         loaded = load_config(config, list(overrides))
         if loaded.policy.path is not None:
-            keys.append(f"policy.path={_random_policy(loaded.policy.path, directory)}")
+            source = local_directory(loaded.policy.path, weights=False)
+            if not any(source.glob("*.safetensors")):
+                keys.append(f"policy.path={_random_policy(source, directory)}")
         if loaded.task.name == "dataset":
             keys.append(f"task.args.path={_sums(loaded.task.args, directory)}")
         command = [sys.executable, str(_SCRIPT), "--config", config, *keys]
@@ -78,7 +81,7 @@ def _peak_of(command: Sequence[str], output: Path) -> int:
     return 1024 * peak
 
 
-def _random_policy(path: str, directory: Path) -> Path:
+def _random_policy(path: Path, directory: Path) -> Path:
     """A directory with random weights of the architecture in `path`, and a tokenizer."""
     source, written = directory / "source", directory / "policy"
     train_tokenizer([f"What is {i} plus {i % 7}?" for i in range(_PROBLEMS)], 512, source)

@@ -12,12 +12,12 @@ import numpy as np
 from drafters.aligned import AlignedDrafter
 from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
 from drafters.registry import make_drafter
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.requests import Completion, Request
 from rljax.training import loop
 from rljax.training.training_run import TrainingRun
-from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded
+from rollout_benchmarks.variants import collect_step, open_run, step_requests, unrewarded, with_keys
 
 _OTHER_NOISE = 1000  # a purpose that nothing else uses
 _NOISE = {"own noise": "own noise", "other noise": "other noise", "other noise, as a chain": "other noise"}
@@ -75,30 +75,21 @@ def ahead_rows(config: ExperimentConfig, learning_rates: Sequence[float], steps:
             if name in _CHAINS:
                 accepted, offered = chains[name]
                 details["accepted_share_of_tokens_ahead"] = accepted / offered
-            rows.append(
-                Row(
-                    name=f"ahead/learning rate {rate:g}/{name}",
-                    value=lengths[name],
-                    unit="tokens a pass",
-                    baseline="history alone",
-                    baseline_value=lengths["history"],
-                    ratio=lengths[name] / lengths["history"],
-                    details=details,
-                )
-            )
+            row = f"ahead/learning rate {rate:g}/{name}"
+            both = lengths[name], lengths["history"]
+            rows.append(counted_row(row, *both, "tokens a pass", "history alone", **details))
     return rows
 
 
 def small_policy(config: ExperimentConfig, learning_rate: float, steps: int) -> ExperimentConfig:
     """Returns the config without growth and drafts, with batches as large as its steps."""
-    return config.model_copy(
-        update={
-            "policy": config.policy.model_copy(update={"growth": None}),
-            "optimizer": config.optimizer.model_copy(update={"learning_rate": learning_rate}),
-            "engine": config.engine.model_copy(update={"max_slots": 64, "batch_buckets": (2, 8, 64)}),
-            "training": config.training.model_copy(update={"steps": steps}),
-            "speculation": config.speculation.model_copy(update={"drafter": None}),
-        }
+    return with_keys(
+        config,
+        policy={"growth": None},
+        optimizer={"learning_rate": learning_rate},
+        engine={"max_slots": 64, "batch_buckets": (2, 8, 64)},
+        training={"steps": steps},
+        speculation={"drafter": None},
     )
 
 

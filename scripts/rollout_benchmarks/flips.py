@@ -28,10 +28,8 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
-from rollout_benchmarks.equality import Count
-from rollout_benchmarks.every_pass import EveryPass, take_turns
-from rollout_benchmarks.lossless import ARGUMENTS
-from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded
+from rollout_benchmarks.equality import Count, EveryPass, take_turns
+from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded, with_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +64,7 @@ MECHANISMS = {
     "all, bandit": Mechanism(("srt", "quantized", "eagle"), "bandit"),
     "all, draft ladder": Mechanism(("srt", "quantized", "eagle"), "ladder"),
 }
+_ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
 BUCKET_MIXES = {
     "a": ((2, 6, 24, 64), (16, 32, 64, 128), (6, 24)),
     "b": ((3, 17, 64), (24, 33, 66, 96), (17, 64)),
@@ -93,15 +92,11 @@ def count_part(
       names: keys of `MECHANISMS`.
     """
     batches, rows, slots = BUCKET_MIXES[part["buckets"]]
-    config = config.model_copy(
-        update={
-            "seed": config.seed + part["block"],
-            "policy": config.policy.model_copy(update={"compute_dtype": part["dtype"]}),
-            "engine": config.engine.model_copy(update={"max_slots": batches[-1], "batch_buckets": batches}),
-            "speculation": config.speculation.model_copy(
-                update={"drafter": "srt", "verify_buckets": rows, "max_drafts": 15, "max_batch": batches[-1]}
-            ),
-        }
+    config = with_keys(
+        config.model_copy(update={"seed": config.seed + part["block"]}),
+        policy={"compute_dtype": part["dtype"]},
+        engine={"max_slots": batches[-1], "batch_buckets": batches},
+        speculation={"drafter": "srt", "verify_buckets": rows, "max_drafts": 15, "max_batch": batches[-1]},
     )
     with open_run(config) as (run, progress):
         progress.stage("count", len(names))
@@ -126,7 +121,7 @@ def _count(
     times: dict[Any, PassTimes],
 ) -> Count:
     params = run.engine.load_params(run.state.params)
-    arguments = {**ARGUMENTS}
+    arguments = {**_ARGUMENTS}
     if "small_model" in mechanism.drafters:
         arguments["small_model"] = {"path": str(small_model(run))}
     drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in mechanism.drafters}
@@ -149,10 +144,8 @@ def _count(
             run_ahead.plan(step_requests(run, step + 1))
         scheduler = Scheduler(engine, slots[step % 2], None, speculator, overlap=step % 3 == 2)
         drafted, statistics = scheduler.run(params, requests)
-        count.drafted, count.accepted = (
-            count.drafted + statistics.drafted,
-            count.accepted + statistics.accepted,
-        )
+        count.drafted += statistics.drafted
+        count.accepted += statistics.accepted
         for number, (one, other) in enumerate(zip(expected, drafted, strict=True)):
             count.compare(one, other, {"step": step, "request": number})
         speculator.learn(unrewarded(requests, drafted))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Drafts, HostDrafter, Queries
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig, SpeculationConfig
 from rljax.requests import Completion, DecodeStatistics, accumulate
 from rljax.rollout.scheduler import Scheduler
@@ -125,21 +125,17 @@ def _scheduler(run: TrainingRun, drafters: dict[str, HostDrafter], choice: Strat
 
 
 def _row(name: str, total: DecodeStatistics, alone: DecodeStatistics, seeds: int) -> Row:
-    value, baseline = total.tokens / total.steps, alone.tokens / alone.steps
-    return Row(
-        name=f"races/{name}",
-        value=value,
-        unit="tokens a pass",
-        baseline="the ladder with the first drafter alone",
-        baseline_value=baseline,
-        ratio=value / baseline,
-        details={
-            "seeds": seeds,
-            "tokens": total.tokens,
-            "passes": total.steps,
-            "verifying_passes": total.verified,
-            "verified_rows": total.verified_rows,
-            "tokens_a_slot_and_pass": total.accept_length,
-            "baseline_passes": alone.steps,
-        },
+    return counted_row(
+        f"races/{name}",
+        total.tokens / total.steps,
+        alone.tokens / alone.steps,
+        "tokens a pass",
+        "the ladder with the first drafter alone",
+        seeds=seeds,
+        tokens=total.tokens,
+        passes=total.steps,
+        verifying_passes=total.verified,
+        verified_rows=total.verified_rows,
+        tokens_a_slot_and_pass=total.accept_length,
+        baseline_passes=alone.steps,
     )

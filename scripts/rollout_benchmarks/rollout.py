@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import Group
@@ -15,6 +16,7 @@ from rollout_benchmarks.variants import (
     Variant,
     check_same,
     check_variants,
+    default_variants,
     make_variants,
     open_run,
     roll_out,
@@ -23,10 +25,15 @@ from rollout_benchmarks.variants import (
 _BETWEEN = 3  # variants between two plain rollouts, since a machine's speed drifts over minutes
 
 
-def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
+def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[Row]:
     """Measures tokens per second of every drafter, by epoch if there are epochs, against plain decoding of
     the same tokens.
+
+    Args:
+      config: the workload.
+      names: variants, plain decoding first; None for `default_variants`.
     """
+    names = names or default_variants(config)
     check_variants(config, names)
     with open_run(config) as (run, progress):
         run.compile(wait=True)
@@ -60,7 +67,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
                     baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
             start = time.perf_counter()
             loop.learn(run, expected)
-            jax.block_until_ready(run.state)
+            jax.block_until_ready(run.state.trained)
             updates.append(time.perf_counter() - start)
             progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})
     rows = []
@@ -69,6 +76,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str]) -> list[Row]:
         update = sum(updates[steps])
         for variant in variants:
             baseline = baselines[variant.name][steps]
+            workload["compute_dtype"] = run.config.policy.compute_dtype
             workload["same_responses"] = float(np.mean(same[variant.name][steps]))
             rows.append(_row(when, variant, baseline, steps, update, workload))
     return rows
@@ -102,7 +110,7 @@ def _windows(windows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _workload(
     plain: Sequence[DecodeStatistics], lengths: Sequence[Sequence[int]], slots: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Describes the tail: the share of slots that is busy in plain decoding, and the lengths of responses."""
     passes = sum(each.steps for each in plain)
     all_lengths = np.concatenate(lengths)
@@ -120,45 +128,42 @@ def _row(
     baseline: Sequence[float],
     steps: slice,
     update: float,
-    workload: dict[str, float],
+    workload: dict[str, Any],
 ) -> Row:
     seconds, learning = variant.seconds[steps], sum(variant.learning[steps])
     total = DecodeStatistics()
     for one in variant.statistics[steps]:
         accumulate(total, one)
     ratios = [b / a for a, b in zip(seconds, baseline, strict=True)]
-    return Row(
-        name=f"rollout/{when}/{row_name(variant.name, total)}",
-        value=total.tokens / sum(seconds),
-        unit="tokens/s",
-        baseline="plain decoding",
-        baseline_value=total.tokens / sum(baseline),
-        ratio=sum(baseline) / sum(seconds),
-        details={
-            "ratio_low": min(ratios),
-            "ratio_high": max(ratios),
-            "rounds": len(ratios),
-            "seconds": sum(seconds),
-            "baseline_seconds": sum(baseline),
-            "learn_seconds": learning,
-            "update_seconds": update,
-            "step_ratio": (sum(baseline) + update) / (sum(seconds) + learning + update),
-            "tokens": total.tokens,
-            "accept_length": total.accept_length,
-            "acceptance": total.accepted / max(total.drafted, 1),
-            "verified_per_token": total.rows / total.tokens,
-            "passes": total.steps,
-            "verifying_passes": total.verified,
-            "ahead_tokens": total.ahead_tokens,
-            "ahead_share": total.ahead_seconds / (total.host_seconds + total.device_seconds),
-            "ahead_seconds": total.ahead_seconds + total.ahead_pass_seconds,
-            "ahead_saved_seconds": total.ahead_saved_seconds,
-            "pass_seconds": total.device_seconds,
-            "host_share": total.host_seconds / (total.host_seconds + total.device_seconds),
-            "draft_share": total.draft_seconds / sum(seconds),
-            "train_share": total.train_seconds / sum(seconds),
-            **workload,
-            **_windows(variant.windows[steps]),
-            "idle_share": total.idle_seconds / (total.idle_seconds + total.device_seconds),
-        },
+    return counted_row(
+        f"rollout/{when}/{row_name(variant.name, total)}",
+        total.tokens / sum(seconds),
+        total.tokens / sum(baseline),
+        "tokens/s",
+        "plain decoding",
+        ratio_low=min(ratios),
+        ratio_high=max(ratios),
+        rounds=len(ratios),
+        seconds=sum(seconds),
+        baseline_seconds=sum(baseline),
+        learn_seconds=learning,
+        update_seconds=update,
+        step_ratio=(sum(baseline) + update) / (sum(seconds) + learning + update),
+        tokens=total.tokens,
+        accept_length=total.accept_length,
+        acceptance=total.accepted / max(total.drafted, 1),
+        verified_per_token=total.rows / total.tokens,
+        passes=total.steps,
+        verifying_passes=total.verified,
+        ahead_tokens=total.ahead_tokens,
+        ahead_share=total.ahead_seconds / (total.host_seconds + total.device_seconds),
+        ahead_seconds=total.ahead_seconds + total.ahead_pass_seconds,
+        ahead_saved_seconds=total.ahead_saved_seconds,
+        pass_seconds=total.device_seconds,
+        host_share=total.host_seconds / (total.host_seconds + total.device_seconds),
+        draft_share=total.draft_seconds / sum(seconds),
+        train_share=total.train_seconds / sum(seconds),
+        **workload,
+        **_windows(variant.windows[steps]),
+        idle_share=total.idle_seconds / (total.idle_seconds + total.device_seconds),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.eagle.checkpoint import save_head
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.engine.draft_tree import most_nodes
 from rljax.speculation.pass_times import PassTimes
@@ -116,20 +116,17 @@ def _resized(variant: Variant, slots: int) -> Variant:
 def _row(case: _Case, variant: Variant, plain: Variant) -> Row:
     (statistics,), (seconds,) = variant.statistics, variant.seconds
     baseline = sum(plain.seconds[-2:]) / 2  # just before, and just after
-    return Row(
-        name=f"strategies/{case.table}/{case.label}",
-        value=statistics.tokens / seconds,
-        unit="tokens/s",
-        baseline="plain decoding",
-        baseline_value=statistics.tokens / baseline,
-        ratio=baseline / seconds,
-        details={
-            "strategy": str(case.strategy),
-            "slots": case.slots,
-            "accept_length": statistics.accept_length,
-            "acceptance": statistics.accepted / max(statistics.drafted, 1),
-            "tokens": statistics.tokens,
-            "verifying_passes": statistics.verified,
-            "draft_share": statistics.draft_seconds / seconds,
-        },
+    return counted_row(
+        f"strategies/{case.table}/{case.label}",
+        statistics.tokens / seconds,
+        statistics.tokens / baseline,
+        "tokens/s",
+        "plain decoding",
+        strategy=str(case.strategy),
+        slots=case.slots,
+        accept_length=statistics.accept_length,
+        acceptance=statistics.accepted / max(statistics.drafted, 1),
+        tokens=statistics.tokens,
+        verifying_passes=statistics.verified,
+        draft_share=statistics.draft_seconds / seconds,
     )

@@ -19,6 +19,7 @@ from rljax.assembly.decoding import warm_up
 from rljax.assembly.policy import make_policy
 from rljax.config import ExperimentConfig
 from rljax.engine.executables import enable_compilation_cache
+from rljax.engine.number_type import with_number_type
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
 from rljax.papers.efficient_rollout.calibration import calibrate, draft_format
@@ -116,9 +117,16 @@ class Variant:
     windows: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
 
+def with_keys(config: ExperimentConfig, **sections: dict[str, Any]) -> ExperimentConfig:
+    """Returns a config with other values of keys, by section."""
+    changed = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    return config.model_copy(update=changed)
+
+
 @contextlib.contextmanager
 def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]:
-    """Opens the config's run in a temporary directory."""
+    """Opens the config's run in a temporary directory, in the number type that a run has."""
+    config = with_number_type(config)
     if config.engine.compilation_cache is not None:
         enable_compilation_cache(config.engine.compilation_cache)
     with tempfile.TemporaryDirectory() as directory, Progress() as progress:
@@ -133,6 +141,18 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
             checkpoints.close()
 
 
+def needs_shape(name: str) -> bool:
+    """Whether a variant has a small model, which is made from `policy.shape`."""
+    keys = VARIANTS[name] or {}
+    return keys.get("drafter") == "small_model" or "small_model" in keys.get("others", {})
+
+
+def default_variants(config: ExperimentConfig) -> list[str]:
+    """The variants that need no device of their own, and that can be made for the config's policy."""
+    shaped = config.policy.shape is not None
+    return [name for name in VARIANTS if name not in BESIDE and (shaped or not needs_shape(name))]
+
+
 def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
     """Raises a UserError for a variant that cannot be made for the config's policy, or on these devices."""
     for name in names:
@@ -141,9 +161,7 @@ def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
                 f"--variants: {name!r} drafts on a device beside the {config.mesh.num_devices} of the mesh,"
                 " and there is none; leave it out"
             )
-        keys = VARIANTS[name] or {}
-        small = keys.get("drafter") == "small_model" or "small_model" in keys.get("others", {})
-        if small and config.policy.shape is None:
+        if needs_shape(name) and config.policy.shape is None:
             raise UserError(
                 f"--variants: {name!r} is made from policy.shape, which this config lacks; leave it out"
             )

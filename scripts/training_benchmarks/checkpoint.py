@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a run, against only writing and reading its bytes."""
+"""Saving and restoring the state of a run, against only writing and reading its bytes; and saving a head."""
 
 import dataclasses
 import functools
@@ -15,14 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import safetensors.numpy
 
+from drafters.eagle.model import HeadConfig, head_shapes
+from drafters.eagle.saving import AsyncHeadSaver
+from drafters.eagle.spot_trainer import head_optimizer
+from drafters.eagle.training import init_state
 from rljax.assembly.checkpoint import RunCheckpoints
-from rljax.benchmarking import Row, compare
+from rljax.benchmarking import Row, counted_row, timed_row
 from rljax.config import OptimizerConfig
+from rljax.durable_files import write_durably
 from rljax.learning.accumulation import TrainState, apply_gradients
 from rljax.learning.optimizer import make_optimizer
-from rljax.models.config import ModelConfig
-from rljax.models.transformer import init_params, num_params
+from rljax.models.transformer import Params, num_params
+from rljax.timing import compare
+from workloads import config_of, params_of
 
 
 def timed(action: Callable[..., Any], *args: Any) -> tuple[float, float, Any]:
@@ -32,9 +39,9 @@ def timed(action: Callable[..., Any], *args: Any) -> tuple[float, float, Any]:
     return time.perf_counter() - start, time.process_time() - processor, result
 
 
-def random_state(config: ModelConfig, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns random weights and moments: zeros would take less space and time than the state of a run."""
-    params = init_params(config, seed=0)
+def random_state(name: str, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns weights and random moments: zeros would take less space and time than the state of a run."""
+    params = params_of(name)
     rng = np.random.default_rng(0)
 
     def fill(leaf: jax.Array) -> jax.Array:
@@ -88,16 +95,15 @@ class Rounds:
         self.baseline[what].append(baseline)
 
 
-def checkpoint_rows(name: str, config: ModelConfig, repeats: int) -> list[Row]:
+def checkpoint_rows(name: str, repeats: int) -> list[Row]:
     """Measures saving and restoring a train state, in the system's temporary directory.
 
     Args:
       name: name of the policy.
-      config: its architecture.
       repeats: rounds, after one that does not count.
     """
     optimizer = make_optimizer(**OptimizerConfig().model_dump(), total_updates=1)
-    state = random_state(config, optimizer)
+    state = random_state(name, optimizer)
     template = jax.eval_shape(lambda: state)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     apply = jax.jit(functools.partial(apply_gradients, optimizer=optimizer), donate_argnums=0)
@@ -131,38 +137,24 @@ def checkpoint_rows(name: str, config: ModelConfig, repeats: int) -> list[Row]:
         checkpoints.close()
         disk_bytes, zstd_bytes = bytes_in(checkpoints.directory), bytes_in(path / "zstd")
 
-    details = {"params": num_params(config), "rounds": repeats, "state_bytes": state_bytes}
+    details = {"params": num_params(config_of(name)), "state_bytes": state_bytes}
 
     def row(what: str, measured: str, baseline: str, **more: Any) -> Row:
-        ours = rounds.ours[measured][1:]
-        timing = compare(ours, rounds.baseline[measured][1:])
-        return Row(
-            name=f"checkpoint/{name}/{what}",
-            value=timing.seconds,
-            unit="s",
-            baseline=baseline,
-            baseline_value=timing.baseline_seconds,
-            ratio=timing.ratio,
-            details={
-                **details,
-                "low": min(ours),
-                "high": max(ours),
-                "ratio_low": timing.ratio_low,
-                "ratio_high": timing.ratio_high,
-                **more,
-            },
-        )
+        ours, theirs = rounds.ours[measured][1:], rounds.baseline[measured][1:]
+        extremes = {"low": min(ours), "high": max(ours)}
+        label = f"checkpoint/{name}/{what}"
+        return timed_row(label, compare(ours, theirs), baseline, **details, **extremes, **more)
 
     write, read = "numpy write and fsync", "numpy read"
     return [
-        Row(
-            name=f"checkpoint/{name}/on disk",
-            value=disk_bytes / 1e6,
-            unit="MB",
-            baseline="the arrays' bytes",
-            baseline_value=state_bytes / 1e6,
-            ratio=state_bytes / disk_bytes,
-            details=details,
+        counted_row(
+            f"checkpoint/{name}/on disk",
+            disk_bytes / 1e6,
+            state_bytes / 1e6,
+            "MB",
+            "the arrays' bytes",
+            less=True,
+            **details,
         ),
         row("save blocks", "blocked", write),
         row("save complete", "complete", write),
@@ -170,9 +162,63 @@ def checkpoint_rows(name: str, config: ModelConfig, repeats: int) -> list[Row]:
         row("restore", "restore", read),
         row("optimizer step during a save", "step", "no save"),
         row(
-            "Orbax uncompressed, processor time",
-            "uncompressed",
-            "Orbax with zstd",
-            baseline_bytes=zstd_bytes,
+            "Orbax uncompressed, processor time", "uncompressed", "Orbax with zstd", baseline_bytes=zstd_bytes
         ),
     ]
+
+
+# --- a head ----------------------------------------------------------------------------------------------
+
+
+def saving_rows(name: str, repeats: int) -> list[Row]:
+    """Measures seconds for which a checkpoint of the head, selective and asynchronous, blocks training,
+    against writing head, optimizer, embeddings and LM head (TLT, Figure 17a).
+
+    Args:
+      name: name of the policy; only embeddings and LM head are made.
+      repeats: timed rounds, after one for warming up.
+    """
+    policy = config_of(name)
+    rng = np.random.default_rng(0)
+
+    def random(shape: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    vocab = (policy.vocab_size, policy.hidden_size)
+    shared = {key: random(vocab) for key in ("embed", *(() if policy.tie_embeddings else ("lm_head",)))}
+    shapes = head_shapes(HeadConfig("eagle", policy))
+    params = jax.tree.map(random, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    state = init_state(params, head_optimizer(1e-3))
+    everything = jax.block_until_ready({"state": state, "shared": shared})
+    rounds = Rounds()
+    with tempfile.TemporaryDirectory() as directory:
+        saver, whole = AsyncHeadSaver(Path(directory) / "head"), Path(directory) / "whole"
+        for step in range(repeats + 1):
+            full, *_ = timed(_save_in_place, whole, everything)
+            head_seconds, *_ = timed(_save_in_place, whole, state.params)
+            start = time.perf_counter()
+            saver.save(step, state.params)
+            held = time.perf_counter() - start
+            saver.wait()
+            rounds.note("held up", held, full)
+            rounds.note("head alone, in place", head_seconds, full)
+            rounds.note("on disk", time.perf_counter() - start, full)
+    sizes = {"bytes": _bytes(state.params), "baseline_bytes": _bytes(everything)}
+    baseline = "head, optimizer, embeddings and LM head in place"
+    return [
+        timed_row(
+            f"checkpoint/{name}/{what}", compare(ours[1:], rounds.baseline[what][1:]), baseline, **sizes
+        )
+        for what, ours in rounds.ours.items()
+    ]
+
+
+def _save_in_place(file: Path, tree: Params) -> None:
+    """Writes all leaves and waits until they are on disk."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    tensors = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    write_durably(file, safetensors.numpy.save(tensors))
+
+
+def _bytes(tree: Params) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

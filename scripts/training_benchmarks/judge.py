@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rljax.benchmarking import Row
+from rljax.benchmarking import Row, counted_row
 from rljax.config import RewardConfig, TaskConfig
 from rljax.tasks.base import Problem
 from rljax.tasks.chain_arithmetic import ChainArithmetic
@@ -63,16 +63,8 @@ def judge_rows(responses: int) -> list[Row]:
         alone = _seconds(url, responses, 1, Path(directory) / "alone")
         for name in ("16 at a time", "from the cache"):
             seconds = _seconds(url, responses, 16, Path(directory) / "scores")
-            rows.append(
-                Row(
-                    f"judge/{responses} responses/{name}",
-                    seconds,
-                    "s",
-                    f"one at a time, {SECONDS:g} s each",
-                    alone,
-                    alone / seconds,
-                )
-            )
+            row, baseline = f"judge/{responses} responses/{name}", f"one at a time, {SECONDS:g} s each"
+            rows.append(counted_row(row, seconds, alone, "s", baseline, less=True))
     return rows
 
 

@@ -1,21 +1,82 @@
-"""Temporary memory of the compiled gradient of a micro-batch."""
+"""Padding of packed micro-batches, and memory: of a gradient's program, of updates with LoRA, of loading."""
 
+import dataclasses
 import functools
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rljax.benchmarking import Row
-from rljax.config import AlgorithmConfig
-from rljax.engine.executables import row_invariant_compiler_options
+from engine_benchmarks.update import random_sequence
+from process_memory import forget_peak, memory_kilobytes
+from rljax.benchmark_runs import in_fresh_process
+from rljax.benchmarking import Row, counted_row
+from rljax.config import AlgorithmConfig, LoraConfig, OptimizerConfig, TrainingConfig
+from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
+from rljax.errors import UserError
+from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import build_batch, pack_sequences
+from rljax.models import huggingface
 from rljax.models.config import ModelConfig
+from rljax.models.lora import Adapter, Lora, init_factors
 from rljax.models.rope import rope_table
 from rljax.models.transformer import init_params, num_params
-from rljax.numerics.rows import Numerics
+from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective
 from rljax.training.scoring import score_packed
+from rljax.training.update import Trainer
+from workloads import config_of, params_of
+
+_DAPO = AlgorithmConfig(name="dapo")
+
+# --- padding ---------------------------------------------------------------------------------------------
+
+
+def padding_rows(pack_lengths: Sequence[int], count: int = 256, draws: int = 20) -> list[Row]:
+    """Share of padding with the last micro-batches halved, against micro-batches of one size."""
+    p75, sigma, longest, rows_per_microbatch = 100, 0.8, 500, 4
+    lengths = []
+    for seed in range(draws):
+        drawn = np.random.default_rng(seed).normal(size=count)
+        # 0.6745 is the normal distribution's 75th percentile.
+        lengths.append(np.clip(p75 * np.exp(sigma * (drawn - 0.6745)), 1, longest).astype(int))
+    rows = []
+    for pack_length in pack_lengths:
+        packings = [pack_sequences(each, pack_length) for each in lengths]
+
+        def padding(row_multiple: int, packings=packings) -> list[float]:
+            stops = [each.microbatches(rows_per_microbatch, row_multiple)[-1].stop for each in packings]
+            return [100 * each.padding_fraction(stop) for each, stop in zip(packings, stops, strict=True)]
+
+        ours, same_size = padding(1), padding(rows_per_microbatch)
+        means = statistics.mean(ours), statistics.mean(same_size)
+        rows.append(
+            counted_row(
+                f"padding/pack_length {pack_length}",
+                *means,
+                "%",
+                f"all micro-batches of {rows_per_microbatch}",
+                less=True,
+                worst=max(ours),
+                baseline_worst=max(same_size),
+                packed_rows=statistics.mean(packing.num_rows for packing in packings),
+                sequences=count,
+                draws=draws,
+                length_p75=p75,
+                length_sigma=sigma,
+                length_max=longest,
+                tokens=statistics.mean(int(each.sum()) for each in lengths),
+            )
+        )
+    return rows
+
+
+# --- a gradient's program --------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -31,7 +92,7 @@ def temporary_bytes(config: ModelConfig, shape: tuple[int, int], remat: bool, lo
         remat=remat,
         logprob_chunk=logprob_chunk,
     )
-    objective = functools.partial(policy_objective, algorithm=AlgorithmConfig(name="dapo"))
+    objective = functools.partial(policy_objective, algorithm=_DAPO)
 
     def step(params, batch):
         return gradients(params, batch, None, lambda params, batch: score(params, batch=batch), objective)
@@ -42,47 +103,198 @@ def temporary_bytes(config: ModelConfig, shape: tuple[int, int], remat: bool, lo
     return program.memory_analysis().temp_size_in_bytes
 
 
-def logits_row(name: str, config: ModelConfig, shape: tuple[int, int], logprob_chunk: int) -> Row:
-    """Measures the memory saved by computing the logits of [R, T] in chunks of `logprob_chunk` tokens."""
-    tokens = shape[0] * shape[1]
-    ours = temporary_bytes(config, shape, False, logprob_chunk)
-    whole = temporary_bytes(config, shape, False, tokens)
-    details = {
-        "vocab_size": config.vocab_size,
-        "logprob_chunk": logprob_chunk,
-        "logits_mb": 4e-6 * tokens * config.vocab_size,
-    }
-    return _row(f"{name}/logits in chunks", config, shape, ours, "logits whole", whole, details)
-
-
-def remat_row(name: str, config: ModelConfig, shape: tuple[int, int], logprob_chunk: int) -> Row:
-    """Measures the memory saved by recomputing the layers in a micro-batch's backward pass."""
-    ours = temporary_bytes(config, shape, True, logprob_chunk)
-    kept = temporary_bytes(config, shape, False, logprob_chunk)
-    details = {"layers": config.num_layers, "logprob_chunk": logprob_chunk}
-    return _row(f"{name}/remat on", config, shape, ours, "remat off", kept, details)
-
-
-def _row(
-    what: str,
-    config: ModelConfig,
-    shape: tuple[int, int],
-    ours: int,
-    baseline: str,
-    theirs: int,
-    details: dict[str, float],
-) -> Row:
-    return Row(
-        name=f"memory/{what}",
-        value=ours / 1e6,
-        unit="MB",
-        baseline=baseline,
-        baseline_value=theirs / 1e6,
-        ratio=theirs / ours,
-        details={
+def memory_rows(name: str, shape: tuple[int, int], small_chunk: int = 256) -> list[Row]:
+    """Measures the memory saved on a micro-batch [R, T] by logits in chunks of the default and of a small
+    size, and by recomputing the layers.
+    """
+    rows, tokens, chunk = [], shape[0] * shape[1], TrainingConfig().logprob_chunk
+    config = config_of(name)
+    for what, ours, baseline, theirs in (
+        ("logits in chunks", (False, chunk), "logits whole", (False, tokens)),
+        (f"logits in chunks of {small_chunk}", (False, small_chunk), "logits whole", (False, tokens)),
+        ("remat on", (True, chunk), "remat off", (False, chunk)),
+    ):
+        sides = [temporary_bytes(config, shape, *each) / 1e6 for each in (ours, theirs)]
+        details = {
             "params": num_params(config),
             "rows": shape[0],
             "pack_length": shape[1],
-            **details,
-        },
+            "logprob_chunk": ours[1],
+            "layers": config.num_layers,
+            "vocab_size": config.vocab_size,
+            "logits_mb": 4e-6 * tokens * config.vocab_size,
+        }
+        rows.append(counted_row(f"memory/{name}/{what}", *sides, "MB", baseline, less=True, **details))
+    return rows
+
+
+# --- updates with LoRA -----------------------------------------------------------------------------------
+
+_TRAINING = TrainingConfig(pack_length=512, rows_per_microbatch=2)
+_REPEATED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A way to train.
+
+    Attributes:
+      lora: settings of the adapter; None trains all weights.
+      dtype: compute dtype, and with LoRA the type of the base.
+    """
+
+    lora: LoraConfig | None = None
+    dtype: str = "float32"
+
+
+UPDATES = {
+    "all weights": Kind(),
+    "LoRA": Kind(LoraConfig(rank=16)),
+    "LoRA, bfloat16": Kind(LoraConfig(rank=16), "bfloat16"),
+}
+
+
+def _trainer(config: ModelConfig, kind: Kind) -> Trainer:
+    """Returns a trainer of this kind with a pool of its own; layers are called, as on a CPU with remat."""
+    adapter = None
+    if kind.lora is not None:
+        lora = Lora.of(kind.lora, config)
+        adapter = Adapter(lora, init_factors(config, lora, kind.lora.init, seed=0))
+    return Trainer(
+        config,
+        Numerics(compute_dtype=kind.dtype, outline_layers=True),
+        SamplingParams(),
+        _DAPO,
+        _TRAINING,
+        make_optimizer(**OptimizerConfig().model_dump(), total_updates=_REPEATED),
+        ExecutablePool(),
+        None,
+        adapter,
     )
+
+
+def peak_of_updates(policy: str, what: str) -> int:
+    """Returns the bytes by which the resident memory of this process grows, at its peak, by three updates."""
+    jax.block_until_ready(jnp.asarray([1.0]))  # so that the backend's memory is not counted
+    config, kind, rng = config_of(policy), UPDATES[what], np.random.default_rng(0)
+    rows, length = _TRAINING.rows_per_microbatch, _TRAINING.pack_length
+    vocab, weight = config.vocab_size, 1 / (rows * (length - 64))
+    sequences = [
+        random_sequence(rng, rng.integers(0, vocab, 64), length - 64, vocab, weight) for _ in range(rows)
+    ]
+    batch = build_batch(sequences, pack_sequences([length] * rows, length), range(rows))
+    trainer, before = _trainer(config, kind), memory_kilobytes("VmRSS")
+    params = params_of(policy)
+    if kind.lora is not None:
+        params = cast_matrices(params, jnp.dtype(kind.dtype))
+    state = trainer.init(params)
+    del params  # a run without a reference keeps no other copy
+    trainer.warm_up(state)
+    forget_peak()
+    for _ in range(_REPEATED):
+        state, _ = trainer.update(state, [batch])
+    jax.block_until_ready(state.params)
+    return 1024 * (memory_kilobytes("VmHWM") - before)
+
+
+def lora_rows(name: str) -> list[Row]:
+    """Measures what every kind of `UPDATES` holds, its temporaries, and the peak of a process, against
+    training all weights.
+    """
+    _needs_linux("lora")
+    config, found, trained = config_of(name), {}, {}
+    for what, kind in UPDATES.items():
+        trainer = _trainer(config, kind)
+        state = trainer.init(params_of(name))
+        distinct = {id(leaf): leaf for leaf in jax.tree.leaves(state)}  # base and merged policy share arrays
+        trained[what] = sum(leaf.size for leaf in jax.tree.leaves(state.factors or state.params))
+        trainer.warm_up(state)
+        found[what] = {
+            "held": sum(leaf.nbytes for leaf in distinct.values()),
+            "temporaries": max(trainer.pool.bytes().values()),
+            "peak of a process": in_fresh_process(peak_of_updates, name, what),
+        }
+    whole, rank = found.pop("all weights"), UPDATES["LoRA"].lora.rank
+    details = {"params": num_params(config), "rank": rank}
+    return [
+        counted_row(
+            f"lora/{name}/{what}/{measure}",
+            size / 1e6,
+            whole[measure] / 1e6,
+            "MB",
+            "all weights, float32",
+            less=True,
+            trained=trained[what],
+            **details,
+        )
+        for what, sizes in found.items()
+        for measure, size in sizes.items()
+    ]
+
+
+# --- loading ---------------------------------------------------------------------------------------------
+
+_MMAP, _TUNABLES = "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"
+# The threshold of glibc adapts, and keeps a varying amount of freed memory of small tensors.
+_MALLOCS = {"mmap from 1 MB on": {_MMAP: "1000000"}, "glibc's defaults": {_MMAP: "", _TUNABLES: ""}}
+_CASES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("bfloat16", "float32"))
+
+
+def peak_of_loading(checkpoint: str, dtype: str) -> int:
+    """Returns the peak bytes of loading in this process."""
+    config = huggingface.load_model_config(Path(checkpoint))
+    jax.block_until_ready(jnp.asarray([1.0]))  # so that the backend's memory is not counted
+    before = memory_kilobytes("VmRSS")
+    jax.block_until_ready(huggingface.load_params(Path(checkpoint), config, dtype))
+    # Not getrusage: its peak begins with what the parent process had.
+    return 1024 * (memory_kilobytes("VmHWM") - before)
+
+
+def loading_rows(name: str, repeats: int, cases: Sequence[tuple[str, str]] = _CASES) -> list[Row]:
+    """Measures peak resident memory of loading a policy in Hugging Face format, against the loaded weights.
+
+    Args:
+      name: name of the policy.
+      repeats: number of loads, in separate processes.
+      cases: dtypes in the checkpoint, and of the loaded weights.
+    """
+    _needs_linux("loading")
+    config, params, rows = config_of(name), params_of(name), []
+    with tempfile.TemporaryDirectory() as directory:
+        for stored, dtype in cases:
+            checkpoint = Path(directory) / stored
+            if not checkpoint.exists():
+                huggingface.save_model(checkpoint, config, params, stored)
+            size = (checkpoint / "model.safetensors").stat().st_size
+            weights = num_params(config) * jnp.dtype(dtype).itemsize
+            for malloc, environment in _MALLOCS.items():
+                peaks = [
+                    in_fresh_process(peak_of_loading, str(checkpoint), dtype, **environment)
+                    for _ in range(repeats)
+                ]
+                peak = statistics.median(peaks)
+                rows.append(
+                    counted_row(
+                        f"loading/{name}/{stored} as {dtype}/{malloc}",
+                        peak / 1e6,
+                        weights / 1e6,
+                        "MB",
+                        "the weights",
+                        less=True,
+                        rounds=repeats,
+                        params=num_params(config),
+                        low=min(peaks) / 1e6,
+                        high=max(peaks) / 1e6,
+                        ratio_low=weights / max(peaks),
+                        ratio_high=weights / min(peaks),
+                        checkpoint_bytes=size,
+                        peak_over_checkpoint=peak / size,
+                        peak_over_checkpoint_high=max(peaks) / size,
+                    )
+                )
+    return rows
+
+
+def _needs_linux(section: str) -> None:
+    if memory_kilobytes("VmHWM") is None:
+        raise UserError(f"{section}: needs Linux's count of peak memory (VmHWM); leave it out of --only")

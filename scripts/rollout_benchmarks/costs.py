@@ -1,7 +1,4 @@
-"""Seconds of a run until its first step begins, with the config's drafter and without, in fresh processes.
-
-Nothing is compiled yet; the warm start is kept, so that only programs make a difference.
-"""
+"""Cost of a verifying pass, and of a drafter at the beginning of a run."""
 
 import json
 import statistics
@@ -10,21 +7,42 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rljax.benchmarking import Row, compare
+from rljax.benchmarking import Row, timed_row
 from rljax.config import ExperimentConfig, to_yaml
 from rljax.errors import UserError
-from rollout_benchmarks.variants import SPECULATION_OFF
+from rljax.speculation.warm_up import time_passes
+from rljax.timing import compare
+from rollout_benchmarks.variants import SPECULATION_OFF, open_run, with_keys
 
 _TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
+def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
+    """Measures a verifying pass against a plain step, by batch bucket, cache length and number of tokens."""
+    rows = []
+    with open_run(config) as (run, _):
+        params = run.engine.load_params(run.state.params)
+        buckets = run.engine.buckets
+        for batch in buckets.batch:
+            for length in (buckets.cache[0], buckets.cache[-1]):
+                seconds = time_passes(run.engine, params, batch, length, repeats)
+                plain = seconds.pop(0)
+                for size, times in seconds.items():
+                    timing, name = compare(times, plain), f"pass/batch {batch}/cache {length}/{size} tokens"
+                    even = {"tokens_to_break_even": batch / timing.ratio}
+                    rows.append(timed_row(name, timing, "plain step", "ms", 1e3, **even))
+    return rows
+
+
 def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
-    """Returns one row: when the first step begins with `speculation.drafter`, against none; in turns."""
+    """Measures the seconds of a run until its first step begins, in fresh processes in turns, with the
+    config's drafter and without. Nothing is compiled yet; the warm start is kept, so that only programs make
+    a difference.
+    """
     drafter = config.speculation.drafter
     if drafter is None:
         raise UserError("speculation.drafter: set one, which is compared with none")
-    without = config.speculation.model_copy(update=SPECULATION_OFF | {"run_ahead_below": 0})
-    plain = config.model_copy(update={"speculation": without})
+    plain = with_keys(config, speculation=SPECULATION_OFF | {"run_ahead_below": 0})
     begins: dict[str, list[float]] = {"drafted": [], "plain": []}
     takes: dict[str, list[float]] = {"drafted": [], "plain": []}
     with tempfile.TemporaryDirectory() as directory:
@@ -34,17 +52,14 @@ def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
                 metrics = _first_step(each, Path(directory) / f"{side} {repeat}")
                 begins[side].append(metrics["time/elapsed"] - metrics["time/step"])
                 takes[side].append(metrics["time/step"])
-    timing = compare(begins["drafted"], begins["plain"])
+    later = [a - b for a, b in zip(begins["drafted"], begins["plain"], strict=True)]
     details = {
-        "later": statistics.median(a - b for a, b in zip(begins["drafted"], begins["plain"], strict=True)),
+        "later": statistics.median(later),
         "first_step_seconds": statistics.median(takes["drafted"]),
         "baseline_first_step_seconds": statistics.median(takes["plain"]),
-        "rounds": repeats,
-        "ratio_low": timing.ratio_low,
-        "ratio_high": timing.ratio_high,
     }
-    name = f"first step/begins/{drafter}"
-    return [Row(name, timing.seconds, "s", "no drafter", timing.baseline_seconds, timing.ratio, details)]
+    timing = compare(begins["drafted"], begins["plain"])
+    return [timed_row(f"first step/begins/{drafter}", timing, "no drafter", **details)]
 
 
 def _first_step(config: ExperimentConfig, directory: Path) -> dict[str, float]:

@@ -1,17 +1,86 @@
-"""What a head that is trained in idle time is worth, and that rollouts take no turn longer for it."""
+"""What sharing what was decoded is worth, and a head that is trained in idle time: workers take turns in this
+process and every pass verifies, so all of it are counts.
+"""
 
+import contextlib
 import dataclasses
+import pickle
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from cluster_benchmarks.runs import in_turns, most_rows, replaced, step_metrics
-from rljax.benchmarking import Row
+from cluster_benchmarks.runs import in_turns, most_rows, step_metrics
+from rljax.benchmarking import Row, counted_row
 from rljax.cluster.decoder import ClusterDecoder
+from rljax.cluster.messages import Delivery, Load, Weights
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import expected as expected_manager
 from rljax.training import session
+
+# --- all workers' drafters learn what all of them decoded ------------------------------------------------
+
+_SHARING = (
+    "task.problems=32",
+    "warm_start.steps=150",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_length=128",
+    "engine.max_slots=8",
+    "engine.batch_buckets=[8]",
+    "engine.cache_buckets=[256]",
+    "speculation.drafter=srt",
+    "speculation.verify_buckets=[64]",
+)
+
+
+class _Alone(ClusterDecoder):
+    """Workers learn what they decoded themselves."""
+
+    def finish(self, *arguments: Any) -> Any:
+        self.writers = []
+        return super().finish(*arguments)
+
+    def _completion(self, key: Any) -> Any:
+        self.writers.append(self.coordinator.ledger[key].ended_by)
+        return super()._completion(key)
+
+    def learn(self, outcomes: Any) -> None:
+        super().learn(list(zip(self.writers, outcomes, strict=True)))
+
+    def _delivery(self, load: Load, weights: Weights) -> Delivery:
+        delivery, name = super()._delivery(load, weights), load.worker
+        own = []
+        for lesson in delivery.lessons:
+            written = pickle.loads(lesson)
+            own.append(pickle.dumps([outcome for writer, outcome in written if writer == name]))
+        return dataclasses.replace(delivery, lessons=own)
+
+
+def accept_length(workers: int, shares: bool, steps: int) -> float:
+    """Tokens a verifying pass yields per response, over the second half of a run's steps."""
+    with contextlib.ExitStack() as parts:
+        parts.enter_context(mock.patch.object(expected_manager, "best_rows", most_rows))
+        if workers:
+            kind = ClusterDecoder if shares else _Alone
+            parts.enter_context(mock.patch.object(session, "cluster_of", in_turns(kind)))
+        lines = step_metrics(*_SHARING, f"training.steps={steps}", f"cluster.workers={workers}")
+    half = lines[len(lines) // 2 :]
+    return sum(line["speculation/accept_length"] for line in half) / len(half)
+
+
+def sharing_rows(workers: list[int], steps: int) -> list[Row]:
+    """Compares numbers of workers, each with and without sharing, and one process."""
+    alone = accept_length(0, True, steps)
+    rows = [counted_row("sharing/one process", alone, 1.0, "tokens a pass", "no drafts")]
+    for count in workers:
+        both = [accept_length(count, shares, steps) for shares in (True, False)]
+        rows.append(counted_row(f"sharing/{count} workers", *both, "tokens a pass", "each learns its own"))
+    return rows
+
+
+# --- a head that workers train in idle time --------------------------------------------------------------
 
 _RUN = (
     "policy.shape={hidden_size: 64, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 64, mlp_size: 64,"
@@ -82,7 +151,9 @@ def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
         (DeviceProposer, "promise", lambda *_: 1e9),
     )
     head = f"speculation.args={{{_HEAD}, {arguments}}}"
-    with replaced(*places):
+    with contextlib.ExitStack() as parts:
+        for place in places:
+            parts.enter_context(mock.patch.object(*place))
         return HeadRun(step_metrics(*_RUN, head, f"training.steps={steps}", *overrides), turns)
 
 
@@ -112,5 +183,5 @@ def spot_rows(steps: int, updates: int) -> list[Row]:
             details |= {
                 each: run.sum(f"cluster/spot_{each}") for each in ("sessions", "updates", "samples", "joined")
             }
-        rows.append(Row(f"spot/{name}", value, "tokens a pass", "not trained", base, value / base, details))
+        rows.append(counted_row(f"spot/{name}", value, base, "tokens a pass", "not trained", **details))
     return rows

@@ -1,0 +1,388 @@
+"""Single steps and passes of the engine on the CPU, by what they are computed with.
+
+`price`: exactness, `engine.row_invariant` on against off. `blocks`: weights in blocks, against whole ones.
+`layers`: layers that are called, against inlined ones (`policy.outline_layers`).
+`self_draft`: steps that draft with quantized weights. `companion`: a small model beside the policy.
+`sampling`: settings a slot, against settings inside the programs.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafters.quantized import QuantizedPolicy, WeightFormat, default_format
+from engine_benchmarks.update import UPDATE, PackedUpdates, long_tailed_sequences
+from rljax.benchmarking import Row, counted_row, speed_row, timed_row
+from rljax.engine.buckets import Buckets, make_buckets
+from rljax.engine.companion import CATCH_UP_WIDTHS, Companion
+from rljax.engine.draft_tree import DraftTree
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.host_sync import Assignment
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params, init_params, num_params
+from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+from rljax.timing import compare, interleave
+from workloads import (
+    PROMPT_TOKENS,
+    assignments,
+    config_of,
+    make_engine,
+    measured_numerics,
+    params_of,
+    random_prompts,
+)
+
+_NODES, _LENGTH, _STEPS = 7, 256, 12
+_DTYPES = ("float32", "bfloat16")
+
+# --- exactness, and weights in blocks --------------------------------------------------------------------
+
+
+def _numerics_of_a_run(config: ModelConfig, dtype: str, row_invariant: bool) -> tuple[Numerics, str]:
+    """Returns numerics as a run measures them on this device, and a line about them."""
+    buckets = Buckets((2, 8, 64), (_LENGTH,), tuple(batch * (_NODES + 1) for batch in (2, 8, 64)), _NODES)
+    return measured_numerics(config, Numerics(row_invariant, dtype), buckets, [UPDATE.pack_length])
+
+
+def _half_full(engine: DecodeEngine, params: Params, batch: int) -> tuple[list[Any], np.ndarray]:
+    """Returns a batch of half-full caches, in a list since calls consume it, and its lengths."""
+    prefix = engine.prefill(params, [[5] * (_LENGTH // 2)])
+    slots = [Assignment(0, slot, request_key(0, slot), _LENGTH) for slot in range(batch)]
+    state = engine.bulk_insert(prefix, engine.init_state(batch, _LENGTH), slots)
+    return [state], np.asarray(state.lengths).copy()
+
+
+def _decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], None]:
+    """An action: `_STEPS` plain decode steps, which attend to the same number of keys at every call."""
+    held, start = _half_full(engine, params, batch)
+
+    def decode() -> None:
+        state, result = engine.generate(params, held.pop(), _STEPS)
+        assert result.steps == _STEPS
+        held.append(state.replace(lengths=jnp.array(start)))
+
+    return decode
+
+
+def _verifier(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], None]:
+    """An action: one verifying pass over a chain of `_NODES` wrong drafts per slot."""
+    held, start = _half_full(engine, params, batch)
+    shape = (held[0].batch, _NODES)
+    parents = np.broadcast_to(np.arange(-1, _NODES - 1, dtype=np.int32), shape)
+    tree = DraftTree(np.zeros(shape, np.int32), parents.copy(), np.ones(shape, bool))
+
+    def verify() -> None:
+        state, _ = engine.verify(params, held.pop(), tree)
+        jax.block_until_ready(state.lengths)
+        held.append(state.replace(lengths=jnp.array(start)))
+
+    return verify
+
+
+def _work(
+    config: ModelConfig, numerics: Numerics, params: Params, batch: int, most_verified: int
+) -> dict[str, tuple[int, Callable[[], None]]]:
+    """Returns tokens and action of plain steps, and of a verifying pass up to a batch, by their names."""
+    engine = make_engine(config, numerics, batch, _LENGTH)
+    loaded = engine.load_params(params)
+    work = {f"decode batch {batch}": (batch * _STEPS, _decoder(engine, loaded, batch))}
+    if batch <= most_verified:
+        tokens = batch * (_NODES + 1)
+        work[f"verify {batch} x {_NODES + 1}"] = tokens, _verifier(engine, loaded, batch)
+    return work
+
+
+def price_rows(name: str, repeats: int, num_sequences: int) -> list[Row]:
+    """Measures tokens per second of decode steps, verifying passes and updates with exactness on, against
+    off and against float32.
+    """
+    config, params = config_of(name), params_of(name)
+    sequences = long_tailed_sequences(num_sequences, config.vocab_size)
+    forms: dict[str, str] = {}
+    work: dict[tuple[str, bool], dict[str, tuple[int, Callable[[], object]]]] = {}
+    for dtype in _DTYPES:
+        for on in (True, False):
+            numerics, form = _numerics_of_a_run(config, dtype, on)
+            forms.setdefault(dtype, form)
+            side = work[dtype, on] = {}
+            for batch in (1, 2, 8, 64):
+                side |= _work(config, numerics, params, batch, most_verified=8)
+            tokens = sum(sequence.length for sequence in sequences)
+            side["update"] = tokens, PackedUpdates(config, params, sequences, on, numerics)
+    rows = []
+    for what, (count, _) in work["float32", True].items():
+        rounds = repeats if what != "update" else max(1, repeats // 3)
+        seconds = interleave({side: work[side][what][1] for side in work}, rounds)
+        for dtype in _DTYPES:
+            timing = compare(seconds[dtype, True], seconds[dtype, False])
+            against = compare(seconds[dtype, True], seconds["float32", True]).ratio
+            row, details = f"price/{name}/{dtype}/{what}", {"numerics": forms[dtype]}
+            rows.append(
+                speed_row(row, count, timing, "row_invariant off", against_float32=against, **details)
+            )
+    return rows
+
+
+def block_rows(name: str, repeats: int, batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> list[Row]:
+    """Measures tokens per second by batch in float32, exact on both sides, against whole weights."""
+    config, params = config_of(name), params_of(name)
+    in_blocks, form = _numerics_of_a_run(config, "float32", True)
+    whole_form = dataclasses.replace(in_blocks.product_form, blocks=())
+    whole = dataclasses.replace(in_blocks, measured_form=whole_form)
+    rows = []
+    for batch in batches:
+        ours, theirs = (_work(config, each, params, batch, most_verified=4) for each in (in_blocks, whole))
+        for what, (tokens, action) in ours.items():
+            seconds = interleave({"blocks": action, "whole": theirs[what][1]}, repeats)
+            timing, row = compare(seconds["blocks"], seconds["whole"]), f"blocks/{name}/float32/{what}"
+            rows.append(speed_row(row, tokens, timing, "whole weights", numerics=form))
+    return rows
+
+
+def layer_rows(name: str, repeats: int, batches: Sequence[int] = (4, 32)) -> list[Row]:
+    """Measures tokens per second of decode steps and updates, layers called, against inlined."""
+    config, params = config_of(name), params_of(name)
+    sequences = long_tailed_sequences(8, config.vocab_size)
+    tokens = sum(sequence.length for sequence in sequences)
+    sides: dict[bool, dict[str, tuple[int, Callable[[], object]]]] = {}
+    for called in (True, False):
+        numerics = dataclasses.replace(_numerics_of_a_run(config, "float32", True)[0], outline_layers=called)
+        side = sides[called] = {"update": (tokens, PackedUpdates(config, params, sequences, True, numerics))}
+        for batch in batches:
+            side |= _work(config, numerics, params, batch, most_verified=0)
+    rows = []
+    for what, (count, ours) in sides[True].items():
+        seconds = interleave({"called": ours, "inlined": sides[False][what][1]}, repeats)
+        timing = compare(seconds["called"], seconds["inlined"])
+        rows.append(speed_row(f"layers/{name}/{what}", count, timing, "layers inlined"))
+    return rows
+
+
+# --- the quantized self-drafter --------------------------------------------------------------------------
+
+_DRAFTS = 15
+_FORMATS = {
+    "W4": default_format(4),
+    "W8": default_format(8),
+    "W8, float activations": WeightFormat(8, 0, "float"),
+}
+
+
+def self_draft_rows(name: str, batches: Sequence[int], repeats: int) -> list[Row]:
+    """Measures milliseconds of a draft step by format, batch and number type, and the bytes of the weights.
+
+    The baseline is the same program with the policy's weights. Both sides draft chains of the same length
+    from the same decode state.
+    """
+    rows, config = [], config_of(name)
+    for dtype in _DTYPES:
+        buckets = make_buckets(max(batches), PROMPT_TOKENS + _DRAFTS + 2, True, max_drafts=_DRAFTS)
+        numerics, _ = measured_numerics(config, Numerics(True, dtype), buckets)
+        engine = DecodeEngine(config, numerics, SamplingParams(), buckets, eos_token_ids=())
+        params = engine.load_params(params_of(name))
+        own_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        drafters, of_bytes = {}, []
+        for label, fmt in _FORMATS.items():
+            policy = QuantizedPolicy(fmt)
+            policy.refresh(params)  # compiles
+            seconds = []
+            for _ in range(repeats):
+                drafters[label] = policy.refresh(params)
+                seconds.append(policy.seconds)
+            row = f"self_draft/{name}/{dtype}/{label}/bytes"
+            details = {
+                "params": num_params(config),
+                "stored_beside_policy_mb": policy.bytes / 1e6,
+                "refresh_seconds": statistics.median(seconds),
+                "ideal_time_ratio": policy.read_bytes / own_bytes,
+            }
+            sizes = policy.read_bytes / 1e6, own_bytes / 1e6
+            of_bytes.append(counted_row(row, *sizes, "MB", "the policy's weights", less=True, **details))
+        for batch in batches:
+            label = f"self_draft/{name}/{dtype}/batch {batch}"
+            rows += _draft_rows(label, engine, params, drafters, batch, repeats)
+        rows += of_bytes
+    return rows
+
+
+def _draft_rows(
+    name: str, engine: DecodeEngine, params: Params, drafters: Mapping[str, Params], batch: int, repeats: int
+) -> list[Row]:
+    prefix = engine.prefill(params, random_prompts(batch, engine.config.vocab_size))
+    state = engine.init_state(batch, PROMPT_TOKENS + _DRAFTS + 2)
+    held = [engine.bulk_insert(prefix, state, assignments(batch, 2 * _DRAFTS))]
+
+    def draft(weights: Params) -> np.ndarray:
+        held[0], drafted = engine.draft(weights, held[0], _DRAFTS)
+        tokens = np.asarray(drafted.tokens)[:batch]
+        if (tokens < 0).any():
+            raise RuntimeError("a chain ended early")
+        return tokens
+
+    truth = draft(params)
+    agreement = {label: float((draft(weights) == truth).mean()) for label, weights in drafters.items()}
+    sides = {**drafters, "policy": params}
+    seconds = interleave(
+        {label: functools.partial(draft, weights) for label, weights in sides.items()}, repeats
+    )
+    rows = []
+    for label in drafters:
+        timing = compare(seconds[label], seconds["policy"])
+        details = {
+            "time_ratio": 1.0 / timing.ratio,
+            "computed_rows": engine.buckets.batch_for(batch),
+            "same_tokens_as_policy": agreement[label],
+        }
+        own, scale = "the policy's own weights", 1e3 / _DRAFTS
+        rows.append(timed_row(f"{name}/{label}", timing, own, "ms/step", scale, **details))
+    return rows
+
+
+# --- a small model beside the policy ---------------------------------------------------------------------
+
+_CHAIN = 7
+
+
+def companion_rows(name: str, layers: int, batches: Sequence[int], repeats: int) -> list[Row]:
+    """Measures milliseconds by batch of a companion with the policy's widths and fewer layers."""
+    config, length = config_of(name), PROMPT_TOKENS + (repeats + 2) * _CHAIN + 2
+    buckets = make_buckets(max(batches), length, True, max_drafts=_CHAIN)
+    numerics, _ = measured_numerics(config, Numerics(), buckets)
+    engine = DecodeEngine(config, numerics, SamplingParams(), buckets, eos_token_ids=())
+    params = engine.load_params(params_of(name))
+    small = dataclasses.replace(config, num_layers=layers)
+    companion = Companion(engine, small, init_params(small, seed=1))
+    rows = []
+    for batch in batches:
+        seconds = interleave(_companion_actions(engine, params, companion, batch, length), repeats)
+        step = [each / _CHAIN for each in seconds.pop("policy")]
+        seconds["draft step"] = [each / _CHAIN for each in seconds["draft step"]]
+        for label, ours in seconds.items():
+            row = f"companion/{name}/{layers} layers/batch {batch}/{label}"
+            sizes = {"params": num_params(small), "policy_params": num_params(config)}
+            rows.append(timed_row(row, compare(ours, step), "a plain step of the policy", "ms", 1e3, **sizes))
+    return rows
+
+
+def _companion_actions(
+    engine: DecodeEngine, params: Params, companion: Companion, batch: int, length: int
+) -> dict[str, Callable[[], None]]:
+    """Returns the timed actions: `_CHAIN` draft steps, passes that catch up, `_CHAIN` steps of the policy."""
+    prompts = random_prompts(batch, engine.config.vocab_size)
+    prefix = engine.prefill(params, prompts)
+    idle, decoding = (
+        engine.bulk_insert(prefix, engine.init_state(batch, length), assignments(batch, length))
+        for _ in range(2)
+    )
+    held = [decoding]
+    companion.begin(idle.batch, idle.cache.length)
+    companion.insert(range(batch), prompts)
+    caches = [companion.engine.init_state(batch, length).cache]
+    own_lengths = np.full(idle.batch, PROMPT_TOKENS, np.int32)
+
+    def draft() -> None:
+        if (np.asarray(companion.draft(idle, _CHAIN).tokens)[:batch] < 0).any():
+            raise RuntimeError("a chain ended early")
+
+    def catch_up(width: int) -> None:
+        tokens, counts = np.ones((idle.batch, width), np.int32), np.full(idle.batch, width, np.int32)
+        caches[0] = companion.engine.extend(companion.params, caches[0], tokens, own_lengths, counts)
+        jax.block_until_ready(caches[0])
+
+    def step() -> None:
+        held[0], result = engine.generate(params, held[0], _CHAIN)
+        if result.steps != _CHAIN:
+            raise RuntimeError("decoding ended early")
+
+    passes = {f"catch up by {width}": functools.partial(catch_up, width) for width in CATCH_UP_WIDTHS}
+    return {"draft step": draft, **passes, "policy": step}
+
+
+# --- sampling settings by request ------------------------------------------------------------------------
+
+_WARM, _TOP_P = SamplingParams(0.7), SamplingParams(0.7, top_p=0.9)
+MIXES = {  # the settings of the slots, in turn; the first are those of the baseline
+    "temperature 1": (SamplingParams(),),
+    "temperature 0.7": (_WARM,),
+    "greedy": (SamplingParams(0.0),),
+    "min_p 0.05": (SamplingParams(0.7, min_p=0.05),),
+    "top_p 0.9": (_TOP_P,),
+    "temperature 0.7 and greedy": (_WARM, SamplingParams(0.0)),
+    "temperature 0.7 and top_p 0.9": (_WARM, _TOP_P),
+}
+
+
+def sampling_rows(
+    name: str, batch: int, new_tokens: int, repeats: int, mixes: Sequence[str] = tuple(MIXES)
+) -> list[Row]:
+    """Measures tokens per second with settings a slot, against programs with the settings inside. The least
+    time of the cores in a round, which other processes hardly change, is in the details.
+    """
+    config, pool = config_of(name), ExecutablePool()
+    prompts = random_prompts(batch, config.vocab_size)
+    buckets = make_buckets(batch, PROMPT_TOKENS + new_tokens, True)
+    params = params_of(name)
+
+    def decoding(
+        sampling: SamplingParams, settings: Sequence[SamplingParams | None]
+    ) -> Callable[[], np.ndarray]:
+        """Returns a function that samples `new_tokens` after each prompt."""
+        by_slot = settings[0] is not None
+        engine = DecodeEngine(
+            config, Numerics(), sampling, buckets, (), new_tokens, pool, per_slot_sampling=by_slot
+        )
+        loaded = engine.load_params(params)
+        prefix = engine.prefill(loaded, prompts)
+        plain = assignments(batch, new_tokens)
+        requests = [
+            dataclasses.replace(each, sampling=own) for each, own in zip(plain, settings, strict=True)
+        ]
+
+        def decode() -> np.ndarray:
+            state = engine.init_state(batch, PROMPT_TOKENS + new_tokens)
+            return engine.generate(loaded, engine.bulk_insert(prefix, state, requests))[1].tokens
+
+        return decode
+
+    rows = []
+    for mix in mixes:
+        settings = MIXES[mix]
+        of_slots = [settings[slot % len(settings)] for slot in range(batch)]
+        sides = {
+            "by slot": decoding(SamplingParams(), of_slots),
+            "inside": decoding(settings[0], [None] * batch),
+        }
+        tokens = [decode()[:: len(settings)] for decode in sides.values()]
+        if not np.array_equal(*tokens):
+            raise RuntimeError(f"{mix}: settings a slot sample other tokens than the same settings inside")
+        on_cores: dict[str, list[float]] = {side: [] for side in sides}
+
+        def timed(side: str, sides=sides, on_cores=on_cores) -> None:
+            start = time.process_time()
+            sides[side]()
+            on_cores[side].append(1e3 * (time.process_time() - start) / new_tokens)
+
+        seconds = interleave({side: functools.partial(timed, side) for side in sides}, repeats, warmups=0)
+        rows.append(
+            speed_row(
+                f"sampling/{name}/batch {batch}/{mix}",
+                batch * new_tokens,
+                compare(seconds["by slot"], seconds["inside"]),
+                "the same settings inside" if len(settings) == 1 else "temperature 0.7 inside",
+                params=num_params(config),
+                vocab_size=config.vocab_size,
+                core_ms_a_step=min(on_cores["by slot"]),
+                baseline_core_ms_a_step=min(on_cores["inside"]),
+            )
+        )
+    return rows

