@@ -1,8 +1,9 @@
 """A GRPO step here, in TRL and in Tunix: `python scripts/bench_peers.py [--config FILE] [key=value ...]`.
 
 All get the same exported policy, prompts, group size, lengths, learning rate and number type, and train for
-the same number of steps, each in a process of its own, ours before and after them. The other libraries are
-installed into environments of their own. `docs/benchmarks.md` says what each row means.
+the same number of steps, each in a process of its own, ours before and after them: once as it is, and once
+without leaving out responses that have no advantage. The other libraries are installed into environments of
+their own. `docs/benchmarks.md` says what each row means.
 """
 
 import itertools
@@ -14,17 +15,17 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from peer_benchmarks.environments import PEERS, interpreter
 from peer_benchmarks.job import WARM_STEPS, Step, check_config, write_job
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row
-from rljax.config import ExperimentConfig, with_compute_dtype
+from rljax.config import ExperimentConfig
+from rljax.engine.number_type import with_number_type
 from rljax.errors import UserError
 from rljax.models.transformer import num_params
 from rljax.rollout.collector import TRAINING, WantedGroups
 from rollout_benchmarks.variants import open_run
+from workloads import REAL_CONFIG
 
 _OVERRIDES = (
     "rollout.prompts_per_step=8",
@@ -34,11 +35,13 @@ _OVERRIDES = (
     "evaluation.problems=0",
     "checkpoint.every=0",
 )
+_WAYS = {"step": (), "step without skipping": ("algorithm.skip_zero_advantages=false",)}
+"""Our sides, by name of their rows: keys of the config that each sets."""
 _HERE = Path(__file__).parent
 
 
 def _step_rows(arguments: Namespace) -> list[Row]:
-    config = with_compute_dtype(arguments.config, jax.default_backend())
+    config = with_number_type(arguments.config)
     names = arguments.peers.split(",")
     for name in names:
         if name not in PEERS:
@@ -46,14 +49,15 @@ def _step_rows(arguments: Namespace) -> list[Row]:
     check_config(config)
     micro_batch = _micro_batch(arguments.micro_batch, config)
     peers = [(name, interpreter(name, arguments.environments, arguments.python)) for name in names]
-    return rows_of(config, [*_OVERRIDES, *arguments.overrides], peers, arguments.file, micro_batch)
+    settings = [*_OVERRIDES, *arguments.overrides, f"policy.compute_dtype={config.policy.compute_dtype}"]
+    return rows_of(config, settings, peers, arguments.file, micro_batch)
 
 
 BENCHMARK = Benchmark(
     "peers",
     __doc__,
     lambda arguments: [Measurement("step", "a GRPO step", _step_rows, (arguments,))],
-    config="configs/quickstart.yaml",
+    config=REAL_CONFIG,
     settings=_OVERRIDES,
     options={
         "--peers": {
@@ -101,31 +105,39 @@ def rows_of(
     with tempfile.TemporaryDirectory() as directory:
         job = Path(directory)
         parameters = _write_job(config, micro_batch, job)
-        before = _ours(file, settings, job, "before")
+
+        def ours(when: str) -> dict[str, list[Step]]:
+            return {
+                way: _ours(file, [*settings, *keys], job, f"{when}-{number}")
+                for number, (way, keys) in enumerate(_WAYS.items())
+            }
+
+        before = ours("before")
         theirs = [(name, *_peer(name, python, job)) for name, python in peers]
-        ours = [*before, *_ours(file, settings, job, "after")]
+        after = ours("after")
     rows = []
     for name, steps, versions in theirs:
-        seconds, peer_seconds = _per_step(ours), _per_step(steps)
-        rate, peer_rate = _rate(ours), _rate(steps)
-        details = {
-            "parameters": parameters,
-            "dtype": config.policy.compute_dtype,
-            "speculation": config.speculation.drafter,
-            "steps": len(steps),
-            "peer_micro_batch": micro_batch,
-            "our_steps": len(ours),
-            "our_seconds_before_and_after": [_per_step(before), _per_step(ours[len(before) :])],
-            "our_tokens_per_step": sum(step.tokens for step in ours) / len(ours),
-            "peer_tokens_per_step": sum(step.tokens for step in steps) / len(steps),
-            "our_reward": sum(step.reward for step in ours) / len(ours),
-            "peer_reward": sum(step.reward for step in steps) / len(steps),
-            "versions": versions,
-        }
-        rows += [
-            counted_row(f"step/{name}/time", seconds, peer_seconds, "s/step", name, less=True, **details),
-            counted_row(f"step/{name}/tokens", rate, peer_rate, "response tokens/s", name, **details),
-        ]
+        for way in _WAYS:
+            both = [*before[way], *after[way]]
+            details = {
+                "parameters": parameters,
+                "dtype": config.policy.compute_dtype,
+                "speculation": config.speculation.drafter,
+                "steps": len(steps),
+                "peer_micro_batch": micro_batch,
+                "our_steps": len(both),
+                "our_seconds_before_and_after": [_per_step(before[way]), _per_step(after[way])],
+                "our_tokens_per_step": sum(step.tokens for step in both) / len(both),
+                "peer_tokens_per_step": sum(step.tokens for step in steps) / len(steps),
+                "our_reward": sum(step.reward for step in both) / len(both),
+                "peer_reward": sum(step.reward for step in steps) / len(steps),
+                "versions": versions,
+            }
+            seconds, rates = (_per_step(both), _per_step(steps)), (_rate(both), _rate(steps))
+            rows += [
+                counted_row(f"{way}/{name}/time", *seconds, "s/step", name, less=True, **details),
+                counted_row(f"{way}/{name}/tokens", *rates, "response tokens/s", name, **details),
+            ]
     return rows
 
 
