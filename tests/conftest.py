@@ -9,8 +9,11 @@ XLA's quicker ways to compile for a CPU (`_QUICK`) shorten it, on JAX 0.10 by ha
 code: `XLA_FLAGS= pytest` compiles as users do, and so does `.ci/run`.
 """
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +25,10 @@ _MOST_BYTES = 4 << 30
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else somebody has chosen one
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # small ones are many
+
+if "RLJAX_TESTS_WARM_STARTS" not in os.environ:  # the first process makes it, for its workers, too
+    os.environ["RLJAX_TESTS_WARM_STARTS"] = tempfile.mkdtemp(prefix="rljax-warm-starts-")
+    atexit.register(shutil.rmtree, os.environ["RLJAX_TESTS_WARM_STARTS"], ignore_errors=True)
 
 _QUICK = "--xla_backend_optimization_level=1"
 if version("jax") < "0.11":  # later ones have no other emitter

@@ -37,12 +37,11 @@ def lucky_world(tmp_path_factory):
 
 
 def run(world, name, *overrides, resumes=False, steps=STEPS):
-    """A run in a directory of its own, which only one that resumes finds there; warm starts are shared."""
+    """A run in a directory of its own, which only one that resumes finds there."""
     directory = world / name
     directory.mkdir(exist_ok=resumes)
-    shared = (f"warm_start.cache_dir={world}/warm_start",)
-    shared += ("engine.decode_steps_per_sync=1",)  # a rollout has a middle
-    metrics = train(directory, f"training.steps={steps}", "task.problems=2", *shared, *overrides)
+    middle = "engine.decode_steps_per_sync=1"  # a rollout has one
+    metrics = train(directory, f"training.steps={steps}", "task.problems=2", middle, *overrides)
     path = directory / "run" / "checkpoints" / str(steps) / "arrays"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return Run(metrics, jax.tree_util.tree_leaves_with_path(checkpointer.restore(path)))

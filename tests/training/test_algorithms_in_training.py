@@ -6,7 +6,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rljax.algorithms.registry import ALGORITHMS, NEED_TEACHER
-from rljax.engine.executables import ExecutablePool
+from tests.engines import stored_pool
 from tests.training.tiny_run import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -21,7 +21,7 @@ _OTHERS = {
 }
 
 
-POOL = ExecutablePool()  # what the runs share, such as the engine, is compiled once
+POOL = stored_pool()  # what the runs share, such as the engine, is compiled once
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,18 +37,11 @@ def _production_promotion():
         yield
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One warm start for all."""
-    return tmp_path_factory.mktemp("warm_start")
-
-
-def run(directory, cache, name, *overrides):
+def run(directory, name, *overrides):
     """The tiny run by an algorithm, with its own KL coefficient instead of the tiny run's 0."""
     coefficient = ALGORITHMS[name].settings.get("kl_coefficient", 0.0)
     return train(
         directory,
-        f"warm_start.cache_dir={cache}",
         "evaluation.problems=0",
         f"algorithm.name={name}",
         f"algorithm.kl_coefficient={coefficient}",
@@ -78,26 +71,25 @@ def check(lines, name):
 
 
 @pytest.fixture(scope="module")
-def ppo(cache, tmp_path_factory):
+def ppo(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ppo")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return directory, run(directory, cache, "ppo")
+        return directory, run(directory, "ppo")
 
 
 _TRAINED_ELSEWHERE = ("grpo", "dapo", "ppo", *NEED_TEACHER)
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in _TRAINED_ELSEWHERE])
-def test_an_algorithm_trains(tmp_path, cache, name):
-    check(run(tmp_path, cache, name), name)
+def test_an_algorithm_trains(tmp_path, name):
+    check(run(tmp_path, name), name)
     first, second = arrays(tmp_path, 1), arrays(tmp_path, 2)
     assert any(np.any(first[leaf] != second[leaf]) for leaf in first if leaf.startswith("params."))
 
 
-def test_with_a_correction_and_an_entropy_bonus(tmp_path, cache):
+def test_with_a_correction_and_an_entropy_bonus(tmp_path):
     lines = run(
         tmp_path,
-        cache,
         "dapo",
         "algorithm.correction_cap=2.0",
         "algorithm.correction_mask=sequence",
@@ -117,11 +109,11 @@ def test_ppo_trains_policy_and_critic(ppo):
         assert any(np.any(first[leaf] != second[leaf]) for leaf in first if leaf.startswith(start)), start
 
 
-def test_ppo_resumes_with_the_same_numbers(ppo, cache, tmp_path):
+def test_ppo_resumes_with_the_same_numbers(ppo, tmp_path):
     """Killed after a step and started again: metrics and every array of the last checkpoint, bit for bit."""
     directory, lines = ppo
-    run(tmp_path, cache, "ppo", "training.steps=1")
-    resumed = run(tmp_path, cache, "ppo")
+    run(tmp_path, "ppo", "training.steps=1")
+    resumed = run(tmp_path, "ppo")
     for line, other in zip(resumed, lines, strict=True):
         assert line.keys() == other.keys()
         for key, value in line.items():

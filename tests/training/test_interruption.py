@@ -81,6 +81,11 @@ def signalling(function, when, number=signal.SIGTERM):
     return wrapped
 
 
+def train_own(directory):
+    """The tiny run with a warm start of its own."""
+    train(directory, f"warm_start.cache_dir={directory}/warm_start")
+
+
 def warmed_up(directory):
     (policy,) = (directory / "warm_start").iterdir()
     return (policy / "model.safetensors").read_bytes()
@@ -100,19 +105,19 @@ def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     no_further(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "whole")
+        train_own(tmp_path / "whole")
     update = warm_start._update
     with monkeypatch.context() as patch:
         patch.setattr(warm_start, "_update", signalling(update, 2))
         with pytest.raises(Interrupted, match="stopped before the first checkpoint") as stopped:
-            train(tmp_path / "stopped")
+            train_own(tmp_path / "stopped")
     assert stopped.value.signal == signal.SIGTERM
     under_way = tmp_path / "stopped" / "run" / "warm_start"
     assert RunCheckpoints(under_way, keep=1).latest_step() == 2
     updates = []
     monkeypatch.setattr(warm_start, "_update", lambda *given: updates.append(1) or update(*given))
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped")
+        train_own(tmp_path / "stopped")
     assert len(updates) == 1  # of three
     assert warmed_up(tmp_path / "stopped") == warmed_up(tmp_path / "whole")
     assert not under_way.exists()

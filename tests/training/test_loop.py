@@ -35,7 +35,7 @@ def _numbers(lines):
 def plain(tmp_path_factory):
     directory = tmp_path_factory.mktemp("plain")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return directory, train(directory)
+        return directory, train(directory, f"warm_start.cache_dir={directory}/warm_start")
 
 
 def test_a_run_leaves_its_metrics(plain):

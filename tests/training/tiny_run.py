@@ -2,7 +2,7 @@
 
 Its programs are stored where JAX keeps its own as long as the tests run (`tests/conftest.py`): one run
 compiles what the others load. A test that puts another function into a program asks for
-`engine.compilation_cache=null`.
+`engine.compilation_cache=null`. A warm start is made once for all runs of the session that have the same.
 """
 
 import os
@@ -18,7 +18,7 @@ run_dir: {directory}/run
 policy:
   shape: {{hidden_size: 64, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 64, mlp_size: 64,
            tie_embeddings: true, qk_norm: true, max_positions: 256}}
-warm_start: {{steps: 3, learning_rate: 1e-2, tokens_per_step: 512, cache_dir: {directory}/warm_start}}
+warm_start: {{steps: 3, learning_rate: 1e-2, tokens_per_step: 512, cache_dir: {warm_starts}}}
 task: {{name: chain_arithmetic, args: {{max_terms: 3}}}}
 rollout: {{prompts_per_step: 2, samples_per_prompt: 4, max_prompt_length: 64, max_response_length: 48}}
 engine: {{max_slots: 4, batch_buckets: [4], cache_buckets: [128], compilation_cache: {programs},
@@ -38,8 +38,11 @@ SHRINKING = "engine.batch_buckets=[2, 4]"
 def write_config(directory: Path) -> Path:
     """The tiny experiment as a file; all that it makes is in `directory`."""
     file = directory / "config.yaml"
-    programs = os.environ["JAX_COMPILATION_CACHE_DIR"]
-    file.write_text(_CONFIG.format(directory=directory, programs=programs))
+    shared = {
+        "programs": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "warm_starts": os.environ["RLJAX_TESTS_WARM_STARTS"],
+    }
+    file.write_text(_CONFIG.format(directory=directory, **shared))
     return file
 
 
