@@ -4,6 +4,7 @@ Files that use these policies and buckets share compiled programs.
 """
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ import numpy as np
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
+from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.models import transformer
 from rljax.models.config import ModelConfig, RopeScaling
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from tests.exactness import exact_numerics
 
 VOCAB, LONGEST = 96, 512
 SAMPLING = SamplingParams(temperature=0.8)
@@ -26,6 +30,19 @@ CONFIGS = {  # by the number of queries a key; one of them with several layers
     "two": ModelConfig("llama", VOCAB, 64, 1, 4, 2, 64, 160, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)),
     "all": ModelConfig("llama", VOCAB, 64, 1, 8, 1, 32, 160),
 }
+
+
+def stored_pool():
+    """A pool whose programs other workers, and later runs of the same sources, load without tracing them.
+
+    Not for tests that put functions of their own into programs, whose names do not tell.
+    """
+    return ExecutablePool(directory=os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
+def engine_of(config, buckets=BUCKETS, dtype="float32", sampling=SAMPLING, eos=(), rule="coupled"):
+    numerics = exact_numerics(config, dtype, buckets)
+    return DecodeEngine(config, numerics, sampling, buckets, eos, 64, stored_pool(), verification=rule)
 
 
 def lively_params(config, seed=0):

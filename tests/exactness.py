@@ -1,6 +1,7 @@
 """Numerics and comparisons of tests that demand the same tokens: all on a CPU, most on an accelerator."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
 import jax
@@ -30,7 +31,8 @@ def exact_numerics(
     accelerator `check_same` counts flips.
     """
     numerics = Numerics(compute_dtype=dtype)
-    invariance = measured(config, numerics, row_counts(buckets, others), None)
+    kept = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    invariance = measured(config, numerics, row_counts(buckets, others), kept)
     if not invariance.exact and jax.default_backend() == "cpu":
         pytest.skip(f"{machine_facts()['cpu']}: {'; '.join(invariance.failures)}")
     return dataclasses.replace(numerics, measured_form=invariance.form)

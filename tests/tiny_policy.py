@@ -10,13 +10,17 @@ import numpy as np
 from drafters.base import Outcome
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
+from rljax.numerics.rows import Numerics
 from rljax.requests import Request
+from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
+from tests.engines import stored_pool
 
 VOCAB, EOS, SLOTS = 64, 1, 4
 CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
@@ -30,6 +34,14 @@ def make_params(seed=0):
     """Weights twice as large as fresh ones, so that some tokens are much likelier than others."""
     stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
     return jax.tree.map(stir, transformer.init_params(CONFIG, seed))
+
+
+def make_engine(sampling=None, buckets=BUCKETS, eos=(EOS,), steps=16, numerics=None, pool=None, **more):
+    """An engine of the policy, with a pool of its own unless one is given."""
+    pool = stored_pool() if pool is None else pool
+    return DecodeEngine(
+        CONFIG, numerics or Numerics(), sampling or SamplingParams(), buckets, eos, steps, pool, **more
+    )
 
 
 def make_requests(lengths=(3, 20, 64, 8, 1, 30), limits=(60, 40, 64, 7, 1, 98)):

@@ -7,9 +7,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.assembly import decoding as assembly
 from rljax.config import ExperimentConfig
-from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import warm_up_plain
-from rljax.numerics.rows import Numerics
 from rljax.requests import PartialResponse
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
@@ -19,28 +17,14 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from tests.rollout.test_penalties import BUCKETS
 from tests.rollout.test_penalties import SAMPLING as PENALTIES
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import EOS, SLOTS, CheapTimes, assert_same, make_engine, make_params
 
 SERVER = LoopPolicy(sync_at_every_ending=True, most_steps=3)
 
 
-def make_engine(sampling):
-    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_sync=8)
-
-
 @pytest.fixture(scope="module", params=[SamplingParams(), PENALTIES], ids=["plain", "penalties"])
 def engine(request):
-    return make_engine(request.param)
-
-
-@pytest.fixture(scope="module")
-def params(engine):
-    return engine.load_params(make_params())
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
+    return make_engine(request.param, BUCKETS)
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +91,13 @@ def test_a_loop_that_expects_more_keeps_its_slots(engine, params, requests, expe
 
 
 def test_resuming_compiles_nothing_after_warm_up(requests):
-    engine = make_engine(PENALTIES)
+    engine = make_engine(PENALTIES, BUCKETS)
     params = engine.load_params(make_params())
     longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
     (whole,), _ = Scheduler(engine, SLOTS).run(params, [requests[longest]])
-    warm = make_engine(PENALTIES)
+    warm = make_engine(PENALTIES, BUCKETS)
     warm_up_plain(warm, params, SLOTS, prompt_length=3, late_inserts=True, resumes=True, widens=True)
-    compiled = warm.pool.compilations
+    compiled = len(warm.pool)
     for count in range(1, len(whole.response_ids), 9):
         partial = PartialResponse(
             tuple(whole.response_ids[:count].tolist()), tuple(whole.logprobs[:count].tolist())
@@ -123,7 +107,7 @@ def test_resuming_compiles_nothing_after_warm_up(requests):
         loop.submit([response])
         finish(loop)
         assert_same([response.completion(False)], [whole])
-    assert warm.pool.compilations == compiled
+    assert len(warm.pool) == compiled
 
 
 def test_weights_are_swapped_between_two_host_syncs(engine, params, requests):
@@ -185,19 +169,19 @@ def test_ended_responses_are_refused(engine, params, requests):
 def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests):
     base = {"run_dir": "nowhere", "policy": {"path": "nowhere"}, "task": {"name": "t"}}
     config = ExperimentConfig.model_validate({**base, "rollout": {"max_prompt_length": 20}})
-    params = make_engine(SamplingParams()).load_params(make_params())
+    params = make_engine(buckets=BUCKETS).load_params(make_params())
     longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
-    whole = Scheduler(make_engine(SamplingParams()), SLOTS).run(params, [requests[longest]])[0][0]
+    whole = Scheduler(make_engine(buckets=BUCKETS), SLOTS).run(params, [requests[longest]])[0][0]
     partial = PartialResponse(tuple(whole.response_ids[:90].tolist()), tuple(whole.logprobs[:90].tolist()))
     compiled = {}
     for resumes in (False, True):
-        engine = make_engine(SamplingParams())
+        engine = make_engine(buckets=BUCKETS)
         assembly.warm_up(Scheduler(engine, SLOTS), params, config, requests_join=True, resumes=resumes)
-        before = engine.pool.compilations
+        before = len(engine.pool)
         loop = open_loop(engine, params, SLOTS, policy=SERVER)
         response = LiveResponse.resume(requests[longest], partial)
         loop.submit([response])
         finish(loop)
         assert_same([response.completion(False)], [whole])
-        compiled[resumes] = engine.pool.compilations - before
+        compiled[resumes] = len(engine.pool) - before
     assert compiled[True] == 0 < compiled[False]

@@ -11,42 +11,25 @@ import pytest
 
 from drafters.base import Outcome as Learned
 from drafters.registry import make_drafter
-from rljax.engine.engine import DecodeEngine
 from rljax.environments.task import Outcome
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import UserError
-from rljax.numerics.rows import Numerics
 from rljax.requests import Request
 from rljax.rollout.episodes import environment_metrics, episode_rewards
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.base import Problem
 from rljax.tools.workers import ToolWorkers
-from tests.tiny_policy import (
-    ALL_ROWS,
-    BUCKETS,
-    CONFIG,
-    SLOTS,
-    FavouriteRows,
-    make_params,
-    make_requests,
-    spell,
-)
+from tests.tiny_policy import ALL_ROWS, SLOTS, FavouriteRows, make_engine, make_requests, spell
 
 EOS = (1, 7, 30, 44)  # so many that episodes have several turns
 MAX_TURNS = 4
 
 
 @pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, EOS, decode_steps_per_sync=16)
+    return make_engine(eos=EOS)
 
 
 @pytest.fixture(scope="module")

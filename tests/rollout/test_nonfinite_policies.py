@@ -6,18 +6,15 @@ import pytest
 
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.errors import PolicyError
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, FixedTimes, by_rows, make_params, make_requests
+from tests.tiny_policy import FixedTimes, by_rows, make_engine, make_params, make_requests
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), Buckets((2,), (64,), (8,), 3), (EOS,), 4)
+    return make_engine(buckets=Buckets((2,), (64,), (8,), 3))
 
 
 def changed(name, change):

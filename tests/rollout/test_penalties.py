@@ -7,7 +7,6 @@ import pytest
 from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.rope import rope_table
@@ -16,7 +15,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
-from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import CONFIG, SLOTS, FixedTimes, assert_same, make_engine
 
 BUCKETS = Buckets((2, 4), (64, 128), (16,), 7)
 SAMPLING = SamplingParams(
@@ -25,22 +24,8 @@ SAMPLING = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
-
-
-def make_engine(sampling):
-    return DecodeEngine(CONFIG, Numerics(), sampling, BUCKETS, (EOS,), decode_steps_per_sync=16)
-
-
-@pytest.fixture(scope="module")
 def engine():
-    return make_engine(SAMPLING)
+    return make_engine(SAMPLING, BUCKETS)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +40,7 @@ def repeats(completions):
 
 
 def test_tokens_repeat_less(params, requests, decoded):
-    plain = Scheduler(make_engine(SamplingParams(temperature=0.8)), SLOTS).run(params, requests)[0]
+    plain = Scheduler(make_engine(SamplingParams(temperature=0.8), BUCKETS), SLOTS).run(params, requests)[0]
     assert repeats(decoded) < 0.7 * repeats(plain)
 
 

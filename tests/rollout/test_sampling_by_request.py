@@ -11,8 +11,6 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.appending import Continuation
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError
 from rljax.numerics.rows import Numerics
@@ -22,6 +20,8 @@ from rljax.rollout.open_loop import open_loop
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
+from tests import tiny_policy
+from tests.engines import stored_pool
 from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
 
 ENGINE = SamplingParams(temperature=1.2, top_p=0.95)
@@ -33,14 +33,12 @@ SETTINGS = [
     SamplingParams(temperature=1.3, top_k=5),
 ]
 BUCKETS = Buckets((2, SLOTS), (128,), (16,), 3)
-POOL = ExecutablePool()
+POOL = stored_pool()
 
 
 def make_engine(dtype, sampling=ENGINE, buckets=BUCKETS, per_slot=True, **more):
-    numerics = Numerics(compute_dtype=dtype)
-    return DecodeEngine(
-        CONFIG, numerics, sampling, buckets, (EOS,), 8, POOL, per_slot_sampling=per_slot, **more
-    )
+    more |= {"numerics": Numerics(compute_dtype=dtype), "per_slot_sampling": per_slot, "pool": POOL}
+    return tiny_policy.make_engine(sampling, buckets, **more)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -99,7 +97,16 @@ def test_a_mix_has_the_bits_of_programs_with_the_settings_inside(engine, params,
     assert len({tuple(each.response_ids.tolist()) for each in expected}) > 12
 
 
-@pytest.mark.parametrize("drafter", ["srt", "quantized"])
+@pytest.mark.parametrize(
+    ("dtype", "drafter"),
+    [
+        ("float32", "srt"),
+        ("float32", "quantized"),
+        ("bfloat16", "srt"),
+        pytest.param("bfloat16", "quantized", marks=pytest.mark.long),
+    ],
+    indirect=["dtype"],
+)
 def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, drafter):
     """The drafters draft under the engine's settings, whatever those of the requests."""
     with Speculator(engine, {drafter: make_drafter(drafter)}, SLOTS, times=CheapTimes()) as speculator:
@@ -108,6 +115,9 @@ def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, dra
     assert statistics.accepted > (100 if drafter == "quantized" else 20)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)], indirect=True
+)
 def test_requests_that_join_and_leave_keep_their_settings(engine, params, requests, expected):
     """One after the other, as in a server: states are widened for them, and compacted when they leave."""
     loop = open_loop(engine, params, SLOTS, policy=LoopPolicy(sync_at_every_ending=True, most_steps=3))

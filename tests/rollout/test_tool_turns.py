@@ -15,13 +15,10 @@ from drafters.base import Outcome
 from drafters.registry import make_drafter, states_read
 from rljax.engine.appending import WIDTH
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.models.huggingface import save_model
-from rljax.numerics.rows import Numerics
 from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.tools.base import ToolError
@@ -30,14 +27,13 @@ from rljax.tools.use import ToolUse
 from rljax.tools.workers import ToolWorkers
 from tests.tiny_policy import (
     ALL_ROWS,
-    BUCKETS,
     CONFIG,
     EOS,
     SLOTS,
     CheapTimes,
     FavouriteRows,
     assert_same,
-    make_params,
+    make_engine,
     make_requests,
     spell,
 )
@@ -46,13 +42,8 @@ OPENING, CLOSING, MAX_CALLS = "a", "cb", 3
 
 
 @pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
+    return make_engine()
 
 
 @pytest.fixture(scope="module")
@@ -316,15 +307,8 @@ def test_same_bits_with_drafters_on_the_device(params, requests, expected, tmp_p
     elif name == "eagle":
         args = {"depths": [3], "train": False}
     drafters = {name: make_drafter(name, **args)}
-    engine = DecodeEngine(
-        CONFIG,
-        Numerics(),
-        SamplingParams(),
-        Buckets((4,), (128,), (16,), 5),
-        (EOS,),
-        16,
-        hidden_layers=states_read(drafters, CONFIG),
-    )
+    reads = states_read(drafters, CONFIG)
+    engine = make_engine(buckets=Buckets((4,), (128,), (16,), 7), hidden_layers=reads)
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes())
     scheduler = Scheduler(engine, SLOTS, None, speculator, overlap, make_use(Counter()))
     completions, statistics = scheduler.run(params, requests)
