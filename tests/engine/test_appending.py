@@ -6,13 +6,11 @@ import pytest
 from rljax.engine import appending
 from rljax.engine.appending import ROWS, WIDTH, Continuation
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.engine.shapes import warm_up_plain
 from rljax.numerics.rows import Numerics
-from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
-from tests.tiny_policy import CONFIG, VOCAB, make_params
+from tests.tiny_policy import VOCAB, make_engine, make_params
 
 STEPS = 6
 
@@ -24,8 +22,7 @@ def params():
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def engine(request):
-    numerics = Numerics(True, request.param)
-    return DecodeEngine(CONFIG, numerics, SamplingParams(), Buckets((4,), (64, 128)), (), STEPS)
+    return make_engine(None, Buckets((4,), (64, 128)), (), STEPS, Numerics(True, request.param))
 
 
 def prompt(seed, length):
@@ -114,10 +111,10 @@ def test_what_does_not_fit_is_refused(engine, params):
 
 
 def test_nothing_compiles_after_warm_up(params):
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), Buckets((4,), (64,)), (), STEPS)
+    engine = make_engine(None, Buckets((4,), (64,)), (), STEPS)
     warm_up_plain(engine, params, 4, 64, appends=True)
-    compiled = engine.pool.compilations
+    compiled = len(engine.pool)
     assert sum(key[0] == "append" for key in engine.pool.bytes()) == len(ROWS)
     state = engine.init_state(4, 64)
     engine.append(params, state, [Continuation(slot, 0, list(range(2, 40)), 1) for slot in range(4)])
-    assert engine.pool.compilations == compiled
+    assert len(engine.pool) == compiled

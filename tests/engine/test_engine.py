@@ -30,10 +30,12 @@ from tests.engines import (
     Asked,
     ask,
     decode,
+    engine_of,
     lively_params,
     poison,
+    stored_pool,
 )
-from tests.exactness import MOST_FLIPS, exact_numerics
+from tests.exactness import MOST_FLIPS
 
 NUMERICS = Numerics()
 
@@ -53,12 +55,13 @@ class World:
 @functools.lru_cache
 def world_of(name, dtype="float32"):
     config = CONFIGS[name]
-    numerics = exact_numerics(config, dtype, BUCKETS)
-    engine = DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], decode_steps_per_sync=64)
+    engine = engine_of(config, BUCKETS, dtype)
     params = engine.load_params(lively_params(config))
     # Prompts beside and on the edges of blocks; responses across the 256 keys that attention sums at a time.
     asked = ask([1, 40, 63, 64, 100], [300, 230, 5, 90, 37])
-    return World(config, numerics, params, engine, asked, decode(engine, params, asked, capacity=LONGEST))
+    return World(
+        config, engine.numerics, params, engine, asked, decode(engine, params, asked, capacity=LONGEST)
+    )
 
 
 WORLDS = [
@@ -112,7 +115,7 @@ def test_same_bits_however_decoded(world, members, order, capacity, one_by_one):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_same_bits_where_many_slots_are_computed_and_fewer_later(dtype):
     config, buckets = CONFIGS["three"], Buckets((2, 24), (LONGEST,))
-    engine = DecodeEngine(config, exact_numerics(config, dtype, buckets), SAMPLING, buckets, [], 64)
+    engine = engine_of(config, buckets, dtype)
     params, asked = engine.load_params(lively_params(config)), ask([40, 64], [230, 90])
     assert decode(engine, params, asked, [23, 9]) == decode(engine, params, asked)
 
@@ -128,7 +131,8 @@ def packed_rows(world):
     return tuple(jnp.asarray(row) for row in rows), packing
 
 
-def test_training_recomputes_the_logprobs_bit_for_bit(world):
+def check_training(world, gradients):
+    """The logprobs of decoding, by the pass that scores or inside the one that computes gradients."""
     rows, packing = packed_rows(world)
     assert len(np.unique(packing.row)) < len(world.asked)  # some do share a row
     rope = jnp.asarray(rope_table(world.config, LONGEST))
@@ -147,16 +151,27 @@ def test_training_recomputes_the_logprobs_bit_for_bit(world):
         chosen = logprobs(params, *rows)
         return jnp.mean(chosen), chosen
 
-    options = row_invariant_compiler_options()
-    forward = jax.jit(logprobs, compiler_options=options)(world.params, *rows)
-    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=options)
-    (_, inside), _ = gradient(world.params, *rows)
-    for recomputed in map(np.asarray, (forward, inside)):
-        for i, each in enumerate(world.asked):
-            first = packing.start[i] + len(each.prompt) - 1
-            mine = recomputed[packing.row[i], first : first + each.limit]
-            mismatch = np.abs(mine - np.asarray(world.together[i][1], np.float32))
-            assert mismatch.max() == 0.0
+    function = jax.value_and_grad(loss, has_aux=True) if gradients else logprobs
+    found = jax.jit(function, compiler_options=row_invariant_compiler_options())(world.params, *rows)
+    recomputed = np.asarray(found[0][1] if gradients else found)
+    for i, each in enumerate(world.asked):
+        first = packing.start[i] + len(each.prompt) - 1
+        mine = recomputed[packing.row[i], first : first + each.limit]
+        mismatch = np.abs(mine - np.asarray(world.together[i][1], np.float32))
+        assert mismatch.max() == 0.0
+
+
+def test_training_recomputes_the_logprobs_bit_for_bit(world):
+    check_training(world, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [*WORLDS[:2], *(pytest.param(each, marks=pytest.mark.long) for each in WORLDS[2:])],
+    ids=" ".join,
+)
+def test_and_so_does_the_pass_that_computes_gradients(policy):
+    check_training(world_of(*policy), gradients=True)
 
 
 def test_old_and_unwritten_cache_is_invisible(world):
@@ -192,7 +207,9 @@ class Small:
 @pytest.fixture(scope="module")
 def small():
     config = CONFIGS["three"]
-    engine = DecodeEngine(config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS, EOS + 1], 16)
+    engine = DecodeEngine(
+        config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS, EOS + 1], 16, stored_pool()
+    )
     return Small(engine, engine.load_params(lively_params(config)))
 
 
@@ -304,7 +321,9 @@ def test_generate_stops_before_a_cache_overflows(small):
 def test_greedy_tokens_are_those_of_full_forward_passes(small):
     """Prefill and cached decoding against the whole sequence at once."""
     config = small.engine.config
-    engine = DecodeEngine(config, NUMERICS, SamplingParams(temperature=0.0), small.engine.buckets, [], 16)
+    engine = DecodeEngine(
+        config, NUMERICS, SamplingParams(temperature=0.0), small.engine.buckets, [], 16, stored_pool()
+    )
     asked = ask([1, 2, 30, 59], [16] * 4)
     outputs = decode(engine, small.params, asked, capacity=128)
     rope = jnp.asarray(rope_table(config, 128))
@@ -328,14 +347,14 @@ def test_greedy_tokens_are_those_of_full_forward_passes(small):
 
 
 def test_nothing_compiles_after_warm_up(small):
-    engine = DecodeEngine(small.engine.config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS], 8)
+    buckets, eos = small.engine.buckets, small.engine.eos_token_ids
+    engine = DecodeEngine(small.engine.config, NUMERICS, SAMPLING, buckets, eos, 16, stored_pool())
     warm_up_plain(engine, small.params, slots=4, prompt_length=60)
-    compiled = engine.pool.compilations
-    assert compiled == len(engine.pool)
+    compiled = len(engine.pool)
     asked = ask([60, 3, 2, 50], [60, 30, 9, 70])
     decode(engine, small.params, asked)
     decode(engine, small.params, asked[:1], order=[3])
-    assert engine.pool.compilations == compiled
+    assert len(engine.pool) == compiled
 
 
 def test_an_empty_prompt_or_none_is_refused(small):

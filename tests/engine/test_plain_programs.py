@@ -9,18 +9,10 @@ from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.plain_programs import PlainPrograms
 from rljax.engine.shapes import warm_up_plain
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, assert_same, make_params, make_requests
+from tests.tiny_policy import SLOTS, assert_same, make_engine, make_params, make_requests
 
 SHORT = ((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # lengths of prompts and responses that fit the smallest cache
-
-
-def make_engine(buckets=BUCKETS, mesh=None):
-    return DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), decode_steps_per_sync=4, mesh=mesh
-    )
 
 
 def compile_behind(engine, params, requests, slots=SLOTS, longest=128, **others):
@@ -130,11 +122,11 @@ def test_a_rollout_begins_in_a_longer_cache_that_is_ready(params, short, plain):
 
 def test_only_shapes_that_will_be_used_are_compiled(params, short):
     buckets = make_buckets(SLOTS, 192, True, (2, 4, 8), (64, 128, 192))
-    engine = make_engine(buckets)
+    engine = make_engine(None, buckets)
     compile_behind(engine, params, short, longest=100).wait()
     shapes = [key[1:3] for key in engine.pool.bytes() if key[0] in ("generate", "prefill")]
     assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128
-    before = make_engine(buckets)
+    before = make_engine(None, buckets)
     warm_up_plain(before, params, 4, 64, longest=100)
     shapes = [key[1:3] for key in before.pool.bytes() if key[0] == "generate"]
     assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128

@@ -14,10 +14,7 @@ from drafters.eagle.drafting import DraftStrategy, ScoredTree
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
 from rljax.errors import PolicyError
-from rljax.numerics.rows import Numerics
 from rljax.requests import Request
 from rljax.rollout.decode_loop import DecodeLoop
 from rljax.rollout.scheduler import Scheduler
@@ -26,17 +23,18 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
 from rljax.speculation.speculator import Speculator
+from tests.engines import stored_pool
 from tests.serving.cheap import Cheap
-from tests.tiny_policy import CONFIG, EOS, SLOTS, make_params, make_requests
+from tests.tiny_policy import SLOTS, make_engine, make_params, make_requests
 
 WAIT = 120.0
 BUCKETS = Buckets((2, 4), (128,), (16,), 7)
-GREEDY_POOL = ExecutablePool()
+GREEDY_POOL = stored_pool()
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=8)
+    return make_engine(None, BUCKETS, steps=8)
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +294,7 @@ def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
     """Greedy decoding of this policy repeats itself, which every history drafter can see. Plain steps are few
     at a time, and a few answers do not drive out what was learned of a prompt.
     """
-    greedy = DecodeEngine(CONFIG, Numerics(), SamplingParams(temperature=0.0), BUCKETS, (), 8, GREEDY_POOL)
+    greedy = make_engine(SamplingParams(temperature=0.0), BUCKETS, (), 8, pool=GREEDY_POOL)
     params = greedy.load_params(make_params())
     prompts = [(5, 6, 7), (9, 2, 9, 2), (5, 6, 7), (30, 31)]
     requests = [Request(prompt, request_key(0, 0, i), 60) for i, prompt in enumerate(prompts)]
@@ -394,7 +392,7 @@ def test_a_drafter_beside_the_slots_is_told_who_comes_and_goes(engine, params):
     when all are over; few of what is drafted then is wrong.
     """
     few = Buckets((2, 4), (64, 128), (16,), 7)
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), few, (EOS,), 8, engine.pool)
+    engine = make_engine(None, few, steps=8, pool=engine.pool)
     prompts, limits = [(5, 6, 7)] * 2 + [(9, 2, 9, 2)] * 3 + [(5, 6, 7)], [40, 40, 9, 9, 9, 20]
     requests = [
         Request(prompt, request_key(3, 0, i), limit, training=False)

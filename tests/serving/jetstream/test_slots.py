@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
-from rljax.numerics.rows import Numerics
 from rljax.requests import Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.jetstream.slots import SlotEngine
-from tests.tiny_policy import CONFIG, EOS, make_params
+from tests.tiny_policy import EOS, make_engine, make_params
 
 LONGEST = 128  # positions of the largest cache
 PROMPTS = [(3, 9, 27), tuple(range(2, 42)), (8,)]
@@ -23,9 +21,7 @@ IDS = [uuid.UUID(int=(1 << 70) + i) for i in range(3)]
 
 @pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), Buckets((2, 4), (64, LONGEST)), (EOS,), decode_steps_per_sync=8
-    )
+    return make_engine(steps=8)
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +153,7 @@ def test_a_response_that_its_first_token_ends(engine, params, slots):
 
 def test_penalties_count_the_first_token(params):
     sampling = SamplingParams(frequency_penalty=3.0)
-    engine = DecodeEngine(
-        CONFIG, Numerics(), sampling, Buckets((4,), (LONGEST,)), (EOS,), decode_steps_per_sync=8
-    )
+    engine = make_engine(sampling, Buckets((4,), (LONGEST,)), steps=8)
     slots = SlotEngine(engine, slots=4, max_prompt_length=64, seed=7)
     prefix, first = slots.prefill(
         params=params, padded_tokens=padded(PROMPTS[0]), true_length=3, request_id=IDS[0]
