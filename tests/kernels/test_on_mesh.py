@@ -5,7 +5,6 @@ TPUs are interpreted; JAX's interpreter of GPU kernels knows one device only (it
 those are compiled for a mesh, and not run.
 """
 
-import json
 import math
 import re
 
@@ -27,10 +26,13 @@ from rljax.sharding import named
 from tests.devices import run_on_devices
 from tests.kernels.compilation import DEVICES, HOPPER, USUAL_DEVICES, absent_mesh
 
-# All three ways of splitting at once, and some of them.
-MESHES = [{"8 devices": {"data": 2, "fsdp": 2, "tensor": 2}}]
+# Meshes of the kernels, all three ways of splitting at once and some of them, and meshes of the rollout.
+MESHES = [({"8 devices": {"data": 2, "fsdp": 2, "tensor": 2}}, {"2 devices, tensor": {"tensor": 2}})]
 MESHES += [
-    pytest.param({"2 devices": {"data": 2}, "4 devices": {"data": 2, "tensor": 2}}, marks=pytest.mark.long)
+    pytest.param(
+        ({"2 devices": {"data": 2}, "4 devices": {"data": 2, "tensor": 2}}, {"2 devices": {"data": 2}}),
+        marks=pytest.mark.long,
+    )
 ]
 
 COMMON = """
@@ -43,8 +45,7 @@ from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sharding import make_mesh, named
 
-meshes, backend = json.loads(sys.argv[1]), sys.argv[2]
-results = {}
+backend, found = "interpret_tpu", {}
 
 def error(actual, expected):
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
@@ -198,54 +199,47 @@ for label, mesh in each_mesh():
 """
 
 
-def _found(checks, backend, meshes, devices=8):
-    code = COMMON + checks + 'print("FOUND" + json.dumps(results))'
-    return run_on_devices(code, devices, json.dumps(meshes), backend)
+@pytest.fixture(scope="module", params=MESHES, ids=lambda each: ", ".join(each[0]))
+def found(request):
+    """What all checks found, by their names, in one process."""
+    kernels, rollout = request.param
+    code = COMMON
+    for name, checks, meshes in (
+        ("attention", ATTENTION, kernels),
+        ("logprobs", LOGPROBS, kernels),
+        ("products", PRODUCTS, kernels),
+        ("rollout", ROLLOUT, rollout),
+    ):
+        code += f"results = found[{name!r}] = {{}}\nmeshes = {meshes!r}\n{checks}"
+    return run_on_devices(code + 'print("FOUND" + json.dumps(found))', 8)
 
 
-@pytest.mark.parametrize("meshes", MESHES, ids=", ".join)
-def test_attention_and_compaction(meshes):
-    found = _found(ATTENTION, "interpret_tpu", meshes)
-    tolerance = 1e-5
-    for mesh in meshes:
+def test_attention_and_compaction(found):
+    found, tolerance = found["attention"], 1e-5
+    for mesh in [label for label in found if label.endswith("devices")]:
         assert found[mesh]["tree"] < tolerance and found[mesh]["decoding"] < tolerance
         assert found[mesh]["compaction"]
     assert found["replicated heads"] < tolerance
     assert "mesh.tensor = 8 does not divide num_kv_heads 4; set xla or null" in found["refusal"]
 
 
-@pytest.mark.parametrize("meshes", MESHES, ids=", ".join)
-def test_logprobs_over_the_vocabulary(meshes):
-    found = _found(LOGPROBS, "interpret_tpu", meshes)
-    for mesh in meshes:
-        for errors in found[mesh].values():
+def test_logprobs_over_the_vocabulary(found):
+    for sizes in found["logprobs"].values():
+        for errors in sizes.values():
             logprobs, entropy, d_hidden, d_head = errors
             assert logprobs < 1e-5 and entropy < 1e-5 and d_hidden < 1e-2 and d_head < 1e-2
 
 
-@pytest.mark.parametrize("meshes", MESHES, ids=", ".join)
-def test_quantized_products(meshes):
-    found = _found(PRODUCTS, "interpret_tpu", meshes)
-    for mesh in meshes:
-        for error, tolerance, split in found[mesh].values():
+def test_quantized_products(found):
+    for products in found["products"].values():
+        for error, tolerance, split in products.values():
             assert error < tolerance
             assert split
 
 
-@pytest.mark.parametrize(
-    "meshes",
-    [
-        {"2 devices, tensor": {"tensor": 2}},
-        pytest.param({"2 devices": {"data": 2}}, marks=pytest.mark.long),
-    ],
-    ids=", ".join,
-)
-def test_a_rollout_has_the_tokens_of_plain_decoding_on_one_device(meshes):
-    found = _found(ROLLOUT, "interpret_tpu", meshes, devices=2)
-    assert found["tokens"] > 50
-    for mesh in meshes:
-        assert found[mesh]["plain"] and found[mesh]["drafted"]
-        assert found[mesh]["accepted"] > 10
+def test_a_rollout_has_the_tokens_of_plain_decoding_on_one_device(found):
+    tokens, rollout = found["rollout"].values()
+    assert tokens > 50 and rollout["plain"] and rollout["drafted"] and rollout["accepted"] > 10
 
 
 # -- compiled for devices that are not there: Qwen2.5-7B on 4 of them (data 2, tensor 2) --------------------

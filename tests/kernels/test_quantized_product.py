@@ -39,8 +39,13 @@ def rows_of(count, inputs, seed=1):
     return jnp.asarray(rows.astype(jnp.bfloat16))
 
 
+def multiplied(x, weight, implementation):
+    """The product in one program, traced anew."""
+    return jax.jit(lambda x, weight: quantized_product(x, weight, implementation))(x, weight)
+
+
 def check(x, weight, implementation, tolerance=1e-6):
-    ours = np.asarray(quantized_product(x, weight, implementation))
+    ours = np.asarray(multiplied(x, weight, implementation))
     wide, matrix = np.asarray(x, np.float64), np.asarray(jax.jit(dequantize)(weight), np.float64)
     assert ours.shape == (len(wide), len(matrix)) and ours.dtype == np.float32
     bound = tolerance * (np.abs(wide) @ np.abs(matrix).T + 1e-3)
@@ -84,7 +89,7 @@ def test_against_float64(implementation, case):
     if implementation == "interpret_gpu":
         if case in ODD:
             with pytest.raises(Refused, match=r"interpret_gpu: (\d+ inputs in groups|\d+ outputs)"):
-                quantized_product(x, weight, implementation)
+                multiplied(x, weight, implementation)
             return
         if SLOW_INTERPRETER and case not in list(SHAPES)[:2]:
             pytest.skip("JAX 0.10 takes too long to interpret it")
@@ -127,9 +132,9 @@ def test_a_row_is_computed_as_if_alone(implementation, bits):
         pytest.skip("JAX 0.10 takes too long to interpret it")
     weight = weight_of(136, 256, WeightFormat(bits, 128 if bits == 4 else 0))
     x = rows_of(13, 256)  # a CPU's own product of more rows than 16 is not row-invariant; see natively below
-    together = np.asarray(quantized_product(x, weight, implementation))
+    together = np.asarray(multiplied(x, weight, implementation))
     for row in (0, 12):
-        alone = np.asarray(quantized_product(x[row : row + 1], weight, implementation))
+        alone = np.asarray(multiplied(x[row : row + 1], weight, implementation))
         np.testing.assert_array_equal(alone[0], together[row])
 
 
@@ -138,9 +143,9 @@ def test_a_row_that_is_not_a_number_stays_alone(implementation):
     if implementation == "interpret_gpu" and SLOW_INTERPRETER:
         pytest.skip("JAX 0.10 takes too long to interpret it")
     weight, x = weight_of(128, 256, WeightFormat(4, 128)), rows_of(3, 256)
-    y = np.asarray(quantized_product(x.at[1].set(jnp.nan), weight, implementation))
+    y = np.asarray(multiplied(x.at[1].set(jnp.nan), weight, implementation))
     assert np.isnan(y[1]).all()
-    np.testing.assert_array_equal(y[[0, 2]], np.asarray(quantized_product(x, weight, implementation))[[0, 2]])
+    np.testing.assert_array_equal(y[[0, 2]], np.asarray(multiplied(x, weight, implementation))[[0, 2]])
 
 
 def test_a_group_that_is_not_a_number_stays_in_its_output():
@@ -148,7 +153,7 @@ def test_a_group_that_is_not_a_number_stays_in_its_output():
     weight, x = weight_of(136, 256, WeightFormat(4, 128)), rows_of(3, 256)
     broken = weight.replace(scale=weight.scale.at[135, 1].set(jnp.nan))
     for implementation in INTERPRETED[SLOW_INTERPRETER:]:
-        y = np.asarray(quantized_product(x, broken, implementation))
+        y = np.asarray(multiplied(x, broken, implementation))
         assert np.isnan(y[:, 135]).all() and np.isfinite(y[:, :135]).all()
 
 
@@ -163,15 +168,15 @@ def test_a_group_that_is_not_a_number_stays_in_its_output():
 )
 def test_what_kernels_refuse(implementation, fmt, rows, dtype, why):
     with pytest.raises(Refused, match=why):
-        quantized_product(rows_of(rows, 256).astype(dtype), weight_of(128, 256, fmt), implementation)
+        multiplied(rows_of(rows, 256).astype(dtype), weight_of(128, 256, fmt), implementation)
 
 
 def test_more_rows_than_a_kernel_holds():
     weight, x = weight_of(128, 256, WeightFormat(4, 128)), rows_of(70, 256)
-    together = np.asarray(quantized_product(x, weight, "interpret_tpu"))
+    together = np.asarray(multiplied(x, weight, "interpret_tpu"))
     assert together.shape == (70, 128)
-    assert np.array_equal(together[64:], np.asarray(quantized_product(x[64:], weight, "interpret_tpu")))
-    assert np.array_equal(together[:64], np.asarray(quantized_product(x[:64], weight, "interpret_tpu")))
+    assert np.array_equal(together[64:], np.asarray(multiplied(x[64:], weight, "interpret_tpu")))
+    assert np.array_equal(together[:64], np.asarray(multiplied(x[:64], weight, "interpret_tpu")))
 
 
 def test_splits_do_not_depend_on_rows_and_cover_the_inputs():
@@ -251,9 +256,9 @@ def test_natively_a_row_is_computed_as_if_alone(bits):
     weight = weight_of(3584, 3584, WeightFormat(bits, 128 if bits == 4 else 0))
     x = rows_of(64, 3584)
     check(x, weight, name, 4e-6)
-    together = np.asarray(quantized_product(x, weight, name))
+    together = np.asarray(multiplied(x, weight, name))
     for rows in (1, 2, 8, 9, 16, 33):
-        np.testing.assert_array_equal(quantized_product(x[:rows], weight, name), together[:rows])
+        np.testing.assert_array_equal(multiplied(x[:rows], weight, name), together[:rows])
 
 
 # -- in the engine -----------------------------------------------------------------------------------------
