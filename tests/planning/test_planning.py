@@ -1,6 +1,7 @@
 """A plan against the run: the same programs, the same bytes; and one line where it does not fit."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import shutil
@@ -38,9 +39,21 @@ HAS_CUDA = pytest.mark.skipif(
 
 
 def _config(directory, *overrides):
-    """The tiny run with one size of micro-batches."""
-    small = ["warm_start=null", "evaluation.problems=0", "training.rows_per_microbatch=1"]
+    small = ["warm_start=null", "evaluation.problems=0"]
     return load_config(write_config(directory), [*small, *overrides])
+
+
+class WhenCalled:
+    """A program that is compiled when it is called, or looked into, for the first time."""
+
+    def __init__(self, compiled):
+        self.compiled = functools.cache(compiled)
+
+    def __call__(self, *args):
+        return self.compiled()(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.compiled(), name)
 
 
 def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
@@ -102,9 +115,11 @@ def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, over
     config = _config(tmp_path, *overrides, "training.steps=1", "tracking.report=false")
     run_keys, get = set(), ExecutablePool.get
 
-    def recorded(pool, key, *args, **kwargs):
+    def recorded(pool, key, function, args, *rest, **options):
         run_keys.add(key)
-        return get(pool, key, *args, **kwargs)
+        shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
+        shapes = jax.tree.map(lambda leaf: shape(leaf) if isinstance(leaf, jax.Array) else leaf, args)
+        return WhenCalled(lambda: get(pool, key, function, shapes, *rest, **options))
 
     with monkeypatch.context() as patched:
         patched.setattr(ExecutablePool, "get", recorded)
@@ -132,14 +147,19 @@ def _uncompiled(pool, key, lowered, tracing):
     return Program(named(program_name(key)), named(key[0]), pool._drafter, 1, 1, 1, tracing, 1.0, 1.0)
 
 
+def _compile_only(monkeypatch, which):
+    """Programs of which `which(pool, key)` holds; the others are counted."""
+    compiled = PlanningPool._compiled
+
+    def chosen(pool, key, *args):
+        return (compiled if which(pool, key) else _uncompiled)(pool, key, *args)
+
+    monkeypatch.setattr(PlanningPool, "_compiled", chosen)
+
+
 def test_a_small_model_keeps_its_depth_in_the_plan_of_a_deeper_policy(tmp_path, monkeypatch):
     """Also with as many layers as the deeper of the two depths at which the policy is compiled."""
-    compiled = PlanningPool._compiled
-    monkeypatch.setattr(
-        PlanningPool,
-        "_compiled",
-        lambda pool, *args: (compiled if pool._drafter else _uncompiled)(pool, *args),
-    )
+    _compile_only(monkeypatch, lambda pool, key: pool._drafter)
     model = _small_model(tmp_path, layers=4)
     drafting = ["speculation.drafter=small_model", f"speculation.args={{path: {model}}}"]
     overrides = ["policy.shape.num_layers=12", "speculation.verify_buckets=[8]"]
@@ -184,7 +204,10 @@ def test_bytes_are_those_of_the_arrays(tmp_path):
     assert memory.peak >= max(program.total for program in plan.programs)
 
 
-def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path):
+@pytest.mark.parametrize("last", ["decoding", pytest.param("updates", marks=pytest.mark.long)])
+def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch, last):
+    if last == "decoding":
+        _compile_only(monkeypatch, lambda pool, key: key[0] != "gradients")
     drafting = ("speculation.drafter=srt", "speculation.verify_buckets=[8]")
     config = _config(tmp_path, "policy.shape.num_layers=5", *drafting)
     whole = _plan(config, full_depth=True)
@@ -271,8 +294,10 @@ def test_a_mesh_of_tpus(tmp_path):
 
 
 @HAS_CUDA
-def test_one_gpu(tmp_path):
+@pytest.mark.parametrize("kinds", ["generate", pytest.param("all", marks=pytest.mark.long)])
+def test_one_gpu(tmp_path, monkeypatch, kinds):
     """With its defaults: in bfloat16, and with the kernels for Hopper."""
+    _compile_only(monkeypatch, lambda pool, key: kinds in (key[0], "all"))
     plan = _plan(_config(tmp_path), "h100:1", hardware=None)
     assert plan.run.config.policy.compute_dtype == "bfloat16"
     assert {program.kind for program in plan.programs} >= {"generate", "gradients", "apply", "prefill"}

@@ -102,6 +102,7 @@ from rljax.config import MeshConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import all_rows, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.engine.sampling import sample
 from rljax.models.config import ModelConfig
@@ -152,6 +153,7 @@ POLICIES = {
 }
 SLOTS, LENGTH, EOS = 8, 64, 1
 buckets = Buckets((SLOTS,), (LENGTH,), (16, 32), 3)
+pool = ExecutablePool()
 
 def make_config(vocab_size, kv_heads=4):
     return ModelConfig("qwen3", vocab_size, 64, 1, 8, kv_heads, 16, 64, qk_norm=True)
@@ -159,7 +161,7 @@ def make_config(vocab_size, kv_heads=4):
 def make_engine(name, mesh, vocab_size=264, dtype="float32", rule="coupled"):
     engine = DecodeEngine(
         make_config(vocab_size), Numerics(compute_dtype=dtype), POLICIES[name], buckets, (EOS,), 64,
-        mesh=mesh, verification=rule,
+        pool, mesh, rule,
     )
     params = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, init_params(engine.config, 0))
     params = engine.load_params(params)

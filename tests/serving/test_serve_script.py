@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": "47a5b8="}]
 
 
 def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
-    run = make_run(tmp_path, "engine.cache_buckets=[64, 128]")
+    run = make_run(tmp_path)
     process = subprocess.Popen(
         [
             sys.executable,

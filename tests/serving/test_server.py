@@ -607,7 +607,7 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
         its_head = served.worker.speculator.drafters["eagle"].params
         jax.tree.map(np.testing.assert_array_equal, its_head, trained_head)
         drafted, pool_of_programs = client_of(address), served.worker.engine.pool
-        compiled = pool_of_programs.compilations
+        programs = len(pool_of_programs)
         for _ in range(3):  # and nothing in between
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 came = list(pool.map(lambda seed: chat(drafted, seed).choices[0].token_ids, range(3)))
@@ -618,5 +618,5 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
             prompts = [["1"], ["12a3=", "9b=", "9b="], ["7" * 15, "1"], ["7a" * 8] * 5]
             ask = lambda prompt: drafted.completions.create(model=MODEL, prompt=prompt)  # noqa: E731
             assert [len(came.choices) for came in pool.map(ask, prompts)] == [1, 3, 2, 5]
-        assert pool_of_programs.compilations == compiled, "compiled after it was warmed up"
+        assert len(pool_of_programs) == programs, "compiled after it was warmed up"
     assert not (tmp_path / "heads").exists()
