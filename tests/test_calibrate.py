@@ -1,6 +1,7 @@
 """scripts/calibrate.py on a policy of one layer: measures, keeps, and reuses."""
 
 import json
+import os
 
 import pytest
 
@@ -19,7 +20,7 @@ policy:
 warm_start: {{steps: 1000000}}
 task: {{name: chain_arithmetic}}
 rollout: {{prompts_per_step: 2, samples_per_prompt: 2, max_prompt_length: 64, max_response_length: 64}}
-engine: {{max_slots: 2, batch_buckets: [2], cache_buckets: [64, 128], compilation_cache: null}}
+engine: {{max_slots: 2, batch_buckets: [2], cache_buckets: [64, 128], compilation_cache: {programs}}}
 speculation: {{drafter: quantized, choice: roofline, verify_buckets: [8], max_drafts: 3,
               calibration_dir: {runs}/constants}}
 kernels: {{quantized_product: [xla]}}
@@ -29,8 +30,8 @@ training: {{pack_length: 256}}
 
 @pytest.fixture
 def arguments(tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(_CONFIG.format(runs=tmp_path / "runs"))
+    config, programs = tmp_path / "config.yaml", os.environ["JAX_COMPILATION_CACHE_DIR"]
+    config.write_text(_CONFIG.format(runs=tmp_path / "runs", programs=programs))
     command = ["--config", str(config), "--rounds", "1", "--repeats", "1"]
     return [*command, "--output", str(tmp_path / "calibration.json")]
 

@@ -33,7 +33,7 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Trainer
 
-results = {"devices": jax.device_count()}
+results, pool = {"devices": jax.device_count()}, ExecutablePool()
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 config = ModelConfig("qwen2", 30, 32, 1, 4, 2, 16, 48, attention_bias=True, max_positions=512)
 params = jax.tree.map(lambda leaf: leaf * 3.0 if leaf.ndim > 1 else leaf, init_params(config, 0))
@@ -67,7 +67,7 @@ def largest_difference(tree, other):
     return max((float(np.abs(a - b).max() / scale), jax.tree_util.keystr(path)) for (path, a), b in pairs)
 
 def train(mesh, adapter=None):
-    rest = (training, optimizer, ExecutablePool(), mesh, adapter)
+    rest = (training, optimizer, pool, mesh, adapter)
     trainer = Trainer(config, Numerics(), SamplingParams(), AlgorithmConfig(), *rest)
     cut = packing.microbatches(4, trainer.row_multiple)
     batches = [build_batch(sequences, packing, rows) for rows in cut]
@@ -109,7 +109,7 @@ results["factor_shapes"] = shapes(sharded.factors)
 
 def decode(mesh):
     buckets = make_buckets(8, 128, True, (4, 8), (64, 128), row_multiple(mesh))
-    engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], mesh=mesh)
+    engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], pool=pool, mesh=mesh)
     weights = engine.load_params(params)
     if mesh is not None:
         warm_up_plain(engine, weights, 8, 64)
@@ -162,7 +162,7 @@ results["fsdp"] = refused(MeshConfig(fsdp=8), hidden_size=36)
 results["mlp"] = refused(MeshConfig(tensor=4), mlp_size=50)
 try:
     Trainer(config, Numerics(), SamplingParams(), AlgorithmConfig(), TrainingConfig(rows_per_microbatch=6),
-            optimizer, ExecutablePool(), mesh)
+            optimizer, pool, mesh)
 except ConfigError as error:
     results["rows"] = str(error)
 try:

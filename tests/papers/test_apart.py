@@ -51,6 +51,7 @@ assert not any(name.startswith("rljax.papers") for name in sys.modules)
 
 from drafters.registry import make_drafters
 from rljax.config import describe_keys, load_config
+from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError
 from rljax.numerics.rows import Numerics
@@ -58,12 +59,13 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, CheapTimes
+from tests.tiny_policy import CONFIG, EOS, CheapTimes
 from tests.tiny_policy import assert_same, make_params, make_requests, outcomes
 
 path, found = f"{sys.argv[2]}/configs/quickstart.yaml", {"help": describe_keys()}
 config = load_config(path, ["speculation.drafter=srt"])
-engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16)
+buckets = Buckets((4,), (128,), (16,), 7)
+engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16)
 params, requests = make_params(), make_requests()
 expected, _ = Scheduler(engine, 4).run(params, requests)
 choice = StrategyChoice(config.speculation, config.seed, engine)

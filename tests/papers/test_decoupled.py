@@ -43,7 +43,12 @@ from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_params, make_request
 directory, window = sys.argv[1], int(sys.argv[2])
 params, requests, pool = make_params(), make_requests(), ExecutablePool()
 buckets = Buckets((4,), (128,), (16,), 7)
-engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool)
+head = {"variant": "eagle", "train_below": 0, "slices": 64, "pack_length": 64, "rows": 8}
+head |= {"learning_rate": 3e-3}
+heads = make_drafters(SpeculationConfig(drafter="eagle", args=head, max_drafts=7))
+engine = DecodeEngine(  # hands out what a head reads
+    CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool, hidden_layers=states_read(heads, CONFIG)
+)
 expected, plain = Scheduler(engine, 4).run(params, requests)
 save_model(f"{directory}/the policy", CONFIG, params, "float32")
 keys = iter(jax.random.split(jax.random.key(1), 99))
@@ -53,7 +58,7 @@ save_model(f"{directory}/another", CONFIG, stirred, "float32")
 found = {}
 
 
-def decode(engine, config, drafters, name, devices, rollouts=1):
+def decode(config, drafters, name, devices, rollouts=1):
     choice = StrategyChoice(config)
     speculator = Speculator(engine, drafters, 4, times=CheapTimes(), strategies=choice)
     for rollout in range(rollouts):
@@ -80,21 +85,16 @@ for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("anot
     )
     drafters = make_drafters(config)
     where = lambda: drafters["small_model"]._companion.params["embed"].devices()
-    decode(engine, config, drafters, f"{name}, {mode}", where)
+    decode(config, drafters, f"{name}, {mode}", where)
 
 # A head that begins with the run, trained behind each rollout.
-head = {"variant": "eagle", "train_below": 0, "slices": 64, "pack_length": 64, "rows": 8}
-head |= {"learning_rate": 3e-3}
 for mode, rollouts in (("decoupled", 3), ("coupled", 1)):
     decoupled = {"window": window, "modes": [mode]}
     config = SpeculationConfig(drafter="eagle", args=head, decoupled=decoupled, max_drafts=7)
     drafters = make_drafters(config)
-    reading = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool,
-        hidden_layers=states_read(drafters, CONFIG),
-    )
+    assert states_read(drafters, CONFIG) == engine.hidden_layers
     where = lambda: drafters["eagle"].slots._params["fc"].devices()
-    decode(reading, config, drafters, "head {}, " + mode, where, rollouts)
+    decode(config, drafters, "head {}, " + mode, where, rollouts)
 print("FOUND" + json.dumps(found))
 """
 
