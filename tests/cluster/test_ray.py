@@ -59,8 +59,9 @@ def test_two_processes_make_the_same_run(world, alone, nodes):
 
 
 @pytest.mark.ray
+@pytest.mark.long  # beyond one case; tests/cluster/test_staleness.py has it in one process
 def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, nodes):
-    """They decode while the trainer updates, and get their weights from shared memory."""
+    """They decode while the trainer updates."""
     overrides = ("rollout.staleness=1", "cluster.workers=2", "cluster.weights=files")
     clustered = run(world, "ray_stale", *overrides, steps=3)
     assert not differences(stale_alone, clustered)
@@ -68,6 +69,7 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
 
 
 @pytest.mark.ray
+@pytest.mark.long  # beyond one case; tests/cluster/test_routed_run.py has it in one process
 def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monkeypatch):
     """A worker whose pieces are long on their way: the other one ends what is left and races with copies."""
     copies, late, enough = [], [], time.monotonic() + 90
@@ -96,7 +98,9 @@ def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monke
 
 @pytest.mark.ray
 def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, alone, nodes, monkeypatch):
-    """kill -9 in the first training rollout, SIGSTOP in the second: a third and fourth worker go on."""
+    """kill -9 in the first training rollout, SIGSTOP in the second: a third and fourth worker go on. Weights
+    come from shared memory.
+    """
     signals, hit = [signal.SIGKILL, signal.SIGSTOP], []
     receive = ray_fabric.RayFabric.receive
 
@@ -112,7 +116,7 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
 
     monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
     # The stopped one is waited for as long; a busy machine must not make the other ones silent for so long.
-    overrides = ("cluster.workers=2", "cluster.lease_seconds=30", *DRAFTS)
+    overrides = ("cluster.workers=2", "cluster.lease_seconds=30", "cluster.weights=files", *DRAFTS)
     troubled = run(world, "ray_trouble", *overrides)
     assert len(hit) == 2
     assert not differences(alone, troubled)
