@@ -106,6 +106,11 @@ def pytest_terminal_summary(terminalreporter, config):
 _MANY_MAPPINGS = 20_000  # of 65,530 that Linux allows a process; beyond them, loading a program crashes
 
 
+def _many_mappings():
+    mappings = Path("/proc/self/maps")
+    return mappings.exists() and mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs(request):
     """Every compiled program takes some memory mappings, and a whole suite's are too many."""
@@ -113,8 +118,8 @@ def _free_programs(request):
     for value in vars(request.module).values():  # the module's functions whose cached results hold engines
         if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
             value.cache_clear()
-    gc.collect()
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and len(mappings.read_bytes().splitlines()) > _MANY_MAPPINGS:
-        jax.clear_caches()
-        gc.collect()
+    if _many_mappings():
+        gc.collect()  # takes long, so not behind every module
+        if _many_mappings():
+            jax.clear_caches()
+            gc.collect()

@@ -274,7 +274,8 @@ def test_edited_data_are_noticed(trained, whole, tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_is_told_of_a_wrong_part_before_it_begins(tmp_path):
-    config = load_config(write_config(tmp_path), ["evaluation.success=rigth"])
+    overrides = ["evaluation.success=rigth", f"warm_start.cache_dir={tmp_path}/warm_start"]
+    config = load_config(write_config(tmp_path), overrides)
     with pytest.raises(ConfigError, match=r"evaluation\.success: the task's rewards have no part 'rigth'"):
         run_training(config)
     assert not (tmp_path / "warm_start").exists()

@@ -12,7 +12,6 @@ from tests.training.test_loop import _numbers
 from tests.training.tiny_run import train, write_config
 
 TRAINING = ("training.steps=1", "rollout.temperature=0.9", "rollout.top_p=0.95", "evaluation.samples=2")
-TRAINING += ("training.rows_per_microbatch=1",)  # one size of micro-batches
 GREEDY = ("evaluation.temperature=0",)
 
 

@@ -48,7 +48,6 @@ def run(directory, name, *overrides):
         "algorithm.dynamic_sampling=false",
         "algorithm.overlong_buffer=40",  # nearly untrained, only lengths differ in reward
         "training.minibatches_per_step=2",
-        "training.rows_per_microbatch=1",
         *overrides,
     )
 

@@ -24,7 +24,7 @@ def teacher(tmp_path_factory):
 
 def distil(directory, teacher, *overrides):
     keys = ("algorithm.name=distillation", "algorithm.kl_coefficient=1.0", f"algorithm.teacher={teacher}")
-    return train(directory, *keys, "evaluation.problems=0", "training.rows_per_microbatch=1", *overrides)
+    return train(directory, *keys, "evaluation.problems=0", *overrides)
 
 
 def test_the_policy_nears_its_teacher(tmp_path, teacher):

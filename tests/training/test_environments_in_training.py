@@ -21,7 +21,6 @@ GUESS = (
     "warm_start.steps=20",
     "rollout.max_prompt_length=32",
     "training.minibatches_per_step=2",
-    "training.rows_per_microbatch=1",
 )
 VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 VOLATILE += ("engine/", "speculation/", "environment/seconds", "environment/waiting")

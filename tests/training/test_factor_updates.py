@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from rljax.config import LoraConfig, TrainingConfig, load_config
-from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
 from rljax.models import transformer
 from rljax.models.lora import Adapter, Lora, init_factors, matrices_of, merge, with_matrices
@@ -20,6 +19,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.training.factor_updates import base_params, trained_alone
 from rljax.training.objectives import gradients
 from rljax.training.update import Trainer
+from tests.engines import stored_pool
 from tests.training.test_update import (
     ALGORITHM,
     CONFIG,
@@ -33,7 +33,7 @@ from tests.training.test_update import (
 )
 
 MODEL = dataclasses.replace(CONFIG, num_layers=2)
-POOL = ExecutablePool()
+POOL = stored_pool()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.config import ExperimentConfig, OptimizerConfig
-from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
@@ -28,11 +27,12 @@ from rljax.training.learner import Learner
 from rljax.training.objectives import policy_objective
 from rljax.training.update import Trainer
 from tests.devices import run_on_devices
+from tests.engines import stored_pool
 from tests.training.test_update import NamingPool
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=False, qk_norm=True, max_positions=512)
 PROBLEM = Problem("train/0", ({"role": "user", "content": "?"},), "!", 0)
-POOL = ExecutablePool()  # programs are compiled once for the module
+POOL = stored_pool()  # programs are compiled once for the module
 LONGEST = 12
 RATIOS = np.random.default_rng(3).choice([0.2, 0.7, 1.0, 1.4, 5.0], 6 * LONGEST)
 

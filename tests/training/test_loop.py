@@ -76,7 +76,7 @@ def test_the_training_pass_has_the_rollouts_logprobs(plain):
 
 
 def test_the_training_pass_has_the_rollouts_logprobs_in_bfloat16(tmp_path):
-    small = ("warm_start=null", "evaluation.problems=0", "training.rows_per_microbatch=1")
+    small = ("warm_start=null", "evaluation.problems=0")
     lines = train(tmp_path, "policy.compute_dtype=bfloat16", SHRINKING, *small)
     for line in lines[1:]:
         assert line["mismatch/logprob_abs_max"] == 0.0
@@ -134,7 +134,8 @@ def test_a_run_on_a_mesh_agrees_with_one_on_a_single_device(plain, tmp_path):
     _, lines = plain
     code = (
         "import json, pathlib, sys; from tests.training.tiny_run import train;"
-        "lines = train(pathlib.Path(sys.argv[1]), 'mesh.data=2', 'mesh.tensor=2');"
+        "mesh = ('mesh.data=2', 'mesh.tensor=2', 'training.rows_per_microbatch=2');"
+        "lines = train(pathlib.Path(sys.argv[1]), *mesh);"
         "print('FOUND' + json.dumps(lines))"
     )
     sharded = run_on_devices(code, 4, tmp_path)
@@ -168,7 +169,6 @@ def test_reference_overlong_and_several_epochs(tmp_path, monkeypatch):
         "algorithm.kl_coefficient=0.1",
         "algorithm.overlong_buffer=8",
         "training.minibatches_per_step=2",
-        "training.rows_per_microbatch=1",  # one size of micro-batches
         "training.epochs_per_step=2",
         "rollout.top_p=0.95",
         "rollout.temperature=0.9",

@@ -11,7 +11,7 @@ from rljax.training.session import run
 from tests.misbehaving_products import every_count, replaced
 from tests.training.tiny_run import train, write_config
 
-SMALL = ("warm_start=null", "evaluation.problems=0", "training.rows_per_microbatch=1")
+SMALL = ("warm_start=null", "evaluation.problems=0")
 
 
 def test_a_run_says_what_it_measured_and_compares_it_on_another_machine(tmp_path, capsys):

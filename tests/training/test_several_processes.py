@@ -29,7 +29,8 @@ def _start(directory: Path, index: int, overrides: Sequence[str], devices: int =
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
     }
-    command = [sys.executable, "scripts/train.py", "--config", str(directory / "config.yaml"), *overrides]
+    command = [sys.executable, "scripts/train.py", "--config", str(directory / "config.yaml")]
+    command += ["training.rows_per_microbatch=2", *overrides]
     with open(directory / f"output{index}.txt", "w") as output:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 

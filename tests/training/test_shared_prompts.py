@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from rljax.config import AlgorithmConfig, MeshConfig, OptimizerConfig, TrainingConfig
-from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
+from rljax.engine.executables import row_invariant_compiler_options
 from rljax.errors import ConfigError
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import (
@@ -30,11 +30,12 @@ from rljax.training.critic import critic_params, packed_values
 from rljax.training.learner import make_minibatches, padding_share, shared_share
 from rljax.training.scoring import score_packed
 from rljax.training.update import Trainer
+from tests.engines import stored_pool
 
 CONFIG = ModelConfig("qwen3", 61, 64, 2, 4, 2, 16, 96, tie_embeddings=True, qk_norm=True, max_positions=2048)
 PACK_LENGTH = 760  # not a multiple of a chunk of keys
 ROWS = 4
-POOL = ExecutablePool()
+POOL = stored_pool()
 
 
 @pytest.fixture(scope="module")

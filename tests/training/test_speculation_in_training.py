@@ -52,7 +52,6 @@ def run(world, name, *overrides, drafter=None, verified=None):
         "evaluation.problems=2",
         "evaluation.every=2",
         "rollout.temperature=0.7",  # more that comes back
-        "training.rows_per_microbatch=1",  # one size of micro-batches
         *overrides,
     )
     if drafter is not None:

@@ -28,7 +28,7 @@ def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
     # With a critic: values, returns and a KL in the reward, all of single tokens. What is so little trained
     # differs in reward by its length only.
     tools = [TOOLS, "warm_start.steps=20", "algorithm.name=ppo", "algorithm.kl_coefficient=0.02"]
-    tools += ["algorithm.overlong_buffer=40", "training.rows_per_microbatch=1"]
+    tools += ["algorithm.overlong_buffer=40"]
     plain = train(tmp_path / "plain", *tools)
     for line in plain[1:]:
         assert line["tools/calls"] >= line["tools/errors"] >= 0 and line["tools/tokens"] > 0

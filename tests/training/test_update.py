@@ -22,11 +22,12 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective, supervised_objective
 from rljax.training.update import Trainer
+from tests.engines import stored_pool
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1)
 PACK_LENGTH = 60
-POOL = ExecutablePool()  # programs are compiled once for the module
+POOL = stored_pool()  # programs are compiled once for the module
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,8 @@ class World:
     def run(self, *overrides):
         """The weight in the end, and how many updates that took now."""
         self.updates, self.stop.signal = 0, None
-        config = load_config(write_config(self.directory), overrides)
+        cache = f"warm_start.cache_dir={self.directory}/cache"
+        config = load_config(write_config(self.directory), [cache, *overrides])
         policy = Policy(MODEL, {"w": jnp.zeros(2)}, None, self.directory, (1,))
         quiet = SimpleNamespace(message=self.said.append, stage=lambda *_, **__: None, step=lambda *_: None)
         shared = (None, None, None, quiet, self.directory / "under way", self.stop)

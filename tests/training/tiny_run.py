@@ -25,7 +25,7 @@ engine: {{max_slots: 4, batch_buckets: [4], cache_buckets: [128], compilation_ca
           compile: before}}
 algorithm: {{kl_coefficient: 0.0}}
 optimizer: {{learning_rate: 1e-3}}
-training: {{steps: 2, pack_length: 256, rows_per_microbatch: 2}}
+training: {{steps: 2, pack_length: 256, rows_per_microbatch: 1}}
 checkpoint: {{every: 1}}
 evaluation: {{problems: 4}}
 tracking: {{report: false}}
