@@ -2,8 +2,8 @@
 
 `pytest` runs every mechanism; `pytest --all` adds the tests marked `long`. Most of the time is compiling, and
 many tests compile the same programs, in this process or in others: JAX keeps them in `cache/tests`, where the
-next run of the tests finds them, too. Tiny runs keep theirs there and find them without tracing
-(`tests/training/tiny_run.py`). To begin without any, delete the directory.
+next run of the tests finds them, too. Tiny runs and most engines keep theirs there and find them without
+tracing (`tests/training/tiny_run.py`, `tests/engines.py`). To begin without any, delete the directory.
 
 XLA's quicker ways to compile for a CPU (`_QUICK`) shorten it, on JAX 0.10 by half. Tests pass with either
 code: `XLA_FLAGS= pytest` compiles as users do, and so does `.ci/run`.
