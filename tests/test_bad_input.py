@@ -32,12 +32,6 @@ OVERRIDES = ("warm_start=null", "training.steps=9", "speculation.args={}")
 FROM_POLICY = ("policy={path: POLICY}",)
 
 
-@pytest.fixture(autouse=True)
-def _production_promotion():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A Hugging Face directory, and a run with checkpoints of its first two steps."""
@@ -51,19 +45,18 @@ def world(tmp_path_factory):
         is_leaf=lambda node: isinstance(node, tuple),
     )
     save_model(directory / "policy", POLICY, params, "float32", tokenizer_source=directory / "tokenizer")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        files = RunDirectory(config.run_dir)
-        files.write_config(config)
-        checkpoints = session.open_checkpoints(files, config.checkpoint)
-        run = session.TrainingRun(config, files, checkpoints, Progress(), 0.0)
-        files.record_session(0)
-        files.append_metrics({"step": 0})
-        for step in (1, 2):
-            run.state.step = step
-            files.append_metrics({"step": step})
-            files.append_decisions(step, [])
-            saving.save(run, None)
-        checkpoints.close()
+    files = RunDirectory(config.run_dir)
+    files.write_config(config)
+    checkpoints = session.open_checkpoints(files, config.checkpoint)
+    run = session.TrainingRun(config, files, checkpoints, Progress(), 0.0)
+    files.record_session(0)
+    files.append_metrics({"step": 0})
+    for step in (1, 2):
+        run.state.step = step
+        files.append_metrics({"step": step})
+        files.append_decisions(step, [])
+        saving.save(run, None)
+    checkpoints.close()
     return directory
 
 

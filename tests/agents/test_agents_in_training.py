@@ -6,7 +6,6 @@ import json
 import threading
 
 import httpx
-import jax
 import numpy as np
 import pytest
 
@@ -22,12 +21,6 @@ TINY = ("warm_start=null", "evaluation.problems=2", "rollout.prompts_per_step=2"
 TINY += ("engine.batch_buckets=[4]",)  # requests join at any time: each batch has many programs
 VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 VOLATILE += ("engine/", "speculation/", "agents/seconds")
-
-
-@pytest.fixture(autouse=True)
-def _production_promotion():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Every algorithm in whole runs, from a config: parameters move, numbers are finite, PPO resumes exactly."""
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -28,12 +27,6 @@ POOL = stored_pool()  # what the runs share, such as the engine, is compiled onc
 def _one_pool():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rljax.training.training_run.ExecutablePool", lambda *_: POOL)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _production_promotion():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -72,8 +65,7 @@ def check(lines, name):
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ppo")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return directory, run(directory, "ppo")
+    return directory, run(directory, "ppo")
 
 
 _TRAINED_ELSEWHERE = ("grpo", "dapo", "ppo", *NEED_TEACHER)

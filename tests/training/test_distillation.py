@@ -2,18 +2,11 @@
 
 import shutil
 
-import jax
 import pytest
 
 from rljax.errors import ConfigError, UserError
 from tests.assembly.test_saved_policy import write_run
 from tests.training.tiny_run import train
-
-
-@pytest.fixture(autouse=True)
-def _production_promotion():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A run whose problems take several turns: what it learns from, that it repeats, and what it reports."""
 
-import jax
 import pytest
 
 from rljax.assembly.saved_policy import load_saved_policy
@@ -24,12 +23,6 @@ GUESS = (
 )
 VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 VOLATILE += ("engine/", "speculation/", "environment/seconds", "environment/waiting")
-
-
-@pytest.fixture(autouse=True)
-def _production_promotion():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import os
 import signal
 
-import jax
 import pytest
 
 from rljax.assembly.checkpoint import RunCheckpoints
@@ -61,12 +60,6 @@ def test_a_third_signal_ends_the_process(monkeypatch):
 
 
 # -- a run -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _production():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def signalling(function, when, number=signal.SIGTERM):

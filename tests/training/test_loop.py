@@ -4,7 +4,6 @@ import itertools
 import signal
 import zlib
 
-import jax
 import pytest
 
 import rljax.training.reference
@@ -21,12 +20,6 @@ from tests.training.tiny_run import SHRINKING, train
 _VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
 
 
-@pytest.fixture(autouse=True)
-def _production_promotion():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def _numbers(lines):
     return [{k: v for k, v in line.items() if not k.startswith(_VOLATILE)} for line in lines]
 
@@ -34,8 +27,7 @@ def _numbers(lines):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     directory = tmp_path_factory.mktemp("plain")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return directory, train(directory, f"warm_start.cache_dir={directory}/warm_start")
+    return directory, train(directory, f"warm_start.cache_dir={directory}/warm_start")
 
 
 def test_a_run_leaves_its_metrics(plain):

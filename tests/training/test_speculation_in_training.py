@@ -33,8 +33,7 @@ def world(tmp_path_factory):
     luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainArithmetic, "reward", luck)
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            yield directory
+        yield directory
 
 
 def run(world, name, *overrides, drafter=None, verified=None):

@@ -16,12 +16,6 @@ VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/
 VOLATILE += ("engine/", "speculation/", "tools/seconds", "tools/waiting")
 
 
-@pytest.fixture(autouse=True)
-def _production_promotion():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
     for name in ("plain", "drafted"):
         (tmp_path / name).mkdir()

@@ -1,6 +1,5 @@
 """What a real run leaves to be seen, in two sessions."""
 
-import jax
 import pytest
 
 from rljax.run_directory import RunDirectory
@@ -13,9 +12,8 @@ def run(tmp_path_factory):
     """Two sessions, the first of one step."""
     directory = tmp_path_factory.mktemp("tracked")
     keys = ["tracking.report=true", "tracking.samples_per_step=2"]
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        train(directory, *keys, "training.steps=1")
-        train(directory, *keys, "training.steps=2")
+    train(directory, *keys, "training.steps=1")
+    train(directory, *keys, "training.steps=2")
     return RunDirectory(directory / "run")
 
 
