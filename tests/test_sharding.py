@@ -28,7 +28,8 @@ from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, init_factors
 from rljax.numerics.rows import Numerics
 from rljax.models.transformer import init_params
-from rljax.sharding import make_mesh, param_shardings, row_multiple
+from rljax.models.sharding import param_shardings
+from rljax.sharding import make_mesh, row_multiple
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Trainer

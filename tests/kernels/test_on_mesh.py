@@ -128,7 +128,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.linear import product
 from rljax.models.transformer import init_params
 from rljax.numerics.quantized import dequantize
-from rljax.sharding import shard_params
+from rljax.models.sharding import shard_params
 
 config = ModelConfig("qwen3", 64, 512, 1, 4, 2, 128, 512, tie_embeddings=True, qk_norm=True)
 params = init_params(config, 0)
