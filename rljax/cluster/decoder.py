@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Outcome
-from drafters.device import SpotDrafter
+from drafters.training import WorkerTraining
 from rljax import errors
 from rljax.assembly.checkpoint import ROUTING
 from rljax.assembly.policy import Policy
-from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_drafter
+from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_training
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import Fabric
 from rljax.cluster.facts import facts
@@ -157,7 +157,7 @@ class ClusterDecoder:
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
         self._history = RolloutHistory()
-        self._spot: SpotDrafter | None = None  # what workers train
+        self._spot: WorkerTraining | None = None  # what workers train
         self._trained: Trained | None = None  # with a head that the driver has not taken over
         self._head: Any = None  # reference to what the next session goes on from
         self._sums = _Sums(time.perf_counter())
@@ -198,7 +198,7 @@ class ClusterDecoder:
         check_moves(scheduler)
         check_shared(scheduler.speculator)
         check_spot(scheduler.speculator, config.cluster)
-        self._spot = spot_drafter(scheduler.speculator, config.cluster)
+        self._spot = spot_training(scheduler.speculator, config.cluster)
         if self._spot is not None:
             self._spot.delegate()
             spot, limits = config.cluster.spot, dataclasses.astuple(self._spot.limits)

@@ -127,9 +127,8 @@ class RolloutWorker:
             if self._built is None:
                 self._blueprint = self._get(order.blueprint)
                 self._built = build(self._blueprint, self.name)
-                drafter = self._built.spot_drafter
-                if drafter is not None:
-                    self._spot = SpotWorker(self.name, drafter, self._get, self._put)
+                if self._built.spot is not None:
+                    self._spot = SpotWorker(self.name, self._built.spot, self._get, self._put)
             return [self._status()]
         if self._built is None:  # it is sent again
             return []

@@ -346,7 +346,7 @@ class Planning:
         from drafters.quantized import PROJECTIONS
 
         projections = [{name: layer[name] for name in PROJECTIONS} for layer in params["layers"]]
-        lowered = drafter._policy._quantize_layer.lower(projections[0], None)
+        lowered = drafter.policy_weights._quantize_layer.lower(projections[0], None)
         shardings = lowered.compile().output_shardings
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         quantized = jax.tree.map(_placed, results, shardings)

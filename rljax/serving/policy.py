@@ -19,7 +19,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from drafters.base import Drafter
-from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
 from drafters.names import check_name
 from drafters.registry import make_drafters, rehearse_drafters
@@ -220,9 +219,7 @@ def open_policy(
     # The drafters' state from the checkpoint; nothing trains them here.
     state: Mapping[str, np.ndarray] = {}
     if speculator is not None:
-        for drafter in drafters.values():
-            if isinstance(drafter, TrainedDrafter):
-                drafter.freeze()
+        speculator.freeze()
         state = saved.drafter_state()
         if state:
             speculator.load_state(state)
@@ -306,7 +303,7 @@ def _drafters(config: SpeculationConfig, options: Options) -> dict[str, Drafter]
 
 def _report_untrained(drafters: Mapping[str, Drafter], say: Say) -> None:
     for name, drafter in drafters.items():
-        if isinstance(drafter, TrainedDrafter) and not drafter.trained:
+        if drafter.training is not None and not drafter.training.trained:
             say(f"drafter {name}: nothing has trained it yet, so few of its drafts will be right")
 
 
