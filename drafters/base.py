@@ -134,7 +134,7 @@ class Drafter:
     learned, kept or reported.
 
     Attributes:
-      on_host: whether `propose` drafts. Else the engine does, with `policy_weights`, or what `attach` returns.
+      on_host: whether `propose` drafts; else the engine, with `policy_weights`, or what `attach` returns.
       state_name: drafters with the same one share what a checkpoint keeps, and find it when they take over
         from each other; None for the drafter's own name.
       training: trains it between passes; None for a drafter that is not trained.

@@ -143,6 +143,7 @@ class QuantizedPolicy:
       layouts: on a mesh, the layout of every projection; each device quantizes its parts.
 
     Attributes:
+      format: see the arguments.
       params: the drafter's params; None before the first refresh, and after `release`.
       seconds: time of the last refresh without compilation.
       bytes: size of the quantized projections, all that the drafter needs beside the policy.
@@ -159,6 +160,7 @@ class QuantizedPolicy:
         if quantizer not in QUANTIZERS:
             known = known_names(quantizer, QUANTIZERS)
             raise ConfigError(f"speculation.args.quantizer: unknown quantizer {quantizer!r}; {known}")
+        self.format = fmt
         # A program for a layer serves all of them. The weights of the step before are not read: they are
         # passed so that the new ones may take their place in memory.
         self._quantize_layer = jax.jit(
@@ -253,22 +255,20 @@ class QuantizedDrafter(Drafter):
 
     Args:
       arguments: see `QuantizedArguments`.
-
-    Attributes:
-      format: of the weights.
     """
 
     on_host = False
 
     def __init__(self, arguments: QuantizedArguments) -> None:
-        self.format = default_format(arguments.bits or _default_bits())
         self._quantizer = arguments.quantizer
-        self.policy_weights = QuantizedPolicy(self.format, self._quantizer)
+        self.policy_weights = QuantizedPolicy(
+            default_format(arguments.bits or _default_bits()), self._quantizer
+        )
 
     def attach(self, engine: "DecodeEngine") -> None:
         layouts = None if engine.mesh is None else weight_layouts(engine.config, engine.mesh)
-        kernels = engine.numerics.kernels
-        self.policy_weights = QuantizedPolicy(self.format, self._quantizer, kernels, layouts)
+        fmt, kernels = self.policy_weights.format, engine.numerics.kernels
+        self.policy_weights = QuantizedPolicy(fmt, self._quantizer, kernels, layouts)
 
     def refresh(self, params: Params) -> None:
         self.policy_weights.follow(params)

@@ -30,6 +30,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
 from rljax.rollout.scheduler import Scheduler
 from rljax.sharding import make_mesh
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 
 
@@ -67,9 +68,9 @@ def check_moves(scheduler: Scheduler) -> None:
         )
 
 
-def check_shared(speculator: Speculator | None) -> None:
+def check_shared(speculator: Speculator | NoDrafts) -> None:
     """Raises a ConfigError for a drafter that is trained, but not for drafters in other processes."""
-    for name, training in ({} if speculator is None else speculator.training).items():
+    for name, training in speculator.training.items():
         if training.shared is None:
             raise ConfigError(
                 f"speculation.drafter: {name} is trained on the engine's passes, which cluster.workers run;"
@@ -77,15 +78,15 @@ def check_shared(speculator: Speculator | None) -> None:
             )
 
 
-def spot_training(speculator: Speculator | None, config: ClusterConfig) -> WorkerTraining | None:
+def spot_training(speculator: Speculator | NoDrafts, config: ClusterConfig) -> WorkerTraining | None:
     """Returns the training of the drafter that workers train (`cluster.spot`); None for none."""
-    if not config.spot.idle or speculator is None:
+    if not config.spot.idle:
         return None
     offered = (training.spot for training in speculator.training.values())
     return next((spot for spot in offered if spot is not None), None)
 
 
-def check_spot(speculator: Speculator | None, config: ClusterConfig) -> None:
+def check_spot(speculator: Speculator | NoDrafts, config: ClusterConfig) -> None:
     """Raises a ConfigError if workers are to train a drafter and there is none, or it is not trained."""
     spot = spot_training(speculator, config)
     if config.spot.idle and (spot is None or not spot.limits.updates):
@@ -114,8 +115,7 @@ class Built:
     def close(self) -> None:
         """Ends what goes on in the background."""
         self.scheduler.engine.close()
-        if self.scheduler.speculator is not None:
-            self.scheduler.speculator.close()
+        self.scheduler.speculator.close()
         for directory in self.directories:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -153,8 +153,7 @@ def build(blueprint: Blueprint, name: str) -> Built:
     config = config.model_copy(update={"speculation": speculation})
     drafters = make_drafters(speculation)
     scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh, blueprint.serves)
-    if scheduler.speculator is not None:
-        scheduler.speculator.freeze()
+    scheduler.speculator.freeze()
     # Programs depend on shapes alone: any weights will do.
     params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
     warm_up(scheduler, params, config, requests_join=blueprint.serves)

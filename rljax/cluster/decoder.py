@@ -362,13 +362,13 @@ class ClusterDecoder:
         statistics = self._count(rollout, completions, seconds)
         self._finished = now
         statistics.running.append(begun.running.points())
-        self._scheduler.learn_lengths(begun.requests, completions)
+        self._scheduler.speculator.learn_lengths(begun.requests, completions)
         trained_on = [
             (request.prompt_ids, completion.response_ids)
             for request, completion in zip(begun.requests, completions, strict=True)
             if request.training
         ]
-        if self._scheduler.speculator is not None and trained_on:
+        if trained_on:
             self._scheduler.speculator.read(begun.params, trained_on, seconds)
             self._adopt()
         self._history.learn(begun.requests, completions)
@@ -463,7 +463,7 @@ class ClusterDecoder:
         """Shares rewarded responses with the drafters of all workers, which learn them with the next weights.
         The driver's own drafters, whose state checkpoints keep, must have learned them.
         """
-        if self._scheduler.speculator is None:
+        if not self._scheduler.speculator.drafters:
             return
         self._lessons[self._num_lessons] = self._fabric.put(list(outcomes))
         self._num_lessons += 1
@@ -476,13 +476,13 @@ class ClusterDecoder:
         """Returns the arrays that a checkpoint keeps: what decides who decodes what. `ROUTING` begins their
         names.
         """
-        lengths = {} if self._scheduler.speculator is not None else self._scheduler.lengths.state()
+        lengths = {} if self._scheduler.speculator.keeps_lengths else self._scheduler.lengths.state()
         return self._history.state() | {ROUTING + name: array for name, array in lengths.items()}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes up what `state` returned, before the first rollout."""
         self._history.load_state(state)
-        if self._scheduler.speculator is None:
+        if not self._scheduler.speculator.keeps_lengths:
             self._scheduler.lengths.load_state({name.removeprefix(ROUTING): state[name] for name in state})
 
     @property
@@ -553,10 +553,11 @@ class ClusterDecoder:
         """Returns an order to load weights, with what drafters have learned since the worker's last."""
         name = load.worker
         state, known = None, self._taught.get(name, self._num_lessons)
-        if self._scheduler.speculator is not None and name not in self._taught:
-            state = self._fabric.put(self._scheduler.speculator.state(to_share=True))
-        if self._scheduler.speculator is not None and self._drafters is None:
-            drafters = self._scheduler.speculator.weights()
+        speculator = self._scheduler.speculator
+        if speculator.drafters and name not in self._taught:
+            state = self._fabric.put(speculator.state(to_share=True))
+        if self._drafters is None:
+            drafters = speculator.weights()
             self._drafters = self._fabric.put(drafters) if drafters else None
         lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
         return Delivery(weights, state, lessons, self._drafters, load.carry)

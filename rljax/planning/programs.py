@@ -325,7 +325,7 @@ class Planning:
         weights = {}
         batches = buckets.verified_batches(self.config.speculation.max_batch)
         for name, drafter in self.drafters.items() if batches else ():
-            if isinstance(drafter, QuantizedDrafter):
+            if drafter.policy_weights is not None:
                 drafter.attach(engine)
                 weights[name] = self._quantized(drafter, params)
                 for batch, length in itertools.product(batches, plain.lengths):

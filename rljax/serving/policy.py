@@ -218,7 +218,7 @@ def open_policy(
     engine, speculator = scheduler.engine, scheduler.speculator
     # The drafters' state from the checkpoint; nothing trains them here.
     state: Mapping[str, np.ndarray] = {}
-    if speculator is not None:
+    if drafters:
         speculator.freeze()
         state = saved.drafter_state()
         if state:
@@ -236,7 +236,7 @@ def open_policy(
         with compiling_lines(pool, say):
             if compile_first and config.engine.compile == "behind" and mesh is None:
                 programs = _compile_behind(scheduler, params, config)
-            elif compile_first or speculator is not None:  # the programs of all shapes that requests may need
+            elif compile_first or drafters:  # the programs of all shapes that requests may need
                 warm_up(scheduler, params, config, requests_join=True)
         worker = EngineWorker(
             engine,
@@ -265,9 +265,8 @@ def _compile_behind(scheduler: Scheduler, params: Params, config: ExperimentConf
     engine, slots, prompt_length = scheduler.engine, scheduler.max_slots, config.rollout.max_prompt_length
     thread = CompilerThread(engine.buckets, (engine.buckets.batch[0], engine.buckets.cache[0]))
     programs = JoiningPrograms(engine, params, thread, slots, prompt_length)
-    if scheduler.speculator is not None:
-        rehearse_drafters(config.speculation)
-        scheduler.speculator.warm_up_behind(params, slots, prompt_length, True, thread=thread)
+    rehearse_drafters(config.speculation)
+    scheduler.speculator.warm_up_behind(params, slots, prompt_length, True, thread=thread)
     thread.start()
     return programs
 

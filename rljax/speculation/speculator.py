@@ -15,7 +15,7 @@ from rljax.engine.background import CompilerThread
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import PlainShapes
 from rljax.models.transformer import Params
-from rljax.requests import DecodeStatistics
+from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
@@ -33,7 +33,7 @@ from rljax.speculation.warm_up import warm_up, warm_up_behind
 
 
 class Speculator:
-    """Decodes with drafters.
+    """Decodes with drafters. `NoDrafts` (`no_drafts.py`) stands in its place where there are none.
 
     Args:
       engine: the decode engine.
@@ -52,8 +52,11 @@ class Speculator:
       manager: decides how much a pass verifies.
       decisions: the log of what was decided.
       lengths: lengths of the responses so far, by prompt.
+      keeps_lengths: whether `state` has them.
       has_history: whether some drafter drafts from other responses to a prompt.
     """
+
+    keeps_lengths = True
 
     def __init__(
         self,
@@ -109,6 +112,11 @@ class Speculator:
         self.slots.call_all("learn", outcomes)
         for outcome in outcomes:
             self.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
+
+    def learn_lengths(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+        """Does nothing: `learn` learns them, of training rollouts alone, and checkpoints keep them. They
+        decide the order of the requests, and so the tokens that drafts come from.
+        """
 
     # -- other processes -------------------------------------------------------------------------------------
 
