@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -24,11 +24,11 @@ from drafters.eagle.head_state import FrozenHead
 from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots, head_numerics
-from drafters.eagle.spot import HeadOnWorkers
+from drafters.eagle.spot import HeadSession
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
-from drafters.eagle.states import StateReader
+from drafters.eagle.states import StateReader, States
 from drafters.eagle.time_budget import TimeBudget
-from drafters.training import SharedTraining, Training, WorkerTraining
+from drafters.training import SharedTraining, Training, TrainingLimits, WorkerTraining
 from rljax.engine.draft_tree import most_nodes
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
@@ -300,6 +300,46 @@ class EagleDrafter(Drafter, Training):
                 if name.startswith("train.params.") or name == "train.updates"
             }
         return weights and weights | {"step": np.asarray(self._step, np.int64)}
+
+
+class HeadOnWorkers:
+    """The `WorkerTraining` of a drafter's head."""
+
+    def __init__(self, drafter: EagleDrafter) -> None:
+        self._drafter = drafter
+
+    @property
+    def limits(self) -> TrainingLimits:
+        arguments = self._drafter.arguments
+        updates = arguments.slices if arguments.train else 0
+        tokens = arguments.slices * arguments.rows * arguments.pack_length
+        return TrainingLimits(updates, tokens, self._drafter.longest, arguments.train_every)
+
+    def delegate(self) -> None:
+        self._drafter.delegated = True
+
+    def saved(self) -> dict[str, np.ndarray]:
+        trainer, restored = self._drafter.trainer, self._drafter.restored or {}
+        if trainer is None:
+            return {name: array for name, array in restored.items() if name.startswith("train.")}
+        return {name: np.array(leaf) for name, leaf in to_host(trainer.trained_leaves()).items()}
+
+    def adopt(self, saved: Mapping[str, np.ndarray], metrics: Mapping[str, float]) -> None:
+        self._drafter.trainer.load_trained(saved)
+        self._drafter.spot_metrics = dict(metrics)
+
+    def warm_up(self, params: Params) -> None:
+        drafter = self._drafter
+        self.prepare(params, [((0,), (0, 0))])
+        head = init_head(drafter.config, params, drafter.arguments.seed)
+        drafter.make_trainer(head, drafter.engine.pool).warm_up(shared_params(params, drafter.engine.config))
+
+    def prepare(self, params: Params, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[States]:
+        return list(self._drafter.reader.read(params, samples))
+
+    def session(self, params: Params, saved: Mapping[str, np.ndarray] | None) -> HeadSession:
+        trainer = self._drafter.make_trainer(self._drafter.trainer.params, self._drafter.engine.pool)
+        return HeadSession(trainer, shared_params(params, self._drafter.engine.config), saved)
 
 
 def _warn(failure: CheckpointError) -> None:

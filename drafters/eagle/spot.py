@@ -1,7 +1,7 @@
 """A head's training on a worker that has nothing to decode (TLT, section 4.2); see `rljax/cluster/spot.py`.
 
-    states = spot.prepare(params, samples)       # features, by a forward pass of the policy
-    session = spot.session(params, head)         # goes on from the arrays of another session's `saved`
+    states = reader.read(params, samples)        # features, by a forward pass of the policy
+    session = HeadSession(trainer, shared, head) # goes on from the arrays of another session's `saved`
     session.add(states)
     metrics = session.update()                   # stop after any of them; None without data
     copy = session.copy()                        # weights and optimizer; the copying goes on beside updates
@@ -10,62 +10,15 @@ Only trained arrays are saved: not the policy's embeddings and LM head, and no f
 worker computes again or gets from those that still have them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafters.eagle.model import init_head, shared_params
 from drafters.eagle.spot_trainer import HeadTrainer
 from drafters.eagle.states import States
-from drafters.training import TrainingLimits
 from rljax.models.transformer import Params
-from rljax.processes import to_host
-
-if TYPE_CHECKING:
-    from drafters.eagle.drafter import EagleDrafter
-
-
-class HeadOnWorkers:
-    """The `WorkerTraining` of a drafter's head."""
-
-    def __init__(self, drafter: "EagleDrafter") -> None:
-        self._drafter = drafter
-
-    @property
-    def limits(self) -> TrainingLimits:
-        arguments = self._drafter.arguments
-        updates = arguments.slices if arguments.train else 0
-        tokens = arguments.slices * arguments.rows * arguments.pack_length
-        return TrainingLimits(updates, tokens, self._drafter.longest, arguments.train_every)
-
-    def delegate(self) -> None:
-        self._drafter.delegated = True
-
-    def saved(self) -> dict[str, np.ndarray]:
-        trainer, restored = self._drafter.trainer, self._drafter.restored or {}
-        if trainer is None:
-            return {name: array for name, array in restored.items() if name.startswith("train.")}
-        return {name: np.array(leaf) for name, leaf in to_host(trainer.trained_leaves()).items()}
-
-    def adopt(self, saved: Mapping[str, np.ndarray], metrics: Mapping[str, float]) -> None:
-        self._drafter.trainer.load_trained(saved)
-        self._drafter.spot_metrics = dict(metrics)
-
-    def warm_up(self, params: Params) -> None:
-        drafter = self._drafter
-        self.prepare(params, [((0,), (0, 0))])
-        head = init_head(drafter.config, params, drafter.arguments.seed)
-        drafter.make_trainer(head, drafter.engine.pool).warm_up(shared_params(params, drafter.engine.config))
-
-    def prepare(self, params: Params, samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[States]:
-        return list(self._drafter.reader.read(params, samples))
-
-    def session(self, params: Params, saved: Mapping[str, np.ndarray] | None) -> "HeadSession":
-        trainer = self._drafter.make_trainer(self._drafter.trainer.params, self._drafter.engine.pool)
-        return HeadSession(trainer, shared_params(params, self._drafter.engine.config), saved)
 
 
 class HeadSession:

@@ -31,9 +31,9 @@ from rljax.rollout.collector import TRAINING, Collector, Group, Timing, WantedGr
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
 from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
-from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start

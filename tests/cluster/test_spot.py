@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.eagle.spot import HeadOnWorkers
+from drafters.eagle.drafter import HeadOnWorkers
 from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.messages import (
     Begin,
