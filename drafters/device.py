@@ -89,16 +89,18 @@ class AheadDrafting(Protocol):
 
     window: int
 
-    def use(self, slots: np.ndarray, windows: np.ndarray, ahead: np.ndarray, goes_on: bool) -> None:
+    def configure(
+        self, slots: np.ndarray, windows: np.ndarray, ahead: np.ndarray, drafts_ahead: bool
+    ) -> None:
         """Sets how far to draft for `slots`, int32 [n], from now on.
 
         Args:
           windows: int [n], most tokens at a time, up to `window`; 0 for no drafts.
           ahead: bool [n], whether to draft while drafts of the slot are unanswered.
-          goes_on: whether `go_on` drafts at all.
+          drafts_ahead: whether `draft_ahead` drafts at all.
         """
 
-    def ready(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    def take_drafts(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns chains to verify.
 
         Args:
@@ -111,10 +113,10 @@ class AheadDrafting(Protocol):
           accepted with all before.
         """
 
-    def go_on(self, slots: np.ndarray) -> None:
+    def draft_ahead(self, slots: np.ndarray) -> None:
         """A pass over `slots` is under way: drafts behind their drafts, and does not wait."""
 
-    def measured(self) -> list[float]:
+    def step_seconds(self) -> list[float]:
         """Returns the seconds of a drafted token of every slot, of all new measurements."""
 
 

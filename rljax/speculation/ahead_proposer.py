@@ -32,10 +32,10 @@ class AheadProposer(DeviceProposer):
             return state, no_proposal(self, len(active.slots), width)
         start = time.perf_counter()
         ahead = self.slots.ahead
-        tokens, scores = call(self.name, ahead, "ready", active.slots, state.cache.length, width)
+        tokens, scores = call(self.name, ahead, "take_drafts", active.slots, state.cache.length, width)
         seconds = time.perf_counter() - start
         tree = self.trees[-1]
-        for each in ahead.measured():
+        for each in ahead.step_seconds():
             self._add_draft(*shape, each * tree.depth, tree)
         statistics.draft_seconds += seconds
         usable = tokens >= 0

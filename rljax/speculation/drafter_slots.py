@@ -113,11 +113,11 @@ class DrafterSlots:
         for slots in self._following(batch):
             slots.widen(batch)
 
-    def go_on(self, slots: np.ndarray) -> None:
+    def draft_ahead(self, slots: np.ndarray) -> None:
         """A pass over `slots` is under way, beside which drafters with devices of their own may draft."""
         for each in self._following():
             if each.ahead is not None:
-                each.ahead.go_on(slots)
+                each.ahead.draft_ahead(slots)
 
     def _following(self, batch: int = 0) -> Iterator[SlotDrafter]:
         """Yields what drafts for the slots of the active drafters, but of those only that are compiled for a

@@ -168,7 +168,7 @@ class SpeculativeDecoder:
         # One row for every node and every slot's last token.
         rows = pack_rows(tree, active.slots, choice.rows)
         state, pending = self.engine.verify(params, state, tree, rows)
-        self.drafters.go_on(active.slots)
+        self.drafters.draft_ahead(active.slots)
         self.clock.dispatched(self.times.verify(*shape))
         under_way = VerifyingPass(active, tree, choice, shape, time.perf_counter(), timed, pending)
         self._under_way.append(under_way)

@@ -153,7 +153,7 @@ def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled"
     """A manager of four slots, whose passes take a second, a little more the more rows there are."""
     used = []
     tree = DraftStrategy(4, 1, 4)
-    ahead = SimpleNamespace(window=4, use=lambda *args, **named: used.append((args, named)))
+    ahead = SimpleNamespace(window=4, configure=lambda *args, **named: used.append((args, named)))
     slots = SimpleNamespace(ahead=ahead)
     proposer = SimpleNamespace(name="small_model", slots=slots, trees=(tree,), acceptance=acceptance)
     times = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft_seconds * tree.depth)

@@ -85,11 +85,11 @@ class DecoupledManager(Manager):
             return state, Choice.plain(reason, plain_rate)
         each = [chosen.others.get(request, chosen.all) for request in active.requests.tolist()]
         decoupled = chosen.all.mode == "decoupled"
-        self._ahead.use(
+        self._ahead.configure(
             active.slots,
             np.asarray([choice.window for choice in each], np.int32),
             np.asarray([choice.mode == "decoupled" for choice in each], bool),
-            goes_on=decoupled,
+            drafts_ahead=decoupled,
         )
         # Chains may be longer than a window where a pass had no room for all of them.
         width = min(2 * self._ahead.window - 1, self._buckets.max_drafts) if decoupled else chosen.all.window

@@ -62,7 +62,7 @@ class DecoupledCompanion(DraftingAhead, Companion):
         super().insert(prefilled, assignments, requests)
         slots = [assignment.slot for assignment in assignments]
         keys = [assignment.noise_key for assignment in assignments]
-        self.entitle(slots, keys, [assignment.max_response for assignment in assignments])
+        self.add_requests(slots, keys, [assignment.max_response for assignment in assignments])
 
     # -- drafting --------------------------------------------------------------------------------------------
 

@@ -4,11 +4,11 @@ A drafter that drafts ahead shares no array with the target, so that neither wai
 positions, limits and noise keys that it drafts with are kept on the host, where they are known before the
 target's next pass. `DraftWindows` says how far it may go on behind drafts that are not answered yet.
 
-    tokens, scores = ahead.ready(slots, length, width)  # what to verify now; waits where nothing is ready
-    ahead.go_on(slots)                     # while the target verifies: as if all were accepted
+    tokens, scores = ahead.take_drafts(slots, length, width)  # what to verify now; waits if nothing is there
+    ahead.draft_ahead(slots)               # while the target verifies: as if all were accepted
     ahead.answered(slots, tokens, counts)  # the answer, taken over with what was drafted meanwhile
 
-`DraftingAhead` is the protocol; a small model (`decoupled_companion.py`) and an EAGLE head
+`DraftingAhead` is what drafters share; a small model (`decoupled_companion.py`) and an EAGLE head
 (`rljax/papers/specactor/slots_ahead.py`) add how they draft.
 """
 
@@ -52,11 +52,11 @@ class DraftingAhead(AheadDrafting):
       window: most tokens that are drafted at a time.
       windows: the unanswered drafts, and how far to draft.
       counts: counts since `count_anew`.
-      goes_on: whether `go_on` drafts; without, drafts are made between passes only.
+      drafts_ahead: whether `draft_ahead` drafts; without, drafts are made between passes only.
     """
 
     _sizes: np.ndarray
-    goes_on = True
+    drafts_ahead = True
 
     @property
     def ahead(self) -> AheadDrafting:
@@ -82,7 +82,9 @@ class DraftingAhead(AheadDrafting):
         self._since = 0.0  # when this was begun, by `time.perf_counter`
         self._measured: list[float] = []
 
-    def entitle(self, slots: Sequence[int], keys: Sequence[np.ndarray], responses: Sequence[int]) -> None:
+    def add_requests(
+        self, slots: Sequence[int], keys: Sequence[np.ndarray], responses: Sequence[int]
+    ) -> None:
         """Requests have entered `slots`: their noise keys, uint32 [2] each, and the most response tokens that
         each may still get.
         """
@@ -94,8 +96,10 @@ class DraftingAhead(AheadDrafting):
 
     # -- drafting --------------------------------------------------------------------------------------------
 
-    def use(self, slots: np.ndarray, windows: np.ndarray, ahead: np.ndarray, goes_on: bool) -> None:
-        self.goes_on = goes_on
+    def configure(
+        self, slots: np.ndarray, windows: np.ndarray, ahead: np.ndarray, drafts_ahead: bool
+    ) -> None:
+        self.drafts_ahead = drafts_ahead
         self.windows.windows[slots], self.windows.ahead[slots] = windows, ahead
 
     def fill(self, slots: np.ndarray) -> None:
@@ -104,22 +108,22 @@ class DraftingAhead(AheadDrafting):
         self._begin_to_draft(slots[self.windows.unanswered[slots] == 0])
         self._settle()
 
-    def ready(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    def take_drafts(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Waits for drafts where none of the slots has any, and where nothing is drafted beside passes."""
         self._settle()
         self._grow(length)
-        if not self.goes_on or not self.windows.unanswered[slots].any():
+        if not self.drafts_ahead or not self.windows.unanswered[slots].any():
             self.fill(slots)
         tokens, scores = self.windows.chains[slots, :width], self.windows.scores[slots, :width]
         missing = [(0, 0), (0, width - tokens.shape[1])]
         tokens = np.pad(tokens, missing, constant_values=-1)
         return tokens, np.cumsum(np.pad(scores, missing), axis=1)
 
-    def go_on(self, slots: np.ndarray) -> None:
+    def draft_ahead(self, slots: np.ndarray) -> None:
         """Begins to draft behind the drafts of `slots`, as if all of these were accepted; `answered` brings
         the answer of the target's pass.
         """
-        if self.goes_on:
+        if self.drafts_ahead:
             self._settle()
             self._begin_to_draft(slots)
 
@@ -171,7 +175,7 @@ class DraftingAhead(AheadDrafting):
             self.counts.in_time += int(self._under_way[1].is_ready())
         self._answers.append((np.asarray(slots, np.int32), tokens, np.asarray(counts)))
 
-    def measured(self) -> list[float]:
+    def step_seconds(self) -> list[float]:
         """Of all drafts that the host has waited for."""
         seconds, self._measured = self._measured, []
         return seconds

@@ -67,7 +67,7 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
         super().insert(prefilled, assignments, requests)
         slots = [assignment.slot for assignment in assignments]
         self._resize(slots, [prefilled.sizes[assignment.row] for assignment in assignments])
-        self.entitle(
+        self.add_requests(
             slots,
             [assignment.noise_key for assignment in assignments],
             [assignment.max_response for assignment in assignments],
