@@ -239,7 +239,7 @@ def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
     world = world_of(dtype=dtype)
     pair, second = Pair(world, itself(world)), itself(world)
     second.begin(5, 512)
-    second.insert(range(4), [each.prompt for each in ASKED])
+    second.enter(range(4), [each.prompt for each in ASKED])
     told = 0
     for spoil in ({}, {0: 0, 1: 2, 2: 6}, {3: 1}):
         pair.draft()
@@ -249,8 +249,8 @@ def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
         tokens = np.full((4, counts.max()), -1, np.int32)
         for slot, start in before.items():
             tokens[slot, : counts[slot]] = pair.emitted[slot][start:]
-        second.advance(range(4), tokens, counts[:4])
-    ours, theirs = pair.draft(), second.draft(pair.state, NODES)
+        second.follow(range(4), tokens, counts[:4])
+    ours, theirs = pair.draft(), second.draft_chains(pair.state, NODES)
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     tolerance = 1e-4 if dtype == "float32" else 0.1
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=tolerance)
@@ -288,7 +288,7 @@ def test_drafts_do_not_depend_on_what_was_drafted_before():
         state = state.replace(tokens=np.asarray(last, np.int32), lengths=np.asarray(sizes, np.int32) - 1)
         target = jax.tree.map(jnp.asarray, state)
         fresh.begin(5, 512)
-        fresh.insert(range(4), known)
+        fresh.enter(range(4), known)
         ours, theirs = pair.companion.draft_chains(target, NODES), fresh.draft_chains(target, NODES)
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
         np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
@@ -361,7 +361,7 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
     np.testing.assert_array_equal(tokens[:2, :NODES], np.asarray(drafts.tokens)[:2])  # p = q
     short = stranger(world, ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64))
     pair = Pair(world, short, members=(0, 3), capacity=64)
-    drafts = short.draft(pair.state, NODES, with_proposal=True)
+    drafts = short.draft_chains(pair.state, NODES, with_proposal=True)
     proposal = np.asarray(drafts.proposal)
     assert proposal.shape == (5, NODES + 1, VOCAB) and (proposal[..., VOCAB - 30 :] == -np.inf).all()
     _, pending = pair.engine.verify(pair.params, pair.state, drafts.tree(NODES), proposal=drafts.proposal)

@@ -48,7 +48,7 @@ def toggled(**keys):
     nothing = dict.fromkeys(
         ("kv_byte", "flop", "attention_flop", "slot", "verified_slot", "verifying", "draft_flop"), 0.0
     )
-    costs = policy_costs(CONFIG, Numerics(), make_drafter("quantized").format)
+    costs = policy_costs(CONFIG, Numerics(), make_drafter("quantized").policy_weights.format)
     roofline = Roofline(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
     make = functools.partial(RooflineManager, roofline=roofline)
     return strategy_choice("roofline", make=make, toggle=ToggleConfig(**keys))
