@@ -123,7 +123,7 @@ def test_its_drafts_are_timed_while_it_drafts(tmp_path):
     draft = slots.draft
     slots.draft = lambda *of: drafted.append(draft(*of)) or drafted[-1]
     longest = slots.strategies[-1]
-    seconds = time_trees(engine, drafter, longest, batch=2, length=64, repeats=2)
+    seconds = time_trees(engine, slots, longest, batch=2, length=64, repeats=2)
     assert len(seconds) == 2 and longest.depth == 3
     assert all(np.asarray(tree.tree.valid).all() for tree in drafted)
 
