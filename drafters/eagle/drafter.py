@@ -49,8 +49,7 @@ class EagleDrafter(Drafter, Training):
 
     Attributes:
       config: the head's shape, after `reads`.
-      engine: the decode engine, and
-      slots: the head's state for its slots, after `attach`.
+      engine, slots: the decode engine and the head's state for its slots, after `attach`.
       trainer: trains the head; None before the first rollout.
       restored: a checkpoint's state, for the trainer when there is one.
       delegated: whether workers train the head.
