@@ -11,21 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.base import DraftRequest, Drafts, HostDrafter, Outcome, Queries, Sampled
-from drafters.device import TrainedDrafter
+from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.validation import usable_metrics
 
 _AGREEMENT = 0.97  # probability that a token is sampled again; the speculator's calibration corrects it
 
 
-def aligned(fallback: HostDrafter) -> "AlignedDrafter":
-    """Returns an `AlignedDrafter` that is trained if `fallback` is."""
-    return (
-        AlignedTrainedDrafter(fallback) if isinstance(fallback, TrainedDrafter) else AlignedDrafter(fallback)
-    )
-
-
-class AlignedDrafter:
+class AlignedDrafter(Drafter):
     """Proposes the tokens that were sampled ahead, and the drafts of `fallback` where there are none or the
     request has left them.
 
@@ -35,10 +27,9 @@ class AlignedDrafter:
       tokens_accepted: those that verifying passes accepted, and so the ones that saved time.
     """
 
-    def __init__(self, fallback: HostDrafter) -> None:
+    def __init__(self, fallback: Drafter) -> None:
         self._fallback = fallback
-        if hasattr(fallback, "state_name"):
-            self.state_name = fallback.state_name
+        self.state_name, self.training = fallback.state_name, fallback.training
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         self._fallback.begin(requests)
@@ -104,21 +95,3 @@ class AlignedDrafter:
         """
         metrics = {"ahead_tokens": self.tokens_ahead, "ahead_agreed": self.tokens_used}
         return usable_metrics(self._fallback.metrics(), metrics) | metrics
-
-
-class AlignedTrainedDrafter(AlignedDrafter):
-    """An `AlignedDrafter` whose fallback is trained between passes (`TrainedDrafter`)."""
-
-    @property
-    def train_below(self) -> int:
-        return self._fallback.train_below
-
-    @property
-    def trained(self) -> bool:
-        return self._fallback.trained
-
-    def train(self) -> bool:
-        return self._fallback.train()
-
-    def freeze(self) -> None:
-        self._fallback.freeze()

@@ -1,16 +1,20 @@
-"""The drafter protocol on the host: what a drafter is told, and what it returns.
+"""The drafter protocol: what a drafter is told, and what it returns.
 
     drafter.begin(requests)              # a rollout begins, with all of its requests
     drafts = drafter.propose(queries)    # draft trees for the whole active batch
     drafter.observe(sampled)             # the tokens that were sampled, drafted or not
     drafter.learn(outcomes)              # the rollout is over and rewarded
 
-There are three tiers, from small to large:
+There are three protocols, from small to large:
 
 1. `SimpleDrafter` (`drafters/simple.py`) has one method: tokens in, draft tokens out.
-2. `HostDrafter` drafts for the whole batch at once, and may learn from rollouts, report metrics and keep a
-   state in checkpoints. A subclass writes `begin`, `propose` and `observe`; the rest has defaults.
-3. `SelfDrafter` and `DeviceDrafter` (`drafters/device.py`) draft on the accelerator.
+2. `Drafter` drafts for the whole batch at once, and may learn from rollouts, report metrics and keep a state
+   in checkpoints. A subclass writes `begin`, `propose` and `observe`; the rest has defaults.
+3. `SlotDrafter` (`drafters/device.py`) drafts on the accelerator: in the place of `propose`, a drafter hands
+   out one for the engine that decodes.
+
+What only some drafters do is an object of its own that they hand out: training (`drafters/training.py`),
+weights with which the engine drafts, and drafting ahead of the verification (both in `drafters/device.py`).
 
 A drafter can waste time, but cannot change a token: verification samples every token itself. Invalid draft
 nodes are left out and counted (`drafters/validation.py`). An exception, or a return value that breaks the
@@ -19,9 +23,16 @@ protocol, stops the run with one line that names the drafter and the method.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from drafters.device import PolicyWeights, SlotDrafter
+    from drafters.training import Training
+    from rljax.engine.engine import DecodeEngine
+    from rljax.models.config import ModelConfig
+    from rljax.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +128,32 @@ class Outcome:
     reward: float
 
 
-class Drafter(Protocol):
-    """The calls that every drafter receives, all from one thread. A subclass inherits the defaults: nothing
-    is learned, nothing kept, nothing reported.
+class Drafter:
+    """A drafter. All of its methods are called from one thread. A subclass on the host writes `begin`,
+    `propose` and `observe`, one on the device `attach`, and whatever else it needs: by default nothing is
+    learned, kept or reported.
+
+    Attributes:
+      on_host: whether `propose` drafts; else the engine, with `policy_weights`, or what `attach` returns.
+      state_name: drafters with the same one share what a checkpoint keeps, and find it when they take over
+        from each other; None for the drafter's own name.
+      training: trains it between passes; None for a drafter that is not trained.
+      policy_weights: other weights of the policy's architecture, with which the engine drafts; None for none.
     """
+
+    on_host: bool = True
+    state_name: str | None = None
+    training: "Training | None" = None
+    policy_weights: "PolicyWeights | None" = None
+
+    # -- a rollout -------------------------------------------------------------------------------------------
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         """Begins a rollout of `requests`; the requests of the previous one are over."""
+
+    def propose(self, queries: Queries) -> Drafts:
+        """Returns draft trees for the active batch."""
+        raise NotImplementedError
 
     def observe(self, sampled: Sampled) -> None:
         """Receives the tokens that were sampled since the last call."""
@@ -131,11 +161,10 @@ class Drafter(Protocol):
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Receives the rewarded responses of a training rollout."""
 
+    # -- a run -----------------------------------------------------------------------------------------------
+
     def state(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that a checkpoint keeps, by name, under the drafter's own name. Drafters with
-        the same attribute `state_name` share what is kept under that name instead, and find it when they
-        take over from each other.
-        """
+        """Returns the arrays that a checkpoint keeps, by name."""
         return {}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -145,9 +174,19 @@ class Drafter(Protocol):
         """Returns the drafter's own metrics of the last rollout, by name."""
         return {}
 
+    # -- on the device ---------------------------------------------------------------------------------------
 
-class HostDrafter(Drafter, Protocol):
-    """A drafter on the host: it proposes tokens for the whole active batch in one call."""
+    def reads(self, policy: "ModelConfig", tokenizer: "Tokenizer | None") -> tuple[int, ...] | None:
+        """Returns `hidden_layers` of the engine that decodes: the layers whose features the policy must hand
+        out, or None. Raises a UserError where it cannot draft for such a policy.
+        """
+        return None
 
-    def propose(self, queries: Queries) -> Drafts:
-        """Returns draft trees for the active batch."""
+    def attach(self, engine: "DecodeEngine") -> "SlotDrafter | None":
+        """Sets the engine that it drafts for, after `reads`. Returns what drafts for the engine's slots; None
+        for a drafter on the host, and for one that has `policy_weights`.
+        """
+        return None
+
+    def refresh(self, params: Any) -> None:
+        """Receives the policy's weights for the rollout that begins, in the engine's form."""

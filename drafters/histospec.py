@@ -14,7 +14,7 @@ import numpy as np
 
 from drafters.aimd import AimdWindows
 from drafters.arguments import HistoSpecArguments
-from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
+from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, RolloutHistory
 from drafters.suffix import insert_past
 from drafters.suffix_automaton import SuffixForest
@@ -23,7 +23,7 @@ _MAX_WINDOW = 32
 _LEAST_WEIGHT = 1e-3  # so that responses without reward are drafted where there are no others
 
 
-class HistoSpec:
+class HistoSpec(Drafter):
     """RhymeRL's drafter; see the module's docstring."""
 
     def __init__(self, arguments: HistoSpecArguments) -> None:

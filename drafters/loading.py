@@ -3,19 +3,16 @@
     speculation.drafter=my_module:MyDrafter
     speculation.drafter=./my_file.py:MyDrafter
 
-`MyDrafter` may be of any tier of the protocol (`drafters/base.py`).
+`MyDrafter` derives from `Drafter` (`drafters/base.py`), or is a `SimpleDrafter`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from drafters.base import Drafter
-from drafters.device import DeviceDrafter, SelfDrafter
 from drafters.simple import SimpleDrafterAdapter
 from rljax.errors import ConfigError
 from rljax.importing import LoadError, called, load
-
-_METHODS = ("begin", "propose", "observe", "learn", "state", "load_state", "metrics")  # of a `HostDrafter`
 
 
 def load_drafter(key: str, path: str, args: Mapping[str, Any]) -> Drafter:
@@ -37,17 +34,15 @@ def load_drafter(key: str, path: str, args: Mapping[str, Any]) -> Drafter:
 
 
 def _adapted(key: str, path: str, drafter: Any) -> Drafter:
-    """Returns a drafter of the second or third tier."""
-    if isinstance(drafter, DeviceDrafter | SelfDrafter):
+    """Returns a drafter that may be a simple one."""
+    if isinstance(drafter, Drafter):
         return drafter
-    missing = [method for method in _METHODS if not callable(getattr(drafter, method, None))]
-    if "propose" in missing:
-        raise ConfigError(f"{key}: {path}: {type(drafter).__name__} has no method propose")
-    if not missing:
-        return drafter
-    if {"begin", "observe"} <= set(missing):
-        return SimpleDrafterAdapter(drafter)
-    raise ConfigError(
-        f"{key}: {path}: {type(drafter).__name__} has no method {missing[0]}; derive it from"
-        " drafters.base.HostDrafter, which has defaults"
-    )
+    kind = type(drafter).__name__
+    if not callable(getattr(drafter, "propose", None)):
+        raise ConfigError(f"{key}: {path}: {kind} has no method propose")
+    if hasattr(drafter, "begin") or hasattr(drafter, "observe"):
+        raise ConfigError(
+            f"{key}: {path}: {kind} has more methods than propose; derive it from drafters.base.Drafter,"
+            " which has defaults"
+        )
+    return SimpleDrafterAdapter(drafter)

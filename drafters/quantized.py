@@ -19,17 +19,16 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
 from drafters.arguments import QuantizedArguments
-from drafters.base import DraftRequest, Outcome, Sampled
+from drafters.base import Drafter
 from rljax import target
 from rljax.errors import ConfigError, known_names
 from rljax.kernels.round_to_nearest import base, round_to_nearest
@@ -144,6 +143,7 @@ class QuantizedPolicy:
       layouts: on a mesh, the layout of every projection; each device quantizes its parts.
 
     Attributes:
+      format: see the arguments.
       params: the drafter's params; None before the first refresh, and after `release`.
       seconds: time of the last refresh without compilation.
       bytes: size of the quantized projections, all that the drafter needs beside the policy.
@@ -160,6 +160,7 @@ class QuantizedPolicy:
         if quantizer not in QUANTIZERS:
             known = known_names(quantizer, QUANTIZERS)
             raise ConfigError(f"speculation.args.quantizer: unknown quantizer {quantizer!r}; {known}")
+        self.format = fmt
         # A program for a layer serves all of them. The weights of the step before are not read: they are
         # passed so that the new ones may take their place in memory.
         self._quantize_layer = jax.jit(
@@ -171,10 +172,27 @@ class QuantizedPolicy:
         )
         self._compiled: dict[tuple, Callable[..., dict[str, QuantizedWeight]]] = {}  # see `compile`
         self.params: Params | None = None
+        self._source: Params | None = None  # the policy's weights that are followed
         self._layers: list[dict[str, QuantizedWeight]] = []  # whose memory the next ones take over
         self.seconds = 0.0
         self.bytes = 0
         self.read_bytes = 0
+
+    def follow(self, params: Params) -> None:
+        """The policy has these weights now, in the engine's form; they are quantized when they are needed."""
+        if params is not self._source:
+            self.release()
+            self._source = params
+
+    @property
+    def pending_seconds(self) -> float:
+        return self.seconds if self.params is None else 0.0
+
+    def weights(self) -> Params:
+        """Returns the drafter's weights for the policy that is followed, quantized at the first call: a
+        rollout without such drafts pays nothing.
+        """
+        return self.refresh(self._source) if self.params is None else self.params
 
     def compile(self, params: Params) -> Params:
         """Compiles what `refresh` needs; another thread may draft meanwhile.
@@ -232,58 +250,33 @@ class QuantizedPolicy:
 # -- the drafter -------------------------------------------------------------------------------------------
 
 
-class QuantizedDrafter:
+class QuantizedDrafter(Drafter):
     """The policy drafts for itself (EfficientRollout): no training, and it follows every update.
 
     Args:
       arguments: see `QuantizedArguments`.
     """
 
+    on_host = False
+
     def __init__(self, arguments: QuantizedArguments) -> None:
-        bits = arguments.bits or _default_bits()
-        self.format = default_format(bits)
         self._quantizer = arguments.quantizer
-        self._policy = QuantizedPolicy(self.format, self._quantizer)
-        self._source: Params | None = None
+        self.policy_weights = QuantizedPolicy(
+            default_format(arguments.bits or _default_bits()), self._quantizer
+        )
 
     def attach(self, engine: "DecodeEngine") -> None:
         layouts = None if engine.mesh is None else weight_layouts(engine.config, engine.mesh)
-        self._policy = QuantizedPolicy(self.format, self._quantizer, engine.numerics.kernels, layouts)
-
-    def draft_params(self) -> Params:
-        """Returns the weights, quantized at the first call: a rollout without such drafts pays nothing."""
-        return self._policy.refresh(self._source) if self._policy.params is None else self._policy.params
-
-    def compile(self, params: Params) -> Params:
-        return self._policy.compile(params)
-
-    @property
-    def pending_seconds(self) -> float:
-        return self._policy.seconds if self._policy.params is None else 0.0
+        fmt, kernels = self.policy_weights.format, engine.numerics.kernels
+        self.policy_weights = QuantizedPolicy(fmt, self._quantizer, kernels, layouts)
 
     def refresh(self, params: Params) -> None:
-        if params is not self._source:
-            self._policy.release()
-            self._source = params
-
-    def begin(self, requests: Sequence[DraftRequest]) -> None:
-        """Does nothing: the engine keeps everything about the requests."""
-
-    def observe(self, sampled: Sampled) -> None:
-        """Does nothing: the drafts do not depend on it."""
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Does nothing: the next policy is the next drafter."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Does nothing: the drafter has no state."""
+        self.policy_weights.follow(params)
 
     def metrics(self) -> dict[str, float]:
         """Returns `refresh_seconds` of the last refresh, and `draft_bytes`, the rounded weights in bytes."""
-        return {"refresh_seconds": self._policy.seconds, "draft_bytes": float(self._policy.bytes)}
+        weights = self.policy_weights
+        return {"refresh_seconds": weights.seconds, "draft_bytes": float(weights.bytes)}
 
 
 def _default_bits() -> int:

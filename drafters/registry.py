@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from drafters.base import Drafter
-from drafters.device import DeviceDrafter, SelfDrafter
 from drafters.eagle.drafter import EagleDrafter
 from drafters.histospec import HistoSpec
 from drafters.loading import load_drafter
@@ -65,8 +64,7 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
         name: _make(*keys_of(config, name), kind, config.arguments[name])
         for name, kind in config.kinds.items()
     }
-    on_device = [isinstance(drafter, SelfDrafter | DeviceDrafter) for drafter in drafters.values()]
-    if config.run_ahead_below and all(on_device):
+    if config.run_ahead_below and not any(drafter.on_host for drafter in drafters.values()):
         raise ConfigError(
             f"speculation.run_ahead_below: must be 0 with speculation.drafter: {config.drafter}, unless"
             " speculation.others holds a drafter on the host, such as srt, that proposes what was sampled"
@@ -89,8 +87,7 @@ def states_read(
     """Returns `hidden_layers` of the engine that these drafters draft for: the layers whose features they
     read. Raises a UserError where a drafter cannot draft for the policy, or two read different layers.
     """
-    on_device = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, DeviceDrafter)}
-    read = {name: drafter.reads(policy, tokenizer) for name, drafter in on_device.items()}
+    read = {name: drafter.reads(policy, tokenizer) for name, drafter in drafters.items()}
     read = {name: layers for name, layers in read.items() if layers is not None}
     first = next(iter(read), None)
     for name, layers in read.items():

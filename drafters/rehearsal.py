@@ -5,13 +5,13 @@ Compiling SRT's loops takes some 15 s; numba keeps the result on disk, beside th
 
 import numpy as np
 
-from drafters.base import DraftRequest, HostDrafter, Outcome, Queries, Sampled
+from drafters.base import Drafter, DraftRequest, Outcome, Queries, Sampled
 
 _PROMPT = (1, 2, 3, 1, 2)
 _RESPONSE = (3, 1, 2, 4, 1, 2, 3)
 
 
-def rehearse(drafter: HostDrafter, nodes: int) -> None:
+def rehearse(drafter: Drafter, nodes: int) -> None:
     """Drafts for two requests in two rollouts, up to `nodes` at a time. Discard the drafter afterwards."""
     both = np.arange(2, dtype=np.int32)
     none, ended = np.zeros(2, np.int32), np.zeros(2, bool)

@@ -4,7 +4,7 @@
         def propose(self, tokens, limit):
             return [tokens[-1]] * limit
 
-`SimpleDrafterAdapter` makes a `HostDrafter` of it: it keeps the tokens of every request, and asks request by
+`SimpleDrafterAdapter` makes a `Drafter` of it: it keeps the tokens of every request, and asks request by
 request.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
+from drafters.base import Drafter, DraftRequest, Drafts, Queries, Sampled
 from drafters.validation import ProtocolError
 
 _ACCEPTANCE = 0.8  # of a draft token; the speculator's calibration corrects it from what is accepted
@@ -31,8 +31,8 @@ class SimpleDrafter(Protocol):
         """
 
 
-class SimpleDrafterAdapter(HostDrafter):
-    """A `SimpleDrafter` as a `HostDrafter`: its draft tokens are chains."""
+class SimpleDrafterAdapter(Drafter):
+    """A `SimpleDrafter` as a `Drafter`: its draft tokens are chains."""
 
     def __init__(self, drafter: SimpleDrafter) -> None:
         self._drafter = drafter

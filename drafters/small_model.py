@@ -10,20 +10,14 @@ policy's are cut off, and tokens beyond the small model's are never drafted.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from drafters.arguments import SmallModelArguments
-from drafters.base import DraftRequest, Outcome, Sampled
-from drafters.eagle.drafting import DraftStrategy, ScoredTree
+from drafters.base import Drafter
 from rljax.engine.companion import Companion
+from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment, DecodeResult
-from rljax.engine.self_drafting import margin_log_probability
-from rljax.engine.state import DecodeState, Prefix
 from rljax.errors import ConfigError, UserError
 from rljax.hub import local_directory
 from rljax.models.config import ModelConfig
@@ -32,12 +26,11 @@ from rljax.models.sharding import mesh_of_a_drafter
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
-from rljax.processes import to_host
 
 _LENGTHS = (2, 4, 8)  # lengths of chains to choose from
 
 
-class SmallModelDrafter:
+class SmallModelDrafter(Drafter):
     """A checkpoint that drafts.
 
     Args:
@@ -50,6 +43,8 @@ class SmallModelDrafter:
       ConfigError: there is no such checkpoint, or its architecture is not supported.
     """
 
+    on_host = False
+
     def __init__(self, arguments: SmallModelArguments) -> None:
         self.name = arguments.path
         self.dtype = arguments.dtype
@@ -60,7 +55,6 @@ class SmallModelDrafter:
         except UserError as error:
             raise ConfigError(f"speculation.args.path: {error}") from error
         self._companion: Companion | None = None
-        self.strategies: tuple[DraftStrategy, ...] = ()
 
     def check(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> None:
         """Raises a ConfigError unless the vocabulary is that of the policy. Without a tokenizer only the
@@ -94,7 +88,10 @@ class SmallModelDrafter:
     def _beside(
         self, target: DecodeEngine, params: Params, numerics: Numerics, mesh: Mesh | None
     ) -> Companion:
-        return Companion(target, self.config, params, numerics, mesh)
+        most = target.buckets.max_drafts
+        lengths = sorted({min(length, most) for length in _LENGTHS})
+        chains = tuple(DraftStrategy(length, 1, length) for length in lengths)
+        return Companion(target, self.config, params, numerics, mesh, chains)
 
     def mesh(self, policy: Mesh | None) -> Mesh | None:
         """Returns the mesh that it drafts on beside a policy on that one; call `check` before."""
@@ -108,100 +105,13 @@ class SmallModelDrafter:
         dtype = policy.compute_dtype if self.dtype is None else self.dtype
         return dataclasses.replace(policy, compute_dtype=dtype, kernels=kernels)
 
-    # -- slots -----------------------------------------------------------------------------------------------
+    # -- what it drafts for ----------------------------------------------------------------------------------
 
     def reads(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self.check(policy, tokenizer)
 
-    def attach(self, engine: DecodeEngine) -> None:
-        most = engine.buckets.max_drafts
-        lengths = sorted({min(length, most) for length in _LENGTHS})
-        self.strategies = tuple(DraftStrategy(length, 1, length) for length in lengths)
-        self.companion(engine)
-
-    def refresh(self, params: Params) -> None:
-        """Does nothing: the model does not follow the policy."""
-
-    def warm_up(
-        self, prefixes: Sequence[Prefix], batches: Sequence[int], prompt_length: int, widens: bool = False
-    ) -> None:
-        self._companion.warm_up(batches[-1], prompt_length, late_inserts=True, widens=widens)
-
-    def compile(
-        self,
-        batch: int,
-        largest: int,
-        lengths: Sequence[int],
-        prefixes: Sequence[Prefix],
-        padded: Sequence[tuple[int, int]],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._companion.compile(batch, largest, lengths, padded, should_stop)
-
-    def compiles_behind(self) -> None:
-        """Does nothing: there is no update."""
-
-    def leave(self) -> None:
-        """Does nothing: `start` begins anew."""
-
-    def start(self, batch: int) -> None:
-        self._companion.begin(batch, self._companion.engine.buckets.cache[0])
-
-    def pretend(self, state: DecodeState) -> None:
-        self._companion.pretend(to_host(state.lengths))
-
-    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Returns the prompts: the companion prefills those that are inserted."""
-        return prompts
-
-    def insert(
-        self,
-        prefilled: Sequence[Sequence[int]],
-        assignments: Sequence[Assignment],
-        requests: Sequence[int],
-    ) -> None:
-        slots = [assignment.slot for assignment in assignments]
-        self._companion.insert(slots, [prefilled[assignment.row] for assignment in assignments])
-
-    def advance(self, result: DecodeResult) -> None:
-        counts = (result.tokens >= 0).sum(axis=1)
-        slots = np.flatnonzero(counts)
-        self._companion.advance(slots, result.tokens[slots], counts[slots])
-
-    def append(
-        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
-    ) -> None:
-        self._companion.rewind(slots, sizes)
-        self._companion.advance(slots, tokens, counts)
-
-    def compact(self, slots: Sequence[int], batch: int) -> None:
-        self._companion.compact(slots, batch)
-
-    def widen(self, batch: int) -> None:
-        self._companion.widen(batch)
-
-    def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
-        drafts = self._companion.draft(state, strategy.depth)
-        tree = drafts.tree(strategy.depth)
-        sure = margin_log_probability(drafts.margins[:, : strategy.depth])
-        return ScoredTree(tree, jnp.where(tree.valid, jnp.cumsum(sure, axis=1), -jnp.inf))
-
-    # -- what a drafter hears --------------------------------------------------------------------------------
-
-    def begin(self, requests: Sequence[DraftRequest]) -> None:
-        """Does nothing: requests reach the companion with `insert`."""
-
-    def observe(self, sampled: Sampled) -> None:
-        """Does nothing: tokens reach the companion with `advance`."""
-
-    def learn(self, outcomes: Sequence[Outcome]) -> None:
-        """Does nothing: the model is not trained."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Does nothing: the model has no state."""
+    def attach(self, engine: DecodeEngine) -> Companion:
+        return self.companion(engine)
 
     def metrics(self) -> dict[str, float]:
         """Returns `caught_up`: tokens of the last rollout that took the companion a pass beside drafting."""

@@ -24,7 +24,7 @@ from drafters.arguments import (
     SuffixArguments,
     SuffixDecodingArguments,
 )
-from drafters.base import DraftRequest, Drafts, Outcome, Queries, Sampled
+from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, PastRollout, RolloutHistory
 from drafters.suffix_automaton import SuffixForest, new_mixture
 
@@ -61,7 +61,7 @@ def prompt_lookup(arguments: PromptLookupArguments) -> "SuffixDrafter":
     return SuffixDrafter("request", SuffixArguments(substitutions=False, **dict(arguments)))
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Proposes the tokens that followed the longest known suffix of each context, and of each edited context.
 
     Args:

@@ -248,8 +248,8 @@ class RunDirectory:
         return [metrics for _, metrics in _complete_lines(self.metrics_path)]
 
     def append_decisions(self, step: int, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """Adds what the rollout manager decided in a step (`rljax/speculation/pass_record.py`)."""
-        if self.writes:
+        """Adds the rollout manager's decisions of a step, if any (`rljax/speculation/pass_record.py`)."""
+        if self.writes and decisions:
             _append_line(self.decisions_path, {"step": step, "decisions": decisions})
 
     def read_decisions(self) -> list[tuple[int, list[dict[str, Any]]]]:

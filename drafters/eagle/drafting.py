@@ -32,7 +32,7 @@ from flax import struct
 from jax import Array, lax
 
 from drafters.eagle.model import DraftVocabulary, HeadConfig, apply_head, head_logits, hidden_inputs
-from rljax.engine.draft_tree import DraftStrategy, DraftTree
+from rljax.engine.draft_tree import DraftStrategy, DraftTree, ScoredTree
 from rljax.engine.kv_cache import KVCache, commit, empty_cache
 from rljax.models.transformer import Params
 from rljax.numerics.attention import KEY_BLOCK, MASKED, block_scores, scale_queries, softmax_terms
@@ -55,20 +55,6 @@ class DrafterState:
     cache: KVCache
     lengths: Array
     outputs: Array
-
-
-@struct.dataclass
-class ScoredTree:
-    """A draft tree with the head's probabilities, the most promising nodes first.
-
-    Attributes:
-      tree: `DraftTree`, N nodes a slot.
-      log_probability: float32 [B, N], log probability of a node and all its ancestors; -inf where there is
-        no node.
-    """
-
-    tree: DraftTree
-    log_probability: Array
 
 
 def empty_state(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DrafterState:

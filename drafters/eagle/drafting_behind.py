@@ -11,9 +11,9 @@ accepted tokens are there, the next chain is drafted from them.
 import jax.numpy as jnp
 from jax import Array
 
-from drafters.eagle.drafting import DrafterState, HeadAttention, ScoredTree, likeliest_children
+from drafters.eagle.drafting import DrafterState, HeadAttention, likeliest_children
 from drafters.eagle.model import HeadConfig, apply_head, head_logits
-from rljax.engine.draft_tree import DraftTree
+from rljax.engine.draft_tree import DraftTree, ScoredTree
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from drafters.eagle.drafting import DrafterState, Pairs, ScoredTree
+from drafters.eagle.drafting import DrafterState, Pairs
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.unrolling import HeadBatch
+from rljax.engine.draft_tree import ScoredTree
 from rljax.engine.placement import cache_shardings, feature_sharding, slot_sharding
 from rljax.models.sharding import PARAM_AXES, replicated_axes
 from rljax.models.transformer import Params

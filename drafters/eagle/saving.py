@@ -44,7 +44,12 @@ def load_saved(directory: Path, policy: ModelConfig) -> tuple[HeadConfig, Params
       CheckpointError: the file is damaged, says nothing of the head's shape, or is for another policy.
     """
     path = directory / _FILE
-    metadata, tensors = _read(path)
+    try:
+        tensors = safetensors.numpy.load_file(path)
+        with safetensors.safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+    except (OSError, safetensors.SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} is no saved head ({error}); delete it to go on without") from error
     offsets = tensors.pop(_VOCABULARY, None)
     try:
         vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets)
@@ -76,18 +81,6 @@ def _shaped(config: HeadConfig) -> Params:
     )
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """The metadata and tensors of a saved head."""
-    try:
-        tensors = safetensors.numpy.load_file(path)
-        with safetensors.safe_open(path, framework="np") as file:
-            metadata = file.metadata()
-        int(metadata["step"])
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is no saved head ({error}); delete it to go on without") from error
-    return metadata, tensors
-
-
 class AsyncHeadSaver:
     """The newest saved weights of one head, in a directory that only one process writes to.
 
@@ -107,14 +100,14 @@ class AsyncHeadSaver:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
-    def save(self, step: int, params: Params, config: HeadConfig | None = None) -> None:
+    def save(self, step: int, params: Params, config: HeadConfig) -> None:
         """Starts writing, and returns when the weights are copied to the host, so that the caller may change
         or donate them. One save runs at a time: the call first waits for the last one.
 
         Args:
           step: the RL step behind the weights.
           params: the head's weights.
-          config: the head's shape, which `load_saved` reads; None leaves it out.
+          config: the head's shape.
 
         Raises:
           CheckpointError: the last save could not be written, and nobody was told.
@@ -129,11 +122,9 @@ class AsyncHeadSaver:
         tensors = {
             jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves
         }
-        metadata = {"step": str(step)}
-        if config is not None:
-            metadata |= {"variant": config.variant, "layers": json.dumps(config.layers)}
-            if config.vocabulary is not None:
-                tensors[_VOCABULARY] = config.vocabulary.offsets
+        metadata = {"step": str(step), "variant": config.variant, "layers": json.dumps(config.layers)}
+        if config.vocabulary is not None:
+            tensors[_VOCABULARY] = config.vocabulary.offsets
         # Not a daemon: a process that ends normally first finishes its save.
         self._thread = threading.Thread(
             target=self._write, args=(step, tensors, metadata), name="head checkpoint"
@@ -148,20 +139,6 @@ class AsyncHeadSaver:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-    def latest(self) -> tuple[int, Params] | None:
-        """Returns the newest complete save, NumPy arrays and its step, or None. Waits for the save under way.
-
-        Raises:
-          CheckpointError: the last save failed, or a file is damaged.
-        """
-        self.wait()
-        path = self.directory / _FILE
-        if not path.exists():
-            return None
-        metadata, tensors = _read(path)
-        tensors.pop(_VOCABULARY, None)
-        return int(metadata["step"]), nested_leaves(tensors)
 
     def _write(self, step: int, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
         path = self.directory / _FILE

@@ -2,9 +2,8 @@
 
     slots.use(head_params, shared)                 # the weights of the rollout that begins
     slots.start(batch)
-    slots.insert(slots.prefill(prefix, prompts), rows, into)
+    slots.insert(slots.prefill(prefix, prompts), assignments, requests)
     slots.advance(result)                          # after every pass
-    slots.make_room()
     slots.widen(batch); slots.compact(kept, batch)
     tree = slots.draft(state, strategy)
 
@@ -22,6 +21,7 @@ rollout, counted, and kept for the next process.
 
 import collections
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,10 +32,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 
+from drafters.device import SlotDrafter
+from drafters.eagle.collecting import FeatureCollector
 from drafters.eagle.drafting import (
     DrafterState,
-    DraftStrategy,
-    ScoredTree,
     append_pairs,
     compute_pairs,
     draft,
@@ -45,10 +45,12 @@ from drafters.eagle.drafting import (
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.placement import head_shardings, result_shardings, shared_shardings
 from rljax import target
+from rljax.engine.draft_tree import DraftStrategy, ScoredTree
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import DecodeResult
+from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.kv_cache import KVCache, cache_dtype, copy_rows, take_slots, with_batch
 from rljax.engine.placement import cache_shardings, feature_sharding
+from rljax.engine.shapes import PlainShapes
 from rljax.engine.slot_moves import with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.rope import rope_table
@@ -56,6 +58,7 @@ from rljax.models.transformer import Params
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
+from rljax.processes import to_host
 from rljax.sharding import constrain, replicated_sharding, row_multiple, vocab_parts
 
 _WIDTHS = (2, 4, 8, 16, 64)
@@ -83,12 +86,29 @@ def head_numerics(engine: DecodeEngine, mesh: Mesh | None) -> Numerics:
     return Numerics(False, engine.numerics.compute_dtype, kernels)
 
 
-class HeadSlots:
+@dataclasses.dataclass(frozen=True)
+class PrefilledHead:
+    """Prompts that the head has prefilled.
+
+    Attributes:
+      state: one slot for each prompt.
+      states: [N, T, S, d], the policy's features, on the host; None if nothing is trained on them.
+      sizes: tokens of each prompt.
+    """
+
+    state: DrafterState
+    states: np.ndarray | None
+    sizes: tuple[int, ...]
+
+
+class HeadSlots(SlotDrafter):
     """A head beside the slots of an engine's decode state.
 
     Args:
       config: the head's shape.
       engine: the engine; its shapes, sampling distribution, verification rule and pool are used, too.
+      strategies: the trees that it drafts.
+      collector: collects the features of responses that the head is trained on.
       deepest: depth of the deepest tree that will be drafted.
       unread_bytes: limit for the unread features, on the device.
       mesh: devices of its own, to which the policy's features and weights are copied; None for the engine's.
@@ -102,11 +122,14 @@ class HeadSlots:
         self,
         config: HeadConfig,
         engine: DecodeEngine,
+        strategies: tuple[DraftStrategy, ...],
+        collector: FeatureCollector,
         deepest: int,
         unread_bytes: int = 0,
         mesh: Mesh | None = None,
     ) -> None:
         self.unread_bytes = unread_bytes
+        self.strategies, self._collector = strategies, collector
         self._engine, self._apart = engine, mesh is not None
         self._mesh = engine.mesh if mesh is None else mesh
         self.config, self.numerics = config, head_numerics(engine, self._mesh)
@@ -136,14 +159,18 @@ class HeadSlots:
         empty = functools.partial(empty_state, self.config, batch, length, cache_dtype(self.numerics))
         return self._with_shardings(jax.eval_shape(empty))
 
-    def start(self, batch: int) -> None:
-        """Begins with `batch` empty slots."""
+    def start(self, batch: int, lengths: np.ndarray | None = None) -> None:
+        """Begins with `batch` slots, empty ones: drafting takes as long for those."""
         self._state = self._empty(batch, self._length)
         self._held = np.zeros(batch, np.int64)  # the most pairs that each slot may hold
         self._unread.clear()
         self._unread_size = 0
 
-    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> DrafterState:
+    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> PrefilledHead:
+        states = to_host(prefix.states) if self._collector.collects else None
+        return PrefilledHead(self._prefill(prefix, prompts), states, tuple(map(len, prompts)))
+
+    def _prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> DrafterState:
         """Returns the state after the prompts' pairs: every token but the first, with the features before."""
         rows, length = prefix.states.shape[:2]
         tokens, counts = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
@@ -153,48 +180,47 @@ class HeadSlots:
         empty = self._empty(rows, prefix.cache.length)
         return self._absorb(empty, self._here(prefix.states), tokens, counts, KEY_BLOCK)
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """Empties `slots` until they sample again."""
+    def insert(
+        self, prefilled: PrefilledHead, assignments: Sequence[Assignment], requests: Sequence[int]
+    ) -> None:
+        rows, slots = ([getattr(each, name) for each in assignments] for name in ("row", "slot"))
+        self._skip(slots)
+        self._insert(prefilled.state, rows, slots)
+        self._held[slots] = prefilled.state.cache.length  # on the host, without waiting for the lengths
+        self._collector.insert(prefilled.states, rows, slots, requests)
+
+    def advance(self, result: DecodeResult) -> None:
+        """Keeps the features of sampled tokens, and absorbs the oldest ones beyond `unread_bytes`."""
+        counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
+        self._unread.append((self._here(result.states), np.maximum(result.tokens, 0), counts.copy()))
+        self._unread_size += result.states.nbytes
+        while self._unread_size > self.unread_bytes:
+            self._collector.totals["absorbed_early"] += self._absorb_oldest()
+        self._collector.advance(result.states, counts)
+
+    def append(
+        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Empties the slots until they sample again, and does not train on their responses: appended tokens
+        come without features.
+        """
         self._skip(slots)
         missed = np.zeros(len(self._state.lengths), bool)
         missed[list(slots)] = True
         self._forget(missed)
-
-    def insert(self, prefilled: DrafterState, rows: Sequence[int], slots: Sequence[int]) -> None:
-        """Inserts prefilled row rows[i] into slot slots[i]."""
-        self._skip(slots)
-        batch = len(self._state.lengths)
-        from_, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
-        from_[: len(rows)], into[: len(slots)] = rows, slots
-        shapes = (batch, len(prefilled.lengths), prefilled.cache.length)
-        insert = functools.partial(_insert, shardings=self._moved(self._state))
-        self._state = self._run("insert", shapes, insert, self._state, prefilled, from_, into)
-        self._held[list(slots)] = prefilled.cache.length  # on the host, without waiting for the lengths
-
-    def advance(self, result: DecodeResult) -> np.ndarray:
-        """Keeps the features of sampled tokens; returns their number in every slot, int32 [B]."""
-        counts = (result.tokens >= 0).sum(axis=1).astype(np.int32)
-        self._unread.append((self._here(result.states), np.maximum(result.tokens, 0), counts.copy()))
-        self._unread_size += result.states.nbytes
-        return counts
-
-    def make_room(self) -> int:
-        """Absorbs the oldest features beyond `unread_bytes`; returns the number of their host syncs."""
-        absorbed = 0
-        while self._unread_size > self.unread_bytes:
-            absorbed += self._absorb_oldest()
-        return absorbed
+        self._collector.totals["lost_contexts"] += len(slots)
+        self._collector.drop(slots)
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
-        """Keeps only `slots`, in that order, in a state of `batch` slots."""
         self._skip(sorted(set(range(len(self._state.lengths))) - set(slots)))
         self._catch_up()
         taken = np.zeros(batch, np.int32)
         taken[: len(slots)] = slots
         self._compact(taken)
+        self._collector.compact(slots)
 
     def widen(self, batch: int) -> None:
-        """Keeps all slots and adds empty ones up to `batch`, bucket by bucket, as the engine does."""
+        """As the engine does, bucket by bucket."""
         self._catch_up()
         for wider in self._engine.buckets.batch:
             slots = len(self._state.lengths)
@@ -204,7 +230,6 @@ class HeadSlots:
                 self._held = np.pad(self._held, (0, wider - slots))
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
-        """Returns draft trees below the slots' last tokens."""
         self._catch_up()
         attended = self._attended(state.cache.length)
         coupled = self._engine.verification == "coupled"
@@ -234,85 +259,57 @@ class HeadSlots:
 
         return self._run("draft", shapes, drafted, given, donate=())
 
-    def warm_up(self, prefixes: Sequence[Prefix], batches: Sequence[int], widens: bool = False) -> None:
-        """Compiles everything but drafting, for prefixes and decode states of these shapes, and `widen` if
-        `widens`. All slots are empty afterwards.
-        """
-        prefilled = [self.prefill(prefix, []) for prefix in prefixes]
-        states = prefixes[0].states
-        for batch in batches:
-            self.start(batch)
-            self._follow_nothing(prefilled, self._zero_features, states.shape[2:])
-            for smaller in batches:
-                if smaller < batch:
-                    before = self._state, self._held
-                    self._compact(np.zeros(smaller, np.int32))
-                    self._state, self._held = before
-        if widens:
-            self.start(batches[0])
-            self.widen(batches[-1])
+    # -- programs --------------------------------------------------------------------------------------------
 
-    def _follow_nothing(
-        self,
-        prefilled: Sequence[DrafterState],
-        zeros: Callable[[tuple[int, ...]], Array],
-        features: tuple[int, ...],
-        longest: int | None = None,
+    def compile(
+        self, shapes: PlainShapes, batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
     ) -> None:
+        """Compiles without any array, so that another thread may draft meanwhile.
+
+        Raises:
+          InterruptedError: it should stop.
+        """
+        mock = copy.copy(self)  # the same, with shapes in the place of arrays
+        mock._should_stop, mock._unread = should_stop, collections.deque()
+        mock._params, mock._shared = jax.tree.map(_shape_of, (self._params, self._shared))
+        entering = [self._engine.prefix_shapes(*each) for each in shapes.entering((batch, self._length))]
+        prefilled = [mock._prefill(prefix, []) for prefix in entering]
+        for larger in shapes.batches:
+            if larger > batch:
+                mock.start(larger)
+                mock._compact(np.zeros(batch, np.int32))
+        mock.start(batch)
+        mock._follow_nothing(prefilled, shapes.lengths[-1])
+        wider = [other for other in shapes.batches if other > batch]
+        if shapes.widens and wider:
+            mock.widen(wider[0])
+            mock.start(batch)
+        for length in lengths:
+            for strategy in self.strategies:
+                mock.draft(self._engine.state_shapes(batch, length), strategy)
+
+    def _follow_nothing(self, prefilled: Sequence[DrafterState], longest: int) -> None:
         """Runs everything that follows the slots of the present batch, but compaction, without any request.
 
         Args:
-          prefilled: results of `prefill` to insert.
-          zeros: makes the features of a host sync, by their shape.
-          features: the shape of a token's features.
-          longest: the longest cache of the decode states; None for the largest bucket.
+          prefilled: results of `_prefill` to insert.
+          longest: the longest cache of the decode states.
         """
-        batch = len(self._state.lengths)
-        for prefix_state in prefilled:
-            self.insert(prefix_state, [], [])
+        batch, most = len(self._state.lengths), self._attended(longest)
+        for state in prefilled:
+            self._insert(state, [], [])
         self._forget(np.zeros(batch, bool))
-        most = self._attended(self._length if longest is None else longest)
+        features = (len(self._engine.hidden_layers) + 1, self._engine.config.hidden_size)
         passes = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
         for tokens in {self._engine.decode_steps_per_sync} | passes:
-            handed_out, nothing = zeros((batch, tokens, *features)), np.zeros((batch, tokens), np.int32)
+            handed_out = self._feature_shapes((batch, tokens, *features))
+            nothing = np.zeros((batch, tokens), np.int32)
             for shorter, width in zip((0, *_WIDTHS), _WIDTHS, strict=False):
                 if shorter < tokens:
                     window = (*self._window(handed_out, nothing, 0, width), np.zeros(batch, np.int32))
                     for attended in self._attended_lengths:
                         if attended <= most:
                             self._state = self._absorb(self._state, *window, attended)
-
-    def compile(
-        self,
-        batch: int,
-        largest: int,
-        lengths: Sequence[int],
-        prefixes: Sequence[Prefix],
-        strategies: Sequence[DraftStrategy],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """Compiles everything that follows a decode state of `batch` slots, and drafts for it, without any
-        array: another thread may follow and draft meanwhile. Arguments as of `DeviceDrafter.compile`.
-
-        Raises:
-          InterruptedError: it should stop.
-        """
-        shapes = copy.copy(self)  # the same, with shapes in the place of arrays
-        shapes._should_stop, shapes._unread = should_stop, collections.deque()
-        shapes._params, shapes._shared = jax.tree.map(_shape_of, (self._params, self._shared))
-        prefilled = [shapes.prefill(prefix, []) for prefix in prefixes]
-        for larger in self._engine.buckets.batch:
-            if batch < larger <= largest:
-                shapes.start(larger)
-                shapes._compact(np.zeros(batch, np.int32))
-        shapes.start(batch)
-        features = (len(self._engine.hidden_layers) + 1, self._engine.config.hidden_size)
-        shapes._follow_nothing(prefilled, self._feature_shapes, features, lengths[-1])
-        for length in lengths:
-            for strategy in strategies:
-                shapes.draft(self._engine.state_shapes(batch, length), strategy)
-
-    # -- programs --------------------------------------------------------------------------------------------
 
     def _run(
         self, name: str, shapes: tuple, function: Callable[..., Any], *args: Any, donate: tuple = (0,)
@@ -367,11 +364,6 @@ class HeadSlots:
     def _feature_shapes(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return self._with_shardings(jax.ShapeDtypeStruct(shape, self._engine.numerics.dtype))
 
-    def _zero_features(self, shape: tuple[int, ...]) -> Array:
-        if self._mesh is None:
-            return jnp.zeros(shape, self._engine.numerics.dtype)
-        return target.zeros(self._feature_shapes(shape), feature_sharding(self._mesh))
-
     def _moved(self, state: DrafterState) -> KVCache | None:
         """Returns the layout of a cache whose slots devices split; None where every device has all slots."""
         if self._mesh is None or row_multiple(self._mesh) == 1:
@@ -385,6 +377,14 @@ class HeadSlots:
         if self._should_stop is not None:
             return shapes
         return target.zeros(shapes, result_shardings(shapes, self.config, self._mesh))
+
+    def _insert(self, prefilled: DrafterState, rows: Sequence[int], slots: Sequence[int]) -> None:
+        batch = len(self._state.lengths)
+        from_, into = np.zeros(batch, np.int32), np.full(batch, batch, np.int32)  # out of range: skipped
+        from_[: len(rows)], into[: len(slots)] = rows, slots
+        shapes = (batch, len(prefilled.lengths), prefilled.cache.length)
+        insert = functools.partial(_insert, shardings=self._moved(self._state))
+        self._state = self._run("insert", shapes, insert, self._state, prefilled, from_, into)
 
     def _forget(self, missed: np.ndarray) -> None:
         self._state = self._run("forget", (len(missed),), forget, self._state, missed)

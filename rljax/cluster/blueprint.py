@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from drafters.device import SharedDrafter, SpotDrafter, TrainedDrafter
 from drafters.registry import make_drafters
+from drafters.training import WorkerTraining
 from rljax.assembly.decoding import make_numerics, make_scheduler, warm_up
 from rljax.assembly.policy import Policy
 from rljax.config import ExperimentConfig
@@ -30,6 +30,7 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
 from rljax.rollout.scheduler import Scheduler
 from rljax.sharding import make_mesh
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 
 
@@ -67,27 +68,28 @@ def check_moves(scheduler: Scheduler) -> None:
         )
 
 
-def check_shared(speculator: Speculator | None) -> None:
+def check_shared(speculator: Speculator | NoDrafts) -> None:
     """Raises a ConfigError for a drafter that is trained, but not for drafters in other processes."""
-    for name, drafter in ({} if speculator is None else speculator.drafters).items():
-        if isinstance(drafter, TrainedDrafter) and not isinstance(drafter, SharedDrafter):
+    for name, training in speculator.training.items():
+        if training.shared is None:
             raise ConfigError(
                 f"speculation.drafter: {name} is trained on the engine's passes, which cluster.workers run;"
-                " give it the methods read and weights (SharedDrafter in drafters/device.py), or leave it out"
+                " give its training a SharedTraining (drafters/training.py), or leave it out"
             )
 
 
-def spot_drafter(speculator: Speculator | None, config: ClusterConfig) -> SpotDrafter | None:
-    """Returns the drafter that workers train (`cluster.spot`); None for none."""
-    if not config.spot.idle or speculator is None:
+def spot_training(speculator: Speculator | NoDrafts, config: ClusterConfig) -> WorkerTraining | None:
+    """Returns the training of the drafter that workers train (`cluster.spot`); None for none."""
+    if not config.spot.idle:
         return None
-    return next((each for each in speculator.drafters.values() if isinstance(each, SpotDrafter)), None)
+    offered = (training.spot for training in speculator.training.values())
+    return next((spot for spot in offered if spot is not None), None)
 
 
-def check_spot(speculator: Speculator | None, config: ClusterConfig) -> None:
+def check_spot(speculator: Speculator | NoDrafts, config: ClusterConfig) -> None:
     """Raises a ConfigError if workers are to train a drafter and there is none, or it is not trained."""
-    drafter = spot_drafter(speculator, config)
-    if config.spot.idle and (drafter is None or not drafter.limits.updates):
+    spot = spot_training(speculator, config)
+    if config.spot.idle and (spot is None or not spot.limits.updates):
         raise ConfigError(
             "cluster.spot.idle: no drafter is trained; set speculation.drafter=eagle with slices and without"
             " train: false, or 0"
@@ -102,19 +104,18 @@ class Built:
       scheduler: engine, drafters and what requests need.
       fingerprint: of its numerics; None where it is not measured.
       directories: files of the drafters, which end with the worker.
-      spot_drafter: what the worker trains while it has nothing to decode; None for nothing.
+      spot: trains a drafter while the worker has nothing to decode; None for nothing.
     """
 
     scheduler: Scheduler
     fingerprint: str | None
     directories: tuple[Path, ...]
-    spot_drafter: SpotDrafter | None = None
+    spot: WorkerTraining | None = None
 
     def close(self) -> None:
         """Ends what goes on in the background."""
         self.scheduler.engine.close()
-        if self.scheduler.speculator is not None:
-            self.scheduler.speculator.close()
+        self.scheduler.speculator.close()
         for directory in self.directories:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -152,16 +153,15 @@ def build(blueprint: Blueprint, name: str) -> Built:
     config = config.model_copy(update={"speculation": speculation})
     drafters = make_drafters(speculation)
     scheduler = make_scheduler(config, policy, drafters, numerics, pool, mesh, blueprint.serves)
-    if scheduler.speculator is not None:
-        scheduler.speculator.freeze()
+    scheduler.speculator.freeze()
     # Programs depend on shapes alone: any weights will do.
     params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
     warm_up(scheduler, params, config, requests_join=blueprint.serves)
-    trained = spot_drafter(scheduler.speculator, config.cluster)
-    if trained is not None:
-        trained.warm_up_session(params)
+    spot = spot_training(scheduler.speculator, config.cluster)
+    if spot is not None:
+        spot.warm_up(params)
     fingerprint = None if invariance is None else invariance.fingerprint
-    return Built(scheduler, fingerprint, directories, trained)
+    return Built(scheduler, fingerprint, directories, spot)
 
 
 def _of_worker(config: SpeculationConfig, name: str) -> tuple[SpeculationConfig, tuple[Path, ...]]:

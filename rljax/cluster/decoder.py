@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Outcome
-from drafters.device import SpotDrafter
+from drafters.training import WorkerTraining
 from rljax import errors
 from rljax.assembly.checkpoint import ROUTING
 from rljax.assembly.policy import Policy
-from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_drafter
+from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_training
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import Fabric
 from rljax.cluster.facts import facts
@@ -157,7 +157,7 @@ class ClusterDecoder:
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
         self._history = RolloutHistory()
-        self._spot: SpotDrafter | None = None  # what workers train
+        self._spot: WorkerTraining | None = None  # what workers train
         self._trained: Trained | None = None  # with a head that the driver has not taken over
         self._head: Any = None  # reference to what the next session goes on from
         self._sums = _Sums(time.perf_counter())
@@ -198,7 +198,7 @@ class ClusterDecoder:
         check_moves(scheduler)
         check_shared(scheduler.speculator)
         check_spot(scheduler.speculator, config.cluster)
-        self._spot = spot_drafter(scheduler.speculator, config.cluster)
+        self._spot = spot_training(scheduler.speculator, config.cluster)
         if self._spot is not None:
             self._spot.delegate()
             spot, limits = config.cluster.spot, dataclasses.astuple(self._spot.limits)
@@ -362,13 +362,13 @@ class ClusterDecoder:
         statistics = self._count(rollout, completions, seconds)
         self._finished = now
         statistics.running.append(begun.running.points())
-        self._scheduler.learn_lengths(begun.requests, completions)
+        self._scheduler.speculator.learn_lengths(begun.requests, completions)
         trained_on = [
             (request.prompt_ids, completion.response_ids)
             for request, completion in zip(begun.requests, completions, strict=True)
             if request.training
         ]
-        if self._scheduler.speculator is not None and trained_on:
+        if trained_on:
             self._scheduler.speculator.read(begun.params, trained_on, seconds)
             self._adopt()
         self._history.learn(begun.requests, completions)
@@ -463,7 +463,7 @@ class ClusterDecoder:
         """Shares rewarded responses with the drafters of all workers, which learn them with the next weights.
         The driver's own drafters, whose state checkpoints keep, must have learned them.
         """
-        if self._scheduler.speculator is None:
+        if not self._scheduler.speculator.drafters:
             return
         self._lessons[self._num_lessons] = self._fabric.put(list(outcomes))
         self._num_lessons += 1
@@ -476,13 +476,13 @@ class ClusterDecoder:
         """Returns the arrays that a checkpoint keeps: what decides who decodes what. `ROUTING` begins their
         names.
         """
-        lengths = {} if self._scheduler.speculator is not None else self._scheduler.lengths.state()
+        lengths = {} if self._scheduler.speculator.keeps_lengths else self._scheduler.lengths.state()
         return self._history.state() | {ROUTING + name: array for name, array in lengths.items()}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes up what `state` returned, before the first rollout."""
         self._history.load_state(state)
-        if self._scheduler.speculator is None:
+        if not self._scheduler.speculator.keeps_lengths:
             self._scheduler.lengths.load_state({name.removeprefix(ROUTING): state[name] for name in state})
 
     @property
@@ -553,10 +553,11 @@ class ClusterDecoder:
         """Returns an order to load weights, with what drafters have learned since the worker's last."""
         name = load.worker
         state, known = None, self._taught.get(name, self._num_lessons)
-        if self._scheduler.speculator is not None and name not in self._taught:
-            state = self._fabric.put(self._scheduler.speculator.state(to_share=True))
-        if self._scheduler.speculator is not None and self._drafters is None:
-            drafters = self._scheduler.speculator.weights()
+        speculator = self._scheduler.speculator
+        if speculator.drafters and name not in self._taught:
+            state = self._fabric.put(speculator.state(to_share=True))
+        if self._drafters is None:
+            drafters = speculator.weights()
             self._drafters = self._fabric.put(drafters) if drafters else None
         lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
         return Delivery(weights, state, lessons, self._drafters, load.carry)

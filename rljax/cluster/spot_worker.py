@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.device import SpotDrafter, TrainingSession
+from drafters.training import TrainingSession, WorkerTraining
 from rljax.cluster.messages import Event, Feed, Halt, Lead, Prepare, Prepared, SpotOrder, Trained
 from rljax.models.transformer import Params
 
@@ -23,15 +23,15 @@ class SpotWorker:
 
     Args:
       name: the worker's name.
-      drafter: what is trained.
+      training: of the drafter that is trained.
       get: returns what a reference stands for; it may raise.
       put: stores a value and returns a reference to it.
     """
 
     def __init__(
-        self, name: str, drafter: SpotDrafter, get: Callable[[Any], Any], put: Callable[[Any], Any]
+        self, name: str, training: WorkerTraining, get: Callable[[Any], Any], put: Callable[[Any], Any]
     ) -> None:
-        self._name, self._drafter, self._get, self._put = name, drafter, get, put
+        self._name, self._training, self._get, self._put = name, training, get, put
         self._prepares: collections.deque[Prepare] = collections.deque()
         self._lead: Lead | None = None  # the session that goes on
         self._newest = 0  # number of the newest session that it has heard of
@@ -112,7 +112,7 @@ class SpotWorker:
             saved = None if lead.head is None else self._get(lead.head)
         except Exception:  # whatever the store raises
             return [Trained(self._name, lead.session, 0, False)]
-        self._lead, self._session = lead, self._drafter.session(params, saved)
+        self._lead, self._session = lead, self._training.session(params, saved)
         self._fed, self._dry, self._updates, self._metrics = set(), False, 0, {}
         self._seconds = self._delay = 0.0
         return [self._report(True)]
@@ -146,11 +146,11 @@ class SpotWorker:
     def _prepare(self, params: Params) -> Prepared:
         order = self._prepares.popleft()
         if self._lead is None:
-            features = self._put(self._drafter.prepare(params, order.samples))
+            features = self._put(self._training.prepare(params, order.samples))
         else:
             features = None
             if order.batch not in self._fed:
-                self._add(order.batch, self._drafter.prepare(params, order.samples))
+                self._add(order.batch, self._training.prepare(params, order.samples))
         return Prepared(self._name, order.batch, features)
 
     def _end(self) -> list[Event]:

@@ -127,9 +127,8 @@ class RolloutWorker:
             if self._built is None:
                 self._blueprint = self._get(order.blueprint)
                 self._built = build(self._blueprint, self.name)
-                drafter = self._built.spot_drafter
-                if drafter is not None:
-                    self._spot = SpotWorker(self.name, drafter, self._get, self._put)
+                if self._built.spot is not None:
+                    self._spot = SpotWorker(self.name, self._built.spot, self._get, self._put)
             return [self._status()]
         if self._built is None:  # it is sent again
             return []
@@ -174,15 +173,14 @@ class RolloutWorker:
         self.loop = None
         self._params = self._scheduler.engine.load_params(params)
         self._version = weights.version
-        if speculator is not None:
-            if state is not None:
-                speculator.load_state(state)
-            for lesson in lessons:
-                speculator.learn(lesson)
-            if drafters is not None:
-                speculator.load_weights(drafters)
-            if lessons and self._built.directories:
-                speculator.state()  # with it, a history deletes files that are out of date
+        if state is not None:
+            speculator.load_state(state)
+        for lesson in lessons:
+            speculator.learn(lesson)
+        if drafters is not None:
+            speculator.load_weights(drafters)
+        if lessons and self._built.directories:
+            speculator.state()  # with it, a history deletes files that are out of date
         if carried:
             self._start()
             self._submit(carried)
@@ -221,15 +219,14 @@ class RolloutWorker:
                 self._responses, self._keys, self._sent, self._pieces, self._ended = {}, {}, {}, [], []
             self._start()
         self.loop.expects_more = order.more
-        if order.drafter is not None and self._scheduler.speculator is not None:
+        if order.drafter is not None:
             self._scheduler.speculator.prefer(order.drafter)
         self._take(order)
         return events
 
     def _start(self) -> None:
         scheduler, serves = self._scheduler, self._blueprint.serves
-        if scheduler.speculator is not None:
-            scheduler.speculator.prefer(None)
+        scheduler.speculator.prefer(None)
         policy = LoopPolicy(sync_at_every_ending=True) if serves else LoopPolicy(start_full=True)
         self.loop = scheduler.open_loop(self._params, policy, self._collect, self._version)
 

@@ -4,9 +4,9 @@ SpecActor drafts for a 32B policy with its 0.5B and 1.5B relatives (sections 4.2
 never trained and never decides anything: the target verifies its chains like anybody's.
 
     companion.begin(batch, length)                  # a rollout begins, with a state of that shape
-    companion.insert(slots, sequences)              # requests enter the target's slots
-    drafts = companion.draft(state, steps)          # chains below the target's last tokens
-    companion.advance(slots, tokens, counts)        # what the target sampled since, drafted or not
+    companion.enter(slots, sequences)               # requests enter the target's slots
+    drafts = companion.draft_chains(state, steps)   # chains below the target's last tokens
+    companion.follow(slots, tokens, counts)         # what the target sampled since, drafted or not
     companion.compact(slots); companion.widen(slots); companion.forget(slots)
 
 What it drafts from is all the target's: last tokens, noise keys, what is left of response and cache. Only its
@@ -16,20 +16,23 @@ right already. What is missing (the last draft of a chain that came true altoget
 is computed before the next chain, in one pass over as many tokens as are missing.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from rljax.engine.draft_tree import all_rows
+from rljax.engine.draft_tree import DraftStrategy, ScoredTree, all_rows
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment
+from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.kv_cache import KVCache
-from rljax.engine.self_drafting import SelfDrafts
+from rljax.engine.self_drafting import SelfDrafts, margin_log_probability
+from rljax.engine.shapes import PlainShapes, Program, compile_until
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
@@ -130,55 +133,33 @@ class CompanionEngine(DecodeEngine):
         cache, none = self.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
         self._drafting_for(params, cache, target, none, 1, vocab_size, False)
 
-    def compile_beside(
-        self,
-        policy: DecodeEngine,
-        params: Params,
-        batch: int,
-        largest: int,
-        lengths: Sequence[int],
-        prefixes: Sequence[tuple[int, int]],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """Compiles every program that drafting beside a target of `batch` slots can need, the moves from
-        larger batches included.
+    def programs(
+        self, policy: DecodeEngine, params: Params, shapes: PlainShapes, batch: int
+    ) -> list[Program]:
+        """Returns every program that drafting beside a target of `batch` slots can need, moves from larger
+        batches included.
 
         Args:
           policy: the target.
           params: the small model's weights, or their shapes.
+          shapes: the target's.
           batch: slots of the target.
-          largest: the most that it ever has.
-          lengths: its cache lengths, ascending. The companion begins with the smallest bucket.
-          prefixes: numbers of prompts and padded lengths of the prefills that enter a state of this batch.
-          should_stop: asked before each program whether to stop.
         """
-        target, vocab_size = policy.state_shapes(batch, lengths[0]), policy.config.vocab_size
-        larger = [bucket for bucket in self.buckets.batch if batch <= bucket <= largest]
-        for prefix in prefixes:
-            if should_stop():
-                return
-            self.compile_prefill(params, *prefix)
-        for length in self.buckets.cache_up_to(lengths[-1]):
-            jobs = [
-                functools.partial(self.compile_insert, prefix, batch, length)
-                for prefix in prefixes
-                if prefix[1] <= length
-            ]
-            jobs += [
-                functools.partial(self.compile_extend, params, batch, length, width)
-                for width in CATCH_UP_WIDTHS
-            ]
-            jobs.append(functools.partial(self.compile_draft_for, params, batch, length, target, vocab_size))
-            jobs += [
-                functools.partial(self.compile_compact, wide, narrow, length)
-                for narrow, wide in itertools.pairwise(larger)
-            ]
-            if length < lengths[-1]:
-                jobs.append(functools.partial(self.compile_grow, batch, length))
-            for job in jobs:
-                if should_stop():
-                    return
-                job()
+        own = dataclasses.replace(shapes, engine=self, params=params)
+        target, vocab_size = policy.state_shapes(batch, own.lengths[0]), policy.config.vocab_size
+        larger = [bucket for bucket in own.batches if bucket > batch]
+        programs = [own.prefill(prefix) for prefix in own.entering((batch, own.lengths[-1]))]
+        for length in own.lengths:
+            programs += own.inserts((batch, length))
+            for width in CATCH_UP_WIDTHS:
+                programs.append(functools.partial(self.compile_extend, params, batch, length, width))
+            programs.append(
+                functools.partial(self.compile_draft_for, params, batch, length, target, vocab_size)
+            )
+            programs += own.moves((batch, length))
+            for narrow, wide in itertools.pairwise(larger):
+                programs.append(functools.partial(self.compile_compact, wide, narrow, length))
+        return programs
 
     def _extend(
         self, params: Params, cache: KVCache, tokens: Array, lengths: Array, counts: Array, rope: Array
@@ -188,7 +169,7 @@ class CompanionEngine(DecodeEngine):
 
 
 class Companion:
-    """A small model with a cache of its own for every slot of the target's state.
+    """A small model with a cache of its own for every slot of the target's state: a `SlotDrafter`.
 
     Args:
       target: the policy's engine: its shapes, sampling distribution, rule and pool are used here, too.
@@ -196,10 +177,13 @@ class Companion:
       params: its weights.
       numerics: numerics of the companion; by default those of the target.
       mesh: its devices, from `mesh_of_a_drafter`; by default the target's mesh.
+      strategies: the chains that it drafts.
 
     Attributes:
       extended: tokens that had to be caught up with since `begin`.
     """
+
+    ahead: Any = None
 
     def __init__(
         self,
@@ -208,7 +192,9 @@ class Companion:
         params: Params,
         numerics: Numerics | None = None,
         mesh: Mesh | None = None,
+        strategies: tuple[DraftStrategy, ...] = (),
     ) -> None:
+        self.strategies = strategies
         self.vocab_size = target.config.vocab_size
         if config.vocab_size > self.vocab_size:
             raise ValueError(f"vocab_size: {config.vocab_size} is more than the target's {self.vocab_size}")
@@ -232,6 +218,52 @@ class Companion:
         """Slots, B."""
         return self._state.batch
 
+    # -- what happens to the target's slots; see `SlotDrafter` -----------------------------------------------
+
+    def start(self, batch: int, lengths: np.ndarray | None = None) -> None:
+        self.begin(batch, self.engine.buckets.cache[0])
+        if lengths is not None:
+            self.pretend(lengths)
+
+    def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Returns the prompts: those that are inserted are prefilled then."""
+        return prompts
+
+    def insert(
+        self,
+        prefilled: Sequence[Sequence[int]],
+        assignments: Sequence[Assignment],
+        requests: Sequence[int],
+    ) -> None:
+        slots = [assignment.slot for assignment in assignments]
+        self.enter(slots, [prefilled[assignment.row] for assignment in assignments])
+
+    def advance(self, result: DecodeResult) -> None:
+        counts = (result.tokens >= 0).sum(axis=1)
+        slots = np.flatnonzero(counts)
+        self.follow(slots, result.tokens[slots], counts[slots])
+
+    def append(
+        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        self.rewind(slots, sizes)
+        self.follow(slots, tokens, counts)
+
+    def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
+        drafts = self.draft_chains(state, strategy.depth)
+        tree = drafts.tree(strategy.depth)
+        sure = margin_log_probability(drafts.margins[:, : strategy.depth])
+        return ScoredTree(tree, jnp.where(tree.valid, jnp.cumsum(sure, axis=1), -jnp.inf))
+
+    def compile(
+        self, shapes: PlainShapes, batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
+    ) -> None:
+        """Compiles for all lengths, without a decode state: another thread may draft meanwhile."""
+        params = self.engine.param_shapes(self.params)
+        compile_until(should_stop, self.engine.programs(self._target, params, shapes, batch))
+
+    # -- the cache -------------------------------------------------------------------------------------------
+
     def begin(self, batch: int, length: int) -> None:
         """A rollout begins: idle slots, as many and as long as those of the target's state."""
         self._state: DecodeState | None = None  # gone before there is another
@@ -244,7 +276,7 @@ class Companion:
         self._drafted: Array | None = None  # the newest chains, still on the device
         self.extended = 0
 
-    def insert(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
+    def enter(self, slots: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
         """Requests enter `slots`.
 
         Args:
@@ -274,7 +306,7 @@ class Companion:
         """Returns the prefilled row of each prompt; equal prompts, as in a group, share one."""
         wanted = [tuple(sequence) for sequence in sequences]
         by_length: dict[int, list[tuple[int, ...]]] = {}
-        # Into states of fewer slots, `warm_up` inserts from the smallest prefill only.
+        # Into states of fewer slots, prompts are inserted from the smallest prefill only (`PlainShapes`).
         batches = self.engine.buckets.batch
         rows = batches[-1] if self.batch == batches[-1] else batches[0]
         for sequence in dict.fromkeys(wanted):
@@ -288,7 +320,7 @@ class Companion:
             del self._prefixes[next(iter(self._prefixes))]
         return found
 
-    def advance(self, slots: Sequence[int], tokens: Array | np.ndarray, counts: Array | np.ndarray) -> None:
+    def follow(self, slots: Sequence[int], tokens: Array | np.ndarray, counts: Array | np.ndarray) -> None:
         """The target sampled `tokens` in `slots`, drafted or not.
 
         Args:
@@ -318,7 +350,7 @@ class Companion:
         """The drafts of `slots` are over."""
         self._chains[slots] = -1
 
-    def draft(self, target: DecodeState, steps: int, with_proposal: bool = False) -> SelfDrafts:
+    def draft_chains(self, target: DecodeState, steps: int, with_proposal: bool = False) -> SelfDrafts:
         """Chains of up to `steps` tokens for every active slot of the target; see `DecodeEngine.draft`.
 
         Slots that were never inserted get none, and neither do those that the target decodes just now: what
@@ -376,50 +408,6 @@ class Companion:
         slots = np.asarray(slots, np.int32)
         self._sizes[slots] = self._lengths[slots] = 0
         self._drop(slots)
-
-    def warm_up(
-        self, slots: int, prompt_length: int, late_inserts: bool = False, widens: bool = False
-    ) -> None:
-        """Compiles every program that drafting beside a target with so many slots can need; see
-        `PlainShapes`. Ends whatever was under way.
-
-        Args:
-          widens: also what `widen` needs.
-        """
-        engine = self.engine
-        largest = engine.buckets.batch_for(slots)
-        batches = [batch for batch in engine.buckets.batch if batch <= largest]
-        prefixes = engine.warm_up_prefill(self.params, largest, prompt_length)
-        for length in engine.buckets.cache:
-            for batch in batches:
-                self.begin(batch, length)
-                for prefix in prefixes:
-                    late = late_inserts and prefix.cache.batch == prefixes[0].cache.batch
-                    if (batch == largest or late) and prefix.cache.length <= length:
-                        self._state = engine.bulk_insert(prefix, self._state, [])
-                for width in CATCH_UP_WIDTHS:
-                    self._extend(width)
-                self.draft(engine.init_state(batch, length), 1)
-                if batch > batches[0]:
-                    engine.compact(self._state, [0])
-                if widens and batch < largest:
-                    engine.widen(self._state, batch + 1)
-                if length < engine.buckets.cache[-1]:
-                    engine.grow(self._state)
-
-    def compile(
-        self,
-        batch: int,
-        largest: int,
-        lengths: Sequence[int],
-        prefixes: Sequence[tuple[int, int]],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """Compiles every program that drafting beside a target of `batch` slots can need, without a decode
-        state: another thread may draft meanwhile. Arguments as of `CompanionEngine.compile_beside`.
-        """
-        params = self.engine.param_shapes(self.params)
-        self.engine.compile_beside(self._target, params, batch, largest, lengths, prefixes, should_stop)
 
     def _settle(self) -> None:
         """Takes over what the newest drafting wrote. A chain that was drafted before stays where there is

@@ -76,6 +76,20 @@ class DraftTree:
         return self.tokens.shape[1]
 
 
+@struct.dataclass
+class ScoredTree:
+    """A draft tree with the drafter's probabilities, the most promising nodes first.
+
+    Attributes:
+      tree: `DraftTree`, N nodes a slot.
+      log_probability: float32 [B, N], log probability of a node and all its ancestors; -inf where there is
+        no node.
+    """
+
+    tree: DraftTree
+    log_probability: Array
+
+
 def empty_tree(batch: int, nodes: int) -> DraftTree:
     """Returns a tree without valid nodes, on the host, to be filled in."""
     shape = (batch, nodes)

@@ -635,20 +635,6 @@ class DecodeEngine:
         key = ("widen", state.batch, batch, state.cache.length, *self._key)
         return self.pool.get(key, self._programs.placed(widen), (state,)), (state,)
 
-    def warm_up_prefill(self, params: Params, prompts: int, prompt_length: int) -> list[Prefix]:
-        """Compiles prefill of up to `prompts` prompts of up to `prompt_length` tokens; a prefix of each shape
-        there is, those with the fewest rows first.
-        """
-        needed = self.prefill_length(prompt_length)
-        prefixes = {}  # short prompts have a block of the cache, too
-        for rows in self.prefill_rows:
-            for length in self.prefill_lengths:
-                if rows <= prompts and length <= needed:
-                    prefix = self.prefill(params, [[0] * length] * rows)
-                    handed_out = length if self.hidden_layers is not None else prefix.cache.length
-                    prefixes[rows, handed_out] = prefix
-        return list(prefixes.values())
-
 
 def _placed_shape(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

@@ -178,13 +178,12 @@ class Evaluator:
         )
         requests = dict(zip(all_keys, all_requests, strict=True))
         # Load the drafters' state and the weights, and compile.
-        if scheduler.speculator is not None and (state := self.saved.drafter_state()):
+        if state := self.saved.drafter_state():
             scheduler.speculator.load_state(state)
         with contextlib.ExitStack() as parts:
             cluster = parts.enter_context(cluster_of(config, self.progress.message))
             parts.enter_context(contextlib.closing(scheduler.engine))
-            if scheduler.speculator is not None:
-                parts.enter_context(scheduler.speculator)
+            parts.enter_context(scheduler.speculator)
             self.progress.message(f"compiling for a policy of {num_params(policy.config):,} parameters")
             params = scheduler.engine.load_params(policy.params)
             if cluster is None:

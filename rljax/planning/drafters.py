@@ -2,7 +2,7 @@
 
 EAGLE heads and small models keep their depth whatever the policy's, so they are planned once. Their programs
 are recorded by the methods that compile them behind a rollout (`HeadSlots.compile`,
-`CompanionEngine.compile_beside`), and the largest of each kind is compiled.
+`CompanionEngine.programs`), and the largest of each kind is compiled.
 """
 
 import dataclasses
@@ -71,11 +71,9 @@ def _planned_head(planning: Planning, drafter: EagleDrafter, name: str) -> Plann
         shared = shared_params(run.decode_params, planning.model)
         drafter.slots.use(weights, shared)
         plain = planning.plain(engine, run.decode_params)
-        prefixes = [engine.prefix_shapes(*prefix) for prefix in plain.prefixes]
         verified = buckets.verified_batches(planning.config.speculation.max_batch)
-        for batch in buckets.batch:
-            trees = drafter.strategies if batch in verified else ()
-            drafter.slots.compile(batch, buckets.batch[-1], buckets.cache, prefixes, trees, lambda: False)
+        for batch in plain.batches:
+            drafter.slots.compile(plain, batch, plain.lengths if batch in verified else (), lambda: False)
         recording.compile_largest(pool)
         if training is not None:
             _compile_update(planning, pool, drafter, training, shared)
@@ -130,16 +128,10 @@ def _planned_small_model(planning: Planning, drafter: SmallModelDrafter, name: s
     def begin(run: PlannedRun) -> PlanningPool:
         recording, pool = Recording(), small.pool(drafter=name)
         companion, policy = engine(recording), planning.engine(Recording())
-        # As in a run: a few prompts at a time enter small states, too, unless it compiles behind the first
-        # rollout and nothing runs ahead.
-        config, prefixes = planning.config, planning.plain(policy, run.decode_params).prefixes
-        at_once = planning.mesh is not None or config.engine.compile == "before"
-        late = at_once or config.speculation.run_ahead_below != 0
-        few = [prefix for prefix in prefixes if late and prefix[0] == policy.prefill_rows[0]]
-        for batch in buckets.batch:
-            entering = prefixes if batch == buckets.batch[-1] else few
-            arguments = (batch, buckets.batch[-1], buckets.cache, entering, lambda: False)
-            companion.compile_beside(policy, weights, *arguments)
+        plain = planning.plain(policy, run.decode_params)
+        for batch in plain.batches:
+            for compile_program in companion.programs(policy, weights, plain, batch):
+                compile_program()
         recording.compile_largest(pool)
         return pool
 

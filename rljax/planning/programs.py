@@ -325,7 +325,7 @@ class Planning:
         weights = {}
         batches = buckets.verified_batches(self.config.speculation.max_batch)
         for name, drafter in self.drafters.items() if batches else ():
-            if isinstance(drafter, QuantizedDrafter):
+            if drafter.policy_weights is not None:
                 drafter.attach(engine)
                 weights[name] = self._quantized(drafter, params)
                 for batch, length in itertools.product(batches, plain.lengths):
@@ -346,7 +346,7 @@ class Planning:
         from drafters.quantized import PROJECTIONS
 
         projections = [{name: layer[name] for name in PROJECTIONS} for layer in params["layers"]]
-        lowered = drafter._policy._quantize_layer.lower(projections[0], None)
+        lowered = drafter.policy_weights._quantize_layer.lower(projections[0], None)
         shardings = lowered.compile().output_shardings
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         quantized = jax.tree.map(_placed, results, shardings)

@@ -10,17 +10,19 @@ from rljax.rollout.sources.idle import IDLE, IdleSlots
 from rljax.rollout.sources.tool_turns import ToolTurns
 from rljax.rollout.sources.turns import Turns
 from rljax.rollout.speculative_slots import SpeculativeSlots
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 from rljax.tools.use import ToolUse
 
 _POLICY = LoopPolicy()
+PLAIN = NoDrafts()
 
 
 def open_loop(
     engine: DecodeEngine,
     params: Params,
     max_slots: int,
-    speculator: Speculator | None = None,
+    speculator: Speculator | NoDrafts = PLAIN,
     overlap: bool = False,
     tools: ToolUse | EnvironmentUse | None = None,
     policy: LoopPolicy = _POLICY,
@@ -35,7 +37,7 @@ def open_loop(
       version: the number of the weights.
     """
     slots, turns = Slots(engine, params, version), Turns()
-    if speculator is not None:
+    if speculator.drafters:
         slots = SpeculativeSlots(speculator, params, version, overlap)
     if isinstance(tools, EnvironmentUse):
         turns = EnvironmentTurns(tools, engine.eos_token_ids)

@@ -8,13 +8,13 @@ from rljax.engine.engine import DecodeEngine
 from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request
-from rljax.response_lengths import ResponseLengths
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop
 from rljax.rollout.sources.idle import IDLE
 from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.rollout.stop_strings import StopStrings
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 from rljax.tools.use import ToolUse
 
@@ -53,19 +53,17 @@ class Scheduler:
         engine: DecodeEngine,
         max_slots: int,
         stop_strings: StopStrings | None = None,
-        speculator: Speculator | None = None,
+        speculator: Speculator | NoDrafts | None = None,
         overlap: bool = False,
         tools: ToolUse | EnvironmentUse | None = None,
     ) -> None:
         self.engine = engine
         self.max_slots = max_slots
         self.stop_strings = stop_strings
-        self.speculator = speculator
+        self.speculator = NoDrafts() if speculator is None else speculator
         self.overlap = overlap
         self.tools = tools
-        # With drafts, lengths of training rollouts only, which checkpoints keep: the order of the requests
-        # determines the tokens that drafts come from.
-        self.lengths = ResponseLengths() if speculator is None else speculator.lengths
+        self.lengths = self.speculator.lengths
 
     def run(
         self,
@@ -111,7 +109,7 @@ class Scheduler:
                 on_progress(loop.statistics.tokens, finished)
 
         idle = IDLE
-        if self.speculator is not None and self.speculator.run_ahead is not None:
+        if self.speculator.run_ahead is not None:
             takes_over = self.stop_strings is None and self.tools is None
             idle = SamplingAhead(self.speculator.run_ahead, self.speculator, takes_over)
         policy = LoopPolicy(start_full=True, longest_first=self.lengths)
@@ -134,7 +132,7 @@ class Scheduler:
             taken.get(place) or response.completion(self.tools is not None)
             for place, response in enumerate(responses)
         ]
-        self.learn_lengths(requests, completions)
+        self.speculator.learn_lengths(requests, completions)
         return completions, loop.statistics
 
     def open_loop(self, params: Params, *others: Any) -> DecodeLoop:
@@ -157,9 +155,3 @@ class Scheduler:
     ) -> tuple[list[Completion], DecodeStatistics]:
         """Decodes what was begun, as `run` does."""
         return self.run(begun.params, begun.requests, on_progress, version=begun.version)
-
-    def learn_lengths(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-        """Learns how long responses are; with drafts, `Speculator.learn` does."""
-        if self.speculator is None:
-            for request, completion in zip(requests, completions, strict=True):
-                self.lengths.learn(request.prompt_ids, len(completion.response_ids))

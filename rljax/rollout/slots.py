@@ -6,7 +6,7 @@ and decodes with their drafts.
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,10 @@ from rljax.rollout.sources.turns import Answered
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefilled:
-    """Prefilled prompts, with the results of the drafters' prefill (`DrafterGroup.prefill`)."""
+    """Prefilled prompts, with the results of the drafters' prefill (`DrafterSlots.prefill`)."""
 
     prefix: Prefix
-    for_drafters: list[Any]
+    for_drafters: Mapping[str, Any]
 
 
 class Pass(NamedTuple):
@@ -139,7 +139,7 @@ class Slots:
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
         """Prefills prompts of one prefill length."""
-        return Prefilled(self.engine.prefill(self.params, prompts), [])
+        return Prefilled(self.engine.prefill(self.params, prompts), {})
 
     def insert(
         self, prefilled: Prefilled, rows: Sequence[tuple[int, int, LiveResponse]]

@@ -13,7 +13,7 @@ from rljax.requests import Request
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.slots import Collected, Pass, Prefilled, Slots
 from rljax.rollout.sources.turns import Answered
-from rljax.speculation.drafter_group import ask
+from rljax.speculation.drafter_calls import call
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.speculative_pass import VerifyingPass
 from rljax.speculation.speculator import Speculator
@@ -32,7 +32,7 @@ class SpeculativeSlots(Slots):
     def __init__(self, speculator: Speculator, params: Params, version: int, overlap: bool) -> None:
         super().__init__(speculator.engine, params, version)
         self.speculator, self._overlap = speculator, overlap
-        self._drafters, self._decoder = speculator.group, speculator.decoder
+        self._drafters, self._decoder = speculator.slots, speculator.decoder
         self.has_history = speculator.has_history
         self._known: list[LiveResponse] = []  # to drafters, by number
         self._begun = False
@@ -65,7 +65,7 @@ class SpeculativeSlots(Slots):
                 return
         with self._on_host():
             self._decoder.expect(len(requests))
-            self._drafters.ask_all("begin", self._draft_requests(requests, current))
+            self._drafters.call_all("begin", self._draft_requests(requests, current))
             if begun:  # those on the device keep the slots that they know
                 tokens, counts = _padded([response.tokens for response in begun])
                 self._hear(begun, tokens, counts, [False] * len(begun), {})
@@ -81,8 +81,8 @@ class SpeculativeSlots(Slots):
             proposer.forget()
         self._decoder.begin(len(requests), self.statistics)
         with self._on_host():
-            self._drafters.ask_all("begin", self._draft_requests(requests, current))
-            self._drafters.restart(self.batch)
+            self._drafters.call_all("begin", self._draft_requests(requests, current))
+            self._drafters.start(self.batch)
 
     def _draft_requests(self, requests: Sequence[Request], current: int) -> list[DraftRequest]:
         """The requests as drafters know them. Only the coupled rule lets them know the noise, and nothing is
@@ -107,7 +107,7 @@ class SpeculativeSlots(Slots):
     def _start(self, slots: int, longest: int) -> None:
         super()._start(slots, longest)
         if self._begun:
-            self._drafters.restart(self.batch)
+            self._drafters.start(self.batch)
 
     def _widen(self, slots: int) -> None:
         super()._widen(slots)
@@ -147,9 +147,9 @@ class SpeculativeSlots(Slots):
 
     def _train(self) -> None:
         """Trains drafters a little, once few responses are running."""
-        for name, drafter in self._drafters.trained.items():
+        for name, training in self.speculator.training.items():
             start = time.perf_counter()
-            if len(self.running) <= drafter.train_below and ask(name, drafter, "train"):
+            if len(self.running) <= training.below and call(name, training, "train"):
                 self.statistics.train_seconds += self._decoder.clock.finished() - start
 
     def _alternate(self, wanted: Pass) -> list[Collected]:
@@ -210,8 +210,7 @@ class SpeculativeSlots(Slots):
         with self._on_host():
             appended = [each.tokens[length:] for each, length in zip(responses, lengths, strict=True)]
             padded, counts = _padded(appended)
-            for drafter in self._drafters.on_device:
-                drafter.append(slots, sizes, padded, counts)
+            self._drafters.append(slots, sizes, padded, counts)
             self._hear(responses, padded, counts, [response.slot is None for response in responses], {})
 
     def _hear(

@@ -19,7 +19,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from drafters.base import Drafter
-from drafters.device import TrainedDrafter
 from drafters.history import HISTORY
 from drafters.names import check_name
 from drafters.registry import make_drafters, rehearse_drafters
@@ -219,10 +218,8 @@ def open_policy(
     engine, speculator = scheduler.engine, scheduler.speculator
     # The drafters' state from the checkpoint; nothing trains them here.
     state: Mapping[str, np.ndarray] = {}
-    if speculator is not None:
-        for drafter in drafters.values():
-            if isinstance(drafter, TrainedDrafter):
-                drafter.freeze()
+    if drafters:
+        speculator.freeze()
         state = saved.drafter_state()
         if state:
             speculator.load_state(state)
@@ -239,7 +236,7 @@ def open_policy(
         with compiling_lines(pool, say):
             if compile_first and config.engine.compile == "behind" and mesh is None:
                 programs = _compile_behind(scheduler, params, config)
-            elif compile_first or speculator is not None:  # the programs of all shapes that requests may need
+            elif compile_first or drafters:  # the programs of all shapes that requests may need
                 warm_up(scheduler, params, config, requests_join=True)
         worker = EngineWorker(
             engine,
@@ -268,9 +265,8 @@ def _compile_behind(scheduler: Scheduler, params: Params, config: ExperimentConf
     engine, slots, prompt_length = scheduler.engine, scheduler.max_slots, config.rollout.max_prompt_length
     thread = CompilerThread(engine.buckets, (engine.buckets.batch[0], engine.buckets.cache[0]))
     programs = JoiningPrograms(engine, params, thread, slots, prompt_length)
-    if scheduler.speculator is not None:
-        rehearse_drafters(config.speculation)
-        scheduler.speculator.warm_up_behind(params, slots, prompt_length, True, thread=thread)
+    rehearse_drafters(config.speculation)
+    scheduler.speculator.warm_up_behind(params, slots, prompt_length, True, thread=thread)
     thread.start()
     return programs
 
@@ -306,7 +302,7 @@ def _drafters(config: SpeculationConfig, options: Options) -> dict[str, Drafter]
 
 def _report_untrained(drafters: Mapping[str, Drafter], say: Say) -> None:
     for name, drafter in drafters.items():
-        if isinstance(drafter, TrainedDrafter) and not drafter.trained:
+        if drafter.training is not None and not drafter.training.trained:
             say(f"drafter {name}: nothing has trained it yet, so few of its drafts will be right")
 
 

@@ -24,8 +24,9 @@ from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.decode_loop import LoopPolicy, check_request
 from rljax.rollout.live_response import Ending, LiveResponse
-from rljax.rollout.open_loop import open_loop
+from rljax.rollout.open_loop import PLAIN, open_loop
 from rljax.rollout.stop_strings import StopStrings
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 
 
@@ -124,7 +125,7 @@ class EngineWorker:
       engine: the decode engine, used by this worker alone.
       params: weights from `engine.load_params`.
       max_slots: most jobs decoded at a time.
-      speculator: speculator for decoding with drafts; None for plain decoding.
+      speculator: speculator for decoding with drafts.
       max_waiting: most jobs that wait for a slot.
       steps_per_sync: plain decode steps between two host syncs, up to the engine's `decode_steps_per_sync`:
         the most tokens of a piece, and the longest wait of a new request for a free slot.
@@ -147,7 +148,7 @@ class EngineWorker:
         engine: DecodeEngine,
         params: Params,
         max_slots: int,
-        speculator: Speculator | None = None,
+        speculator: Speculator | NoDrafts = PLAIN,
         max_waiting: int = 256,
         steps_per_sync: int = 4,
         learned_together: Mapping[tuple[int, ...], int] | None = None,
@@ -168,7 +169,7 @@ class EngineWorker:
             on_sync=self._deliver,
             version=version,
         )
-        self._learns = learns and speculator is not None
+        self._learns = learns and bool(speculator.drafters)
         self.endings: collections.Counter[Ending] = collections.Counter()
         self.error: BaseException | None = None
         self._changed = threading.Condition()

@@ -8,13 +8,13 @@ from drafters.base import Drafts
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.device_proposers import DeviceProposer
-from rljax.speculation.drafter_group import ask
+from rljax.speculation.drafter_calls import call
 from rljax.speculation.proposals import ActiveSlots, Proposal, calibrated_proposal, no_proposal
 from rljax.speculation.strategies import Strategy
 
 
 class AheadProposer(DeviceProposer):
-    """A `Proposer` for the chains of an `AheadDrafter`.
+    """A `Proposer` for chains that are drafted ahead (`AheadDrafting`).
 
     Its time of drafting is what the host waited for it. What a token takes, for the choice of the window, is
     measured where the host waited until drafts were there.
@@ -31,10 +31,11 @@ class AheadProposer(DeviceProposer):
         if not self.is_ready(shape):
             return state, no_proposal(self, len(active.slots), width)
         start = time.perf_counter()
-        tokens, scores = ask(self.name, self.drafter, "ready", active.slots, state.cache.length, width)
+        ahead = self.slots.ahead
+        tokens, scores = call(self.name, ahead, "take_drafts", active.slots, state.cache.length, width)
         seconds = time.perf_counter() - start
-        tree = self.drafter.strategies[-1]
-        for each in self.drafter.measured():
+        tree = self.trees[-1]
+        for each in ahead.step_seconds():
             self._add_draft(*shape, each * tree.depth, tree)
         statistics.draft_seconds += seconds
         usable = tokens >= 0

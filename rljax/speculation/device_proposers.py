@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from drafters.base import Drafts
-from drafters.device import DeviceDrafter, SelfDrafter
+from drafters.base import Drafter, Drafts
 from drafters.validation import chains
 from rljax.engine.background import BackgroundCompiler, Shape
 from rljax.engine.draft_tree import DraftStrategy
@@ -22,8 +21,8 @@ from rljax.processes import agree
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import ChainAcceptance, NodeCalibration
 from rljax.speculation.draft_length import WorthStarting, best_length, best_strategy
-from rljax.speculation.drafter_group import ask
-from rljax.speculation.following import Following
+from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import (
     ActiveSlots,
@@ -41,7 +40,7 @@ _DRAFT_DELAY = 2  # in buckets: drafting is compiled behind the verifying passes
 
 
 class _OnDevice:
-    """The shared part of both proposers.
+    """What both proposers share.
 
     Args:
       name: the drafter's name, for messages.
@@ -50,9 +49,9 @@ class _OnDevice:
       times: measured times of passes and of drafting, added to.
     """
 
-    def __init__(
-        self, name: str, drafter: SelfDrafter | DeviceDrafter, engine: DecodeEngine, times: PassTimes
-    ) -> None:
+    on_host = False
+
+    def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes) -> None:
         self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
         self._calibration = NodeCalibration()
         self._acceptance = ChainAcceptance()
@@ -71,7 +70,7 @@ class _OnDevice:
         return self._acceptance.rate
 
     def refresh(self, params: Params) -> None:
-        ask(self.name, self.drafter, "refresh", params)
+        call(self.name, self.drafter, "refresh", params)
 
     def forget(self) -> None:
         self._calibration.forget()
@@ -94,7 +93,9 @@ class _OnDevice:
 class SelfProposer(_OnDevice):
     """A `Proposer` for chains that the policy drafts for itself, with other weights."""
 
-    def __init__(self, name: str, drafter: SelfDrafter, engine: DecodeEngine, times: PassTimes) -> None:
+    trees, only_chains = (), True
+
+    def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes) -> None:
         super().__init__(name, drafter, engine, times)
         self._length = 0  # length of the chains that were promised last
         self._start = WorthStarting()
@@ -104,7 +105,7 @@ class SelfProposer(_OnDevice):
         self._start = WorthStarting()
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
-        draft_params = ask(self.name, self.drafter, "draft_params")
+        draft_params = call(self.name, self.drafter.policy_weights, "weights")
         for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
             self._times.add_draft(batch, length, self.name, seconds)
 
@@ -112,14 +113,14 @@ class SelfProposer(_OnDevice):
         shapes = self._engine.param_shapes(params)
 
         def compile_shape(shape: Shape, should_stop: Callable[[], bool]) -> None:
-            draft_params = ask(self.name, self.drafter, "compile", shapes)
+            draft_params = call(self.name, self.drafter.policy_weights, "compile", shapes)
             if not should_stop():
                 self._engine.compile_draft(draft_params, *shape)
 
         self._compiler = BackgroundCompiler(
             compile_shape,
             self._engine.buckets,
-            [(batch, length) for batch in plan.batches for length in plan.lengths],
+            [(batch, length) for batch in plan.shapes.batches for length in plan.lengths],
             plan.near,
             False,
             plan.thread,
@@ -137,7 +138,7 @@ class SelfProposer(_OnDevice):
         self._length, rate = self.choose_length(shape, len(active.slots), current)
         plain = self._times.plain_rate(current + active.standing_by, *shape)
         saving = 1.0 - plain / rate if rate > plain else 0.0
-        return rate if self._start.allows(self.drafter.pending_seconds, saving) else 0.0
+        return rate if self._start.allows(self.drafter.policy_weights.pending_seconds, saving) else 0.0
 
     def choose_length(self, shape: tuple[int, int], slots: int, current: int) -> tuple[int, float]:
         """Draft steps before the next pass, and the tokens per second that they promise."""
@@ -156,7 +157,7 @@ class SelfProposer(_OnDevice):
         # Draft, and measure: all of it counts as drafting, only the steps as what steps take.
         start = time.perf_counter()
         length = self._length if strategy is None else strategy.depth
-        params = ask(self.name, self.drafter, "draft_params")
+        params = call(self.name, self.drafter.policy_weights, "weights")
         ready = time.perf_counter()
         state, drafted = self._engine.draft(params, state, length)
         tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
@@ -180,42 +181,49 @@ class SelfProposer(_OnDevice):
 
 
 class DeviceProposer(_OnDevice):
-    """A `Proposer` for trees from a drafter that follows the slots on the device."""
+    """A `Proposer` for trees from what drafts for the slots on the device.
+
+    Args:
+      name, drafter, engine, times: see `_OnDevice`.
+      group: the drafters beside the slots.
+
+    Attributes:
+      slots: drafts for the slots.
+    """
+
+    only_chains = False
 
     def __init__(
-        self,
-        name: str,
-        drafter: DeviceDrafter,
-        engine: DecodeEngine,
-        times: PassTimes,
-        following: Following | None = None,
+        self, name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes, group: DrafterSlots
     ) -> None:
         super().__init__(name, drafter, engine, times)
-        self._following = Following(drafter) if following is None else following
-        self._strategy = drafter.strategies[0]  # the tree that was promised last
+        self._group, self.slots = group, group.on_device[name]
+        self.trees = self.slots.strategies
+        self._strategy = self.trees[0]  # the tree that was promised last
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
-        for strategy in self.drafter.strategies:
-            for seconds in time_trees(self._engine, self.drafter, strategy, batch, length, repeats):
+        for strategy in self.trees:
+            for seconds in time_trees(self._engine, self.slots, strategy, batch, length, repeats):
                 self._times.add_draft(batch, length, self.name, seconds, strategy)
 
     def compile_behind(self, params: Params, plan: CompilationPlan) -> None:
-        largest, longest = plan.batches[-1], plan.lengths[-1]
-        self.drafter.compiles_behind()
+        batches, longest = plan.shapes.batches, plan.lengths[-1]
+        training = self.drafter.training
+        compile_update = None if training is None else training.compile_later()
 
-        def compile_batch(shape: Shape, should_stop: Callable[[], bool]) -> Callable[[], None] | None:
-            padded = plan.prefixes_into(shape[0])
-            prefixes = [self._engine.prefix_shapes(*prefix) for prefix in padded]
-            return self.drafter.compile(shape[0], largest, plan.lengths, prefixes, padded, should_stop)
+        def compile_batch(shape: Shape, should_stop: Callable[[], bool]) -> None:
+            self.slots.compile(plan.shapes, shape[0], plan.lengths, should_stop)
+            if compile_update is not None and not should_stop():
+                compile_update()
 
         def distance(shape: Shape) -> int:
             low, high = sorted((shape[0], plan.thread.near[0]))
-            return sum(low < batch <= high for batch in plan.batches)
+            return sum(low < batch <= high for batch in batches)
 
         compiler = BackgroundCompiler(
             compile_batch,
             self._engine.buckets,
-            [(batch, longest) for batch in plan.batches],
+            [(batch, longest) for batch in batches],
             plan.near,
             False,
             plan.thread,
@@ -224,17 +232,17 @@ class DeviceProposer(_OnDevice):
             f"are not drafted for by {self.name}, which cannot be compiled",
         )
         self._compiler = compiler
-        self._following.is_compiled = lambda batch: compiler.is_ready((batch, longest), near=False)
+        self._group.is_compiled[self.name] = lambda batch: compiler.is_ready((batch, longest), near=False)
 
     def is_ready(self, shape: tuple[int, int]) -> bool:
-        return self._following.takes_part
+        return self.name in self._group.active
 
     def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         if not self.is_ready(shape):
             return 0.0
         self._strategy, rate = best_strategy(
             self.name,
-            self.drafter.strategies,
+            self.trees,
             self._acceptance.rate,
             len(active.slots),
             int(active.current.sum()),
@@ -257,8 +265,8 @@ class DeviceProposer(_OnDevice):
         start, tree = time.perf_counter(), self._strategy
         if strategy is not None:
             shape = (strategy.depth, strategy.top_k)
-            tree = next(tree for tree in self.drafter.strategies if (tree.depth, tree.top_k) == shape)
-        drafted = ask(self.name, self.drafter, "draft", state, tree)
+            tree = next(tree for tree in self.trees if (tree.depth, tree.top_k) == shape)
+        drafted = call(self.name, self.slots, "draft", state, tree)
         arrays = (drafted.tree.tokens, drafted.tree.parents, drafted.tree.valid, drafted.log_probability)
         tokens, parents, usable, scores = (np.asarray(x)[active.slots] for x in arrays)
         (seconds,) = agree(time.perf_counter() - start)

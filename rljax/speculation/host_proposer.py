@@ -10,7 +10,7 @@ from rljax.errors import DrafterError
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import NodeCalibration
-from rljax.speculation.drafter_group import ask
+from rljax.speculation.drafter_calls import call
 from rljax.speculation.proposals import (
     ActiveSlots,
     CompilationPlan,
@@ -30,6 +30,8 @@ class HostProposer:
       drafter: the drafter.
       engine: the decode engine.
     """
+
+    on_host, trees, only_chains = True, (), False
 
     def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine) -> None:
         self.name, self.drafter, self._engine = name, drafter, engine
@@ -64,7 +66,7 @@ class HostProposer:
         width = self._engine.buckets.max_drafts
         budgets = np.full(len(active.slots), width, np.int32)
         queries = Queries(active.requests, active.positions, budgets, width)
-        drafts = ask(self.name, self.drafter, "propose", queries)
+        drafts = call(self.name, self.drafter, "propose", queries)
         # Leave out invalid nodes, and count them.
         try:
             usable = usable_nodes(drafts, queries, self._engine.config.vocab_size)

@@ -4,10 +4,9 @@ import functools
 from collections.abc import Mapping
 
 from drafters.base import Drafter
-from drafters.device import TrainedDrafter
 from drafters.validation import usable_metrics
 from rljax.requests import DecodeStatistics
-from rljax.speculation.drafter_group import ask_for, is_on_host
+from rljax.speculation.drafter_calls import call_checked
 
 
 def speculation_metrics(
@@ -30,9 +29,9 @@ def speculation_metrics(
         "idle_share": statistics.idle_seconds
         / max(statistics.idle_seconds + statistics.device_seconds, 1e-9),
     }
-    if not all(map(is_on_host, drafters.values())):
+    if not all(drafter.on_host for drafter in drafters.values()):
         metrics["draft_share"] = statistics.draft_seconds / max(waited, 1e-9)
-    if any(isinstance(drafter, TrainedDrafter) for drafter in drafters.values()):
+    if any(drafter.training is not None for drafter in drafters.values()):
         metrics["train_share"] = statistics.train_seconds / max(waited, 1e-9)
     if runs_ahead:
         metrics["run_ahead_tokens"] = statistics.ahead_tokens
@@ -45,6 +44,6 @@ def speculation_metrics(
     for number, (name, drafter) in enumerate(drafters.items()):
         prefix = f"{name}/" if number else ""
         taken = [other.removeprefix(prefix) for other in metrics if other.startswith(prefix)]
-        reported = ask_for(name, drafter, "metrics", functools.partial(usable_metrics, taken=taken))
+        reported = call_checked(name, drafter, "metrics", functools.partial(usable_metrics, taken=taken))
         metrics |= {prefix + key: value for key, value in reported.items()}
     return {f"speculation/{name}": value for name, value in metrics.items()}

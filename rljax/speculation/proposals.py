@@ -14,6 +14,8 @@ import numpy as np
 
 from drafters.base import Drafter, Drafts
 from rljax.engine.background import CompilerThread, Shape
+from rljax.engine.draft_tree import DraftStrategy
+from rljax.engine.shapes import PlainShapes
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
@@ -53,25 +55,15 @@ class CompilationPlan:
 
     Attributes:
       thread: the thread to compile in.
-      batches, lengths: shapes of decode states, ascending.
+      shapes: of the decode states.
+      lengths: cache lengths of those that are drafted for.
       near: the shape that is used first.
-      prefixes: number of prompts and padded length of each prefill.
-      late_inserts: prompts enter states of fewer slots than the largest batch, too, few at a time.
     """
 
     thread: CompilerThread
-    batches: Sequence[int]
+    shapes: PlainShapes
     lengths: Sequence[int]
     near: Shape
-    prefixes: Sequence[Shape]
-    late_inserts: bool
-
-    def prefixes_into(self, batch: int) -> list[Shape]:
-        """Returns the prefixes that enter states of a batch."""
-        if batch == self.batches[-1]:
-            return list(self.prefixes)
-        fewest = min(rows for rows, _ in self.prefixes)
-        return [prefix for prefix in self.prefixes if self.late_inserts and prefix[0] == fewest]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +159,16 @@ class Proposer(Protocol):
     Attributes:
       name: the drafter's name.
       drafter: the drafter.
+      on_host: whether it drafts on the host, where drafts of any shape cost next to nothing.
+      trees: the shapes of trees that it can draft; empty for any.
+      only_chains: whether it drafts chains, of any length.
     """
 
     name: str
     drafter: Drafter
+    on_host: bool
+    trees: Sequence[DraftStrategy]
+    only_chains: bool
 
     def refresh(self, params: Params) -> None:
         """A rollout with these weights begins."""

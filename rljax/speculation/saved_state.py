@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from drafters.base import Drafter
-from drafters.device import SharedDrafter
 from drafters.spilled_history import FILE_ARRAYS
+from drafters.training import SharedTraining
 from drafters.validation import usable_state
-from rljax.speculation.drafter_group import ask, ask_for
+from rljax.speculation.drafter_calls import call, call_checked
 
 
 def drafter_states(drafters: Mapping[str, Drafter], to_share: bool = False) -> dict[str, np.ndarray]:
@@ -21,9 +21,9 @@ def drafter_states(drafters: Mapping[str, Drafter], to_share: bool = False) -> d
     """
     state: dict[str, np.ndarray] = {}
     for prefix, name in _prefixes(drafters).items():
-        if to_share and isinstance(drafters[name], SharedDrafter):
+        if to_share and shared_training(drafters[name]) is not None:
             continue
-        arrays = ask_for(name, drafters[name], "state", usable_state)
+        arrays = call_checked(name, drafters[name], "state", usable_state)
         if to_share:
             arrays = {key: array for key, array in arrays.items() if key not in FILE_ARRAYS}
         state |= {prefix + key: array for key, array in arrays.items()}
@@ -36,8 +36,9 @@ def drafter_weights(drafters: Mapping[str, Drafter]) -> dict[str, np.ndarray]:
     """
     weights: dict[str, np.ndarray] = {}
     for prefix, name in _prefixes(drafters).items():
-        if isinstance(drafters[name], SharedDrafter):
-            arrays = ask_for(name, drafters[name], "weights", usable_state)
+        shared = shared_training(drafters[name])
+        if shared is not None:
+            arrays = call_checked(name, shared, "weights", usable_state)
             weights |= {prefix + key: array for key, array in arrays.items()}
     return weights
 
@@ -50,8 +51,13 @@ def load_drafter_states(
     for prefix, name in _prefixes(drafters).items():
         arrays = {key.removeprefix(prefix): rest.pop(key) for key in list(rest) if key.startswith(prefix)}
         if arrays:
-            ask(name, drafters[name], "load_state", arrays)
+            call(name, drafters[name], "load_state", arrays)
     return rest
+
+
+def shared_training(drafter: Drafter) -> SharedTraining | None:
+    """Returns what trains a drafter for other processes; None where nothing does."""
+    return None if drafter.training is None else drafter.training.shared
 
 
 def _prefixes(drafters: Mapping[str, Drafter]) -> dict[str, str]:
@@ -62,6 +68,6 @@ def _prefixes(drafters: Mapping[str, Drafter]) -> dict[str, str]:
     """
     prefixes: dict[str, str] = {}
     for name, drafter in drafters.items():
-        prefix = getattr(drafter, "state_name", name) + "/"
+        prefix = f"{drafter.state_name or name}/"
         prefixes[f"{name}/" if prefix in prefixes else prefix] = name
     return prefixes

@@ -23,7 +23,7 @@ from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.processes import agree
 from rljax.requests import DecodeStatistics
-from rljax.speculation.drafter_group import DrafterGroup
+from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.managers.manager import Manager
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import DecisionLog, PassRecord, VerifiedNodes
@@ -81,7 +81,7 @@ class SpeculativeDecoder:
     wait_for: Sequence[Proposer] = ()
 
     def __init__(
-        self, engine: DecodeEngine, manager: Manager, drafters: DrafterGroup, times: PassTimes, max_batch: int
+        self, engine: DecodeEngine, manager: Manager, drafters: DrafterSlots, times: PassTimes, max_batch: int
     ) -> None:
         self.engine, self.manager, self.drafters = engine, manager, drafters
         self.times, self.max_batch = times, max_batch
@@ -168,7 +168,7 @@ class SpeculativeDecoder:
         # One row for every node and every slot's last token.
         rows = pack_rows(tree, active.slots, choice.rows)
         state, pending = self.engine.verify(params, state, tree, rows)
-        self.drafters.go_on(active.slots)
+        self.drafters.draft_ahead(active.slots)
         self.clock.dispatched(self.times.verify(*shape))
         under_way = VerifyingPass(active, tree, choice, shape, time.perf_counter(), timed, pending)
         self._under_way.append(under_way)

@@ -9,17 +9,18 @@ from typing import Self
 
 import numpy as np
 
-from drafters.aligned import aligned
+from drafters.aligned import AlignedDrafter
 from drafters.base import Drafter, Outcome
-from drafters.device import AheadDrafter, DeviceDrafter, SelfDrafter
 from rljax.engine.background import CompilerThread
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.shapes import PlainShapes
 from rljax.models.transformer import Params
-from rljax.requests import DecodeStatistics
+from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
-from rljax.speculation.drafter_group import DrafterGroup, ask, is_on_host
+from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
 from rljax.speculation.metrics import speculation_metrics
@@ -32,7 +33,7 @@ from rljax.speculation.warm_up import warm_up, warm_up_behind
 
 
 class Speculator:
-    """Decodes with drafters.
+    """Decodes with drafters. `NoDrafts` (`no_drafts.py`) stands in its place where there are none.
 
     Args:
       engine: the decode engine.
@@ -45,13 +46,17 @@ class Speculator:
     Attributes:
       decoder: decodes by verifying passes and plain steps.
       drafters: by name.
-      group: the drafters, as they hear of requests and slots.
+      slots: the drafters, as they hear of requests and slots.
+      training: of drafters that are trained, by the drafter's name.
       proposers: the drafters as the manager asks them.
       manager: decides how much a pass verifies.
       decisions: the log of what was decided.
       lengths: lengths of the responses so far, by prompt.
+      keeps_lengths: whether `state` has them.
       has_history: whether some drafter drafts from other responses to a prompt.
     """
+
+    keeps_lengths = True
 
     def __init__(
         self,
@@ -67,27 +72,28 @@ class Speculator:
         self._times = PassTimes() if times is None else times
         drafters = dict(drafters)
         if run_ahead is not None:
-            name = next(name for name, drafter in drafters.items() if is_on_host(drafter))
-            drafters[name] = run_ahead.drafter = aligned(drafters[name])
-        self.group = DrafterGroup(drafters, engine)
-        self.drafters = self.group.by_name
-        self.has_history = any(map(is_on_host, drafters.values()))
+            name = next(name for name, drafter in drafters.items() if drafter.on_host)
+            drafters[name] = run_ahead.drafter = AlignedDrafter(drafters[name])
+        self.drafters, self.slots = drafters, DrafterSlots(drafters, engine)
+        self.training = {
+            name: drafter.training for name, drafter in drafters.items() if drafter.training is not None
+        }
+        self.has_history = any(drafter.on_host for drafter in drafters.values())
         self.proposers = [self._proposer(name, drafter) for name, drafter in drafters.items()]
         self.manager = strategies.manager(self.proposers, engine.buckets, self._times, max_batch)
-        self.decoder = SpeculativeDecoder(engine, self.manager, self.group, self._times, max_batch)
+        self.decoder = SpeculativeDecoder(engine, self.manager, self.slots, self._times, max_batch)
         if strategies.by != "expected":  # a bandit would take drafters that are not ready for bad ones
             self.decoder.wait_for = self.proposers
         self.decisions = self.decoder.decisions
         self._state_of_others: dict[str, np.ndarray] = {}  # in checkpoints, for other drafters than these
 
     def _proposer(self, name: str, drafter: Drafter) -> Proposer:
-        if isinstance(drafter, SelfDrafter):
+        if drafter.on_host:
+            return HostProposer(name, drafter, self.engine)
+        if drafter.policy_weights is not None:
             return SelfProposer(name, drafter, self.engine, self._times)
-        if isinstance(drafter, AheadDrafter):
-            return AheadProposer(name, drafter, self.engine, self._times, self.group.following[name])
-        if isinstance(drafter, DeviceDrafter):
-            return DeviceProposer(name, drafter, self.engine, self._times, self.group.following[name])
-        return HostProposer(name, drafter, self.engine)
+        kind = DeviceProposer if self.slots.on_device[name].ahead is None else AheadProposer
+        return kind(name, drafter, self.engine, self._times, self.slots)
 
     def prefer(self, name: str | None) -> None:
         """Drafts with one drafter alone from now on; None leaves the choice to the manager again."""
@@ -103,9 +109,14 @@ class Speculator:
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Tells drafters the rewarded responses of a training rollout."""
-        self.group.ask_all("learn", outcomes)
+        self.slots.call_all("learn", outcomes)
         for outcome in outcomes:
             self.lengths.learn(outcome.prompt_ids, len(outcome.response_ids))
+
+    def learn_lengths(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+        """Does nothing: `learn` learns them, of training rollouts alone, and checkpoints keep them. They
+        decide the order of the requests, and so the tokens that drafts come from.
+        """
 
     # -- other processes -------------------------------------------------------------------------------------
 
@@ -113,15 +124,15 @@ class Speculator:
         self, params: Params, responses: Sequence[tuple[Sequence[int], np.ndarray]], seconds: float
     ) -> None:
         """Lets drafters that are trained here for others read responses that other processes have decoded;
-        arguments as of `SharedDrafter.read`. `learn` follows.
+        arguments as of `SharedTraining.read`. `learn` follows.
         """
-        for name, drafter in self.group.trained.items():
-            ask(name, drafter, "read", params, responses, seconds)
+        for name, training in self.training.items():
+            call(name, training.shared, "read", params, responses, seconds)
 
     def freeze(self) -> None:
         """Before the first rollout: drafters are neither trained nor saved here."""
-        for name, drafter in self.group.trained.items():
-            ask(name, drafter, "freeze")
+        for name, training in self.training.items():
+            call(name, training, "freeze")
 
     def weights(self) -> dict[str, np.ndarray]:
         """Returns the newest weights of drafters that are trained here, for frozen ones elsewhere."""
@@ -150,17 +161,21 @@ class Speculator:
           slots: requests decoded at a time, at most; None for the largest batch bucket.
           longest: the most tokens of a prompt and its response; None for the largest cache bucket.
         """
-        warm_up(
+        shapes = self._shapes(params, prompt_length, widens, slots, longest)
+        warm_up(self.engine, params, self.proposers, self.slots, self._times, self.max_batch, shapes)
+
+    def _shapes(
+        self, params: Params, prompt_length: int, widens: bool, slots: int | None, longest: int | None
+    ) -> PlainShapes:
+        """Returns the shapes of decode states that drafters follow; arguments as of `warm_up`."""
+        return PlainShapes(
             self.engine,
-            params,
-            self.proposers,
-            [following.drafter for following in self.group.on_device],
-            self._times,
-            self.max_batch,
+            self.engine.param_shapes(params),
+            self.engine.buckets.batch[-1] if slots is None else slots,
             prompt_length,
-            widens,
-            slots,
             longest,
+            late_inserts=widens or self.run_ahead is not None,
+            widens=widens,
         )
 
     def warm_up_behind(
@@ -185,20 +200,9 @@ class Speculator:
           thread: the thread to compile in; None for one of its own.
         """
         self.close()
-        followers = [following.drafter for following in self.group.on_device]
+        shapes = self._shapes(params, prompt_length, widens, slots, longest)
         self.decoder.compiler = warm_up_behind(
-            self.engine,
-            params,
-            self.proposers,
-            followers,
-            self.max_batch,
-            prompt_length,
-            widens,
-            slots,
-            first_prompts,
-            longest,
-            thread,
-            late_inserts=widens or self.run_ahead is not None,
+            self.engine, params, self.proposers, self.slots, self.max_batch, shapes, first_prompts, thread
         )
 
     @property

@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from drafters.device import DeviceDrafter, KnowingDrafter
+from drafters.device import SlotDrafter
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, compile_all
 from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
+from rljax.engine.shapes import PlainShapes
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
+from rljax.processes import to_host
+from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import CompilationPlan, Proposer
 
@@ -33,13 +36,10 @@ def warm_up(
     engine: DecodeEngine,
     params: Params,
     proposers: Sequence[Proposer],
-    drafters: Sequence[DeviceDrafter],
+    drafters: DrafterSlots,
     times: PassTimes,
     max_batch: int,
-    prompt_length: int,
-    widens: bool,
-    slots: int | None = None,
-    longest: int | None = None,
+    shapes: PlainShapes,
 ) -> None:
     """Compiles every program that drafts and verifies, and measures the time of each.
 
@@ -47,29 +47,23 @@ def warm_up(
       engine: the decode engine.
       params: weights from `engine.load_params`.
       proposers: all of them.
-      drafters: the drafters on the device, which follow the slots.
+      drafters: the drafters beside the slots.
       times: measured times are added to it. Shapes that it has are not measured again.
       max_batch: larger batches decode plainly.
-      prompt_length: the longest prompt, in tokens.
-      widens: compile for states that grow, too.
-      slots: requests decoded at a time, at most; None for the largest batch bucket.
-      longest: the most tokens of a prompt and its response; None for the largest cache bucket.
+      shapes: the shapes of the run's decode states.
     """
-    _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
-    buckets = engine.buckets
-    largest = buckets.batch[-1] if slots is None else buckets.batch_for(slots)
-    batches = buckets.verified_batches(min(max_batch, largest))
-    shapes = engine.param_shapes(params)
+    batches = engine.buckets.verified_batches(min(max_batch, shapes.batches[-1]))
+    _prepare_drafters(params, proposers, drafters, shapes, batches)
     tasks = [
-        functools.partial(_compile_passes, engine, shapes, (batch, length), lambda: False)
+        functools.partial(_compile_passes, engine, shapes.params, (batch, length), lambda: False)
         for batch in batches
-        for length in buckets.cache_up_to(longest)
+        for length in shapes.lengths
     ]
     for leave_out in compile_all(tasks):
         if leave_out is not None:
             leave_out()
     for batch in batches:
-        for length in buckets.cache_up_to(longest):
+        for length in shapes.lengths:
             if not _is_measured(engine, times, batch, length):
                 for rows, measured in time_passes(engine, params, batch, length, _REPEATS).items():
                     for seconds in measured:
@@ -86,15 +80,11 @@ def warm_up_behind(
     engine: DecodeEngine,
     params: Params,
     proposers: Sequence[Proposer],
-    drafters: Sequence[DeviceDrafter],
+    drafters: DrafterSlots,
     max_batch: int,
-    prompt_length: int,
-    widens: bool,
-    slots: int,
+    shapes: PlainShapes,
     first_prompts: Sequence[int] = (),
-    longest: int | None = None,
     thread: CompilerThread | None = None,
-    late_inserts: bool = False,
 ) -> BackgroundCompiler:
     """Leaves the programs that verify and draft to a thread. On a mesh, and for states that grow, drafters on
     the device are compiled and measured at once.
@@ -102,48 +92,32 @@ def warm_up_behind(
     The thread begins at once where cores are to spare, else with the first rollout.
 
     Args:
-      engine, params, proposers, drafters, max_batch, prompt_length, widens: see `warm_up`.
-      slots: requests decoded at a time, at most.
+      engine, params, proposers, drafters, max_batch, shapes: see `warm_up`.
       first_prompts: lengths of the first prompts, in tokens. The shapes that they start in come first, and
         shapes with shorter caches than they need are compiled only when they are asked for.
-      longest: see `warm_up`.
       thread: the thread to compile in; None for one of its own.
-      late_inserts: prompts enter states of fewer slots, too, a few at a time.
 
     Returns:
       What has the verifying passes, shape by shape.
     """
     buckets = engine.buckets
     shortest = buckets.cache_for(min(first_prompts, default=0) + 1)
-    longest_first = max(first_prompts, default=min(prompt_length, buckets.cache[-1] - 1))
-    lengths = [length for length in buckets.cache_up_to(longest) if length >= shortest]
-    batches = [batch for batch in buckets.verified_batches(max_batch) if batch <= buckets.batch_for(slots)]
-    shapes = [(batch, length) for batch in batches for length in lengths]
-    near = buckets.batch_for(slots), buckets.cache_for(longest_first + 1)
+    longest_first = max(first_prompts, default=min(shapes.prompt_length, buckets.cache[-1] - 1))
+    lengths = [length for length in shapes.lengths if length >= shortest]
+    batches = buckets.verified_batches(min(max_batch, shapes.batches[-1]))
+    verified = [(batch, length) for batch in batches for length in lengths]
+    near = shapes.batches[-1], buckets.cache_for(longest_first + 1)
     thread = CompilerThread(buckets, near) if thread is None else thread
-    compile_shape = functools.partial(_compile_passes, engine, engine.param_shapes(params))
-    compiler = BackgroundCompiler(compile_shape, buckets, shapes, near, False, thread, _VERIFY_DELAY)
-    if engine.mesh is None and not widens:
-        largest, padded = buckets.batch_for(slots), engine.prefill_length(prompt_length)
-        plan = CompilationPlan(
-            thread,
-            [batch for batch in buckets.batch if batch <= largest],
-            lengths,
-            near,
-            [
-                (rows, length)
-                for rows in engine.prefill_rows
-                for length in engine.prefill_lengths
-                if rows <= largest and length <= padded
-            ],
-            late_inserts,
-        )
+    compile_shape = functools.partial(_compile_passes, engine, shapes.params)
+    compiler = BackgroundCompiler(compile_shape, buckets, verified, near, False, thread, _VERIFY_DELAY)
+    if engine.mesh is None and not shapes.widens:
+        plan = CompilationPlan(thread, shapes, lengths, near)
         for proposer in proposers:
             proposer.refresh(params)
             proposer.compile_behind(params, plan)
     else:
-        _prepare_drafters(engine, params, proposers, drafters, prompt_length, widens)
-        for batch, length in shapes:
+        _prepare_drafters(params, proposers, drafters, shapes, batches)
+        for batch, length in verified:
             for proposer in proposers:
                 proposer.warm_up(params, batch, length, _REPEATS)
     if has_spare_cores():
@@ -157,21 +131,23 @@ def has_spare_cores() -> bool:
 
 
 def _prepare_drafters(
-    engine: DecodeEngine,
     params: Params,
     proposers: Sequence[Proposer],
-    drafters: Sequence[DeviceDrafter],
-    prompt_length: int,
-    widens: bool,
+    drafters: DrafterSlots,
+    shapes: PlainShapes,
+    drafted: Sequence[int],
 ) -> None:
-    """Gives the weights to drafters, and compiles what those on the device need to follow the slots."""
+    """Gives the weights to drafters, and compiles what those on the device need to follow the slots, and to
+    draft for batches that are `drafted` for.
+    """
     for proposer in proposers:
         proposer.refresh(params)
-    if drafters:
-        batches = engine.buckets.batch
-        prefixes = engine.warm_up_prefill(params, batches[-1], prompt_length)
-        for drafter in drafters:
-            drafter.warm_up(prefixes, batches, prompt_length, widens)
+    for slots in drafters.on_device.values():
+        for batch in shapes.batches:
+            slots.compile(shapes, batch, shapes.lengths if batch in drafted else (), lambda: False)
+    for drafter in drafters.by_name.values():
+        if drafter.training is not None:
+            drafter.training.warm_up()
 
 
 def _is_measured(engine: DecodeEngine, times: PassTimes, batch: int, length: int) -> bool:
@@ -275,7 +251,7 @@ def time_drafts(
 
 def time_trees(
     engine: DecodeEngine,
-    drafter: DeviceDrafter,
+    slots: SlotDrafter,
     strategy: DraftStrategy,
     batch: int,
     length: int,
@@ -283,17 +259,15 @@ def time_trees(
 ) -> list[float]:
     """Seconds of drafting a tree for every slot; measured as in `time_passes`."""
     state, measured = _half_full(engine.init_state(batch, length)), []
-    drafter.start(batch)
-    knowing = isinstance(drafter, KnowingDrafter)
-    if knowing:
-        drafter.pretend(state)
+    slots.start(batch, to_host(state.lengths))
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        drafted = drafter.draft(state, strategy)
+        drafted = slots.draft(state, strategy)
         np.asarray(drafted.log_probability)
         seconds = time.perf_counter() - start
-        if knowing and strategy.top_k == 1:  # all chains may have ended before
-            seconds *= strategy.depth / max(int(np.asarray(drafted.tree.valid).sum(axis=1).max()), 1)
+        nodes = int(np.asarray(drafted.tree.valid).sum(axis=1).max())
+        if nodes and strategy.top_k == 1:  # all chains may have ended before
+            seconds *= strategy.depth / nodes
         measured.append(seconds)
     return measured[1:]  # the first may compile
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.eagle.drafting import DraftStrategy
+from drafters.eagle.collecting import FeatureCollector
 from drafters.eagle.model import HeadConfig, init_head, shared_params
 from drafters.eagle.slots import HeadSlots
 from rljax.benchmarking import Row, counted_row
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import empty_tree, pack_rows
+from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.models.config import ModelConfig
@@ -124,7 +124,7 @@ def _compile_drafting(
     pool, head = ExecutablePool(), HeadConfig("eagle3", config)
     engine = _engine(config, buckets, pool)
     params = init_params(config, seed=0)
-    slots = HeadSlots(head, engine, max(_DEPTHS))
+    slots = HeadSlots(head, engine, (), FeatureCollector(0), max(_DEPTHS))
     slots.use(init_head(head, params, seed=0), shared_params(params, config))
     start = time.perf_counter()
     for batch, tree in shapes:

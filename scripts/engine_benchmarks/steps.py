@@ -286,12 +286,12 @@ def _companion_actions(
     )
     held = [decoding]
     companion.begin(idle.batch, idle.cache.length)
-    companion.insert(range(batch), prompts)
+    companion.enter(range(batch), prompts)
     caches = [companion.engine.init_state(batch, length).cache]
     own_lengths = np.full(idle.batch, PROMPT_TOKENS, np.int32)
 
     def draft() -> None:
-        if (np.asarray(companion.draft(idle, _CHAIN).tokens)[:batch] < 0).any():
+        if (np.asarray(companion.draft_chains(idle, _CHAIN).tokens)[:batch] < 0).any():
             raise RuntimeError("a chain ended early")
 
     def catch_up(width: int) -> None:

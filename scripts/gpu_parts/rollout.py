@@ -279,7 +279,6 @@ def _drafted(
     """Adds the rows of one drafter, which learns from every epoch."""
     scheduler, params, compile_seconds = bench.scheduler(keys)
     speculator = scheduler.speculator
-    assert speculator is not None
     for epoch, (requests, (expected, plain_seconds)) in enumerate(
         zip(bench.epochs, baseline, strict=True), 1
     ):

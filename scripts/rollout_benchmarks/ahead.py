@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
-from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
+from drafters.base import Drafter, DraftRequest, Drafts, Queries, Sampled
 from drafters.registry import make_drafter
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
@@ -94,7 +94,7 @@ def small_policy(config: ExperimentConfig, learning_rate: float, steps: int) -> 
 
 
 def replay(
-    drafter: HostDrafter, asked: Sequence[DraftRequest], completions: Sequence[Completion], width: int
+    drafter: Drafter, asked: Sequence[DraftRequest], completions: Sequence[Completion], width: int
 ) -> np.ndarray:
     """Returns (tokens, passes) when every pass verifies up to `width` drafts of every request."""
     drafter.begin(asked)

@@ -13,7 +13,6 @@ import numpy as np
 from rljax.config import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.requests import Completion
-from rljax.speculation.device_proposers import SelfProposer
 from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_choice import Candidates
@@ -91,7 +90,7 @@ def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> No
     """
     turns, number_of = itertools.count(), len(speculator.proposers)
     for number, proposer in enumerate(speculator.proposers):
-        if isinstance(proposer, SelfProposer):
+        if proposer.only_chains:
             most = speculator.engine.buckets.max_drafts
             proposer.choose_length = lambda *_, most=most: (1 + next(every_pass.turns) % most, _ALWAYS)
         promise = proposer.promise

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.base import Drafts, HostDrafter, Queries
+from drafters.base import Drafter, Drafts, Queries
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig, SpeculationConfig
 from rljax.requests import Completion, DecodeStatistics, accumulate
@@ -27,7 +27,7 @@ _ROWS = 64  # a pass of so many rows takes twice as long as a plain step
 _SEEDS = 4
 
 
-class _Knowing(HostDrafter):
+class _Knowing(Drafter):
     """Proposes the recorded responses, with mistakes.
 
     Args:
@@ -118,7 +118,7 @@ def _draw(completions: Sequence[Completion], rng: np.random.Generator) -> dict[s
     }
 
 
-def _scheduler(run: TrainingRun, drafters: dict[str, HostDrafter], choice: StrategyChoice) -> Scheduler:
+def _scheduler(run: TrainingRun, drafters: dict[str, Drafter], choice: StrategyChoice) -> Scheduler:
     engine, slots = run.engine.handing_out(None), run.config.engine.max_slots
     speculator = Speculator(engine, drafters, slots, times=_MadeUpTimes(), strategies=choice)
     return Scheduler(engine, slots, None, speculator)

@@ -105,7 +105,7 @@ def _train_head(run: TrainingRun, directory: Path, steps: int, times: dict[Any, 
     for step in range(steps):
         roll_out(run, trained, step)
     drafter = trained.speculator.drafters["eagle"]
-    save_head(directory, drafter.config, drafter.params, "float32", "vllm")
+    save_head(directory, drafter.config, drafter.trainer.params, "float32", "vllm")
 
 
 def _resized(variant: Variant, slots: int) -> Variant:

@@ -31,6 +31,7 @@ from rljax.rollout.collector import TRAINING, Collector, Group, Timing, WantedGr
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
 from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
@@ -101,16 +102,16 @@ class Variant:
     Attributes:
       name: name in the rows.
       collector: collector of the rollouts.
-      speculator: speculator; None for plain decoding.
+      speculator: the speculator of its scheduler.
       seconds: seconds of decoding, per step.
       learning: seconds in which drafters learned after the rollout, per step.
       statistics: statistics of the rollouts, per step.
-      windows: metrics of drafts ahead, per step; empty where nothing is decoupled.
+      windows: metrics of drafts ahead, per step; none where nothing is decoupled.
     """
 
     name: str
     collector: Collector
-    speculator: Speculator | None
+    speculator: Speculator | NoDrafts
     seconds: list[float] = dataclasses.field(default_factory=list)
     learning: list[float] = dataclasses.field(default_factory=list)
     statistics: list[DecodeStatistics] = dataclasses.field(default_factory=list)
@@ -225,7 +226,7 @@ def make_variant(
         run.prompts,
         config.rollout.max_response_length,
     )
-    return Variant(name, collector, speculator)
+    return Variant(name, collector, scheduler.speculator)
 
 
 def small_model(run: TrainingRun) -> Path:
@@ -276,20 +277,18 @@ def unrewarded(requests: Sequence[Request], completions: Sequence[Completion]) -
 
 def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
     """Returns one step's groups by one variant, whose drafters learn from them."""
-    if variant.speculator is not None and variant.speculator.run_ahead is not None:
+    if variant.speculator.run_ahead is not None:
         variant.speculator.run_ahead.plan(step_requests(run, step + 1))
     groups, statistics, timing = collect_step(run, variant.collector, step)
     start = time.perf_counter()
-    if variant.speculator is not None:
-        variant.speculator.learn(outcomes(groups))
+    variant.speculator.learn(outcomes(groups))
     variant.learning.append(time.perf_counter() - start)
     variant.seconds.append(timing.decode)
     variant.statistics.append(statistics)
-    if variant.speculator is not None:
-        metrics, prefix = variant.speculator.metrics(statistics), "speculation/decoupled_"
-        variant.windows.append(
-            {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-        )
+    metrics, prefix = variant.speculator.metrics(statistics), "speculation/decoupled_"
+    variant.windows.append(
+        {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    )
     return groups
 
 

@@ -186,8 +186,8 @@ def saving_rows(name: str, repeats: int) -> list[Row]:
 
     vocab = (policy.vocab_size, policy.hidden_size)
     shared = {key: random(vocab) for key in ("embed", *(() if policy.tie_embeddings else ("lm_head",)))}
-    shapes = head_shapes(HeadConfig("eagle", policy))
-    params = jax.tree.map(random, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    config = HeadConfig("eagle", policy)
+    params = jax.tree.map(random, head_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     state = init_state(params, head_optimizer(1e-3))
     everything = jax.block_until_ready({"state": state, "shared": shared})
     rounds = Rounds()
@@ -197,7 +197,7 @@ def saving_rows(name: str, repeats: int) -> list[Row]:
             full, *_ = timed(_save_in_place, whole, everything)
             head_seconds, *_ = timed(_save_in_place, whole, state.params)
             start = time.perf_counter()
-            saver.save(step, state.params)
+            saver.save(step, state.params, config)
             held = time.perf_counter() - start
             saver.wait()
             rounds.note("held up", held, full)

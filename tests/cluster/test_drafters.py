@@ -5,8 +5,9 @@ import types
 import numpy as np
 import pytest
 
-from drafters.device import TrainedDrafter
+from drafters.base import Drafter
 from drafters.simple import SimpleDrafter
+from drafters.training import Training
 from rljax.cluster.blueprint import check_moves, check_shared
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
@@ -28,10 +29,10 @@ class Repeats(SimpleDrafter):
         return [int(tokens[-1])] * budget
 
 
-class TrainedHere(TrainedDrafter):
+class TrainedHere(Drafter):
     """A user's that is trained on the engine's passes."""
 
-    train_below, trained = 0, False
+    training = Training()
 
 
 def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, drafts_always, tmp_path):
@@ -62,11 +63,11 @@ def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, draft
     assert [line["speculation/head/slices"] for line in steps] == [2, 2]
 
     driver = turns.decoders[0]._scheduler.speculator.drafters["eagle"]
-    assert driver._trainer.updates == 4
+    assert driver.trainer.updates == 4
     last = max(worker._version for worker in workers.values() if worker._version is not None)
     current = [worker for worker in workers.values() if worker._version == last]
     for worker in current:
-        head = worker._scheduler.speculator.drafters["eagle"]._trainer
+        head = worker._scheduler.speculator.drafters["eagle"].trainer
         assert type(head).__name__ == "FrozenHead"
         assert head.updates == 4  # what evaluates last has the weights of the last step
         for name, leaf in driver.weights().items():
@@ -103,6 +104,6 @@ def test_episodes_of_an_environment_are_refused():
 
 
 def test_a_drafter_that_only_the_engines_passes_train_is_refused():
-    check_shared(types.SimpleNamespace(drafters={"mine": Repeats()}))
+    check_shared(types.SimpleNamespace(training={}))
     with pytest.raises(ConfigError, match=r"^speculation.drafter: mine is trained on the engine's passes"):
-        check_shared(types.SimpleNamespace(drafters={"mine": TrainedHere()}))
+        check_shared(types.SimpleNamespace(training={"mine": TrainedHere.training}))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.eagle.drafter import EagleDrafter
+from drafters.eagle.drafter import HeadOnWorkers
 from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.messages import (
     Begin,
@@ -294,11 +294,11 @@ def test_some_steps_are_left_out(every, sessions):
 def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, monkeypatch, drafts_always):
     """Four workers; the first leader is lost in mid-session, behind a save."""
     workers, lost, begins = {}, [], []
-    session = EagleDrafter.session
+    session = HeadOnWorkers.session
 
-    def noted(drafter, params, saved):
+    def noted(training, params, saved):
         begins.append(0 if saved is None else int(saved["train.updates"]))
-        return session(drafter, params, saved)
+        return session(training, params, saved)
 
     def interfere(fabric):
         workers.update(fabric.workers)
@@ -308,7 +308,7 @@ def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, mo
                 lost.append(name)
                 fabric.kill(name)
 
-    monkeypatch.setattr(EagleDrafter, "session", noted)
+    monkeypatch.setattr(HeadOnWorkers, "session", noted)
     clustered, turns = local_run(
         world,
         "spot",
@@ -334,9 +334,9 @@ def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, mo
 
     decoder = turns.decoders[0]
     driver = decoder._scheduler.speculator.drafters["eagle"]
-    assert driver._trainer.updates == total["updates"] > begins[-1]
+    assert driver.trainer.updates == total["updates"] > begins[-1]
     last = max(worker._version for worker in workers.values() if worker._version is not None)
     for worker in workers.values():
         if worker._version == last:  # what evaluates last drafts with the newest head
-            head = worker._scheduler.speculator.drafters["eagle"]._trainer
-            assert head.updates == driver._trainer.updates
+            head = worker._scheduler.speculator.drafters["eagle"].trainer
+            assert head.updates == driver.trainer.updates

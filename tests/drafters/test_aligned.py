@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from drafters.aligned import AlignedDrafter
-from drafters.base import DraftRequest, Drafts, Queries, Sampled
+from drafters.base import Drafter, DraftRequest, Drafts, Queries, Sampled
 
 NODES = 3
 
 
-class Fallback:
+class Fallback(Drafter):
     """Proposes token 99 once, and records what it is told."""
 
     def __init__(self):

@@ -234,8 +234,8 @@ def test_four_bits_are_the_default_where_a_kernel_is(monkeypatch, backend, devic
     monkeypatch.setattr(tuned, "TUNED", table)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert QuantizedDrafter(QuantizedArguments()).format.bits == bits
-        assert QuantizedDrafter(QuantizedArguments(bits=4)).format.bits == 4  # a choice is a choice
+        for given, found in ({}, bits), ({"bits": 4}, 4):  # a choice is a choice
+            assert QuantizedDrafter(QuantizedArguments(**given)).policy_weights.format.bits == found
     said = [str(warning.message) for warning in caught]
     assert len(said) == warns
     assert all("will hardly pay on NVIDIA A100-SXM4-80GB" in line and "\n" not in line for line in said)

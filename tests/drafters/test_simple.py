@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafters.aligned import aligned
-from drafters.base import DraftRequest, Drafts, HostDrafter, Queries, Sampled
-from drafters.device import TrainedDrafter
+from drafters.aligned import AlignedDrafter
+from drafters.base import Drafter, DraftRequest, Drafts, Queries, Sampled
 from drafters.registry import make_drafter, make_drafters, rehearse_drafters
 from drafters.simple import SimpleDrafterAdapter
+from drafters.training import Training
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError, DrafterError
@@ -148,7 +148,7 @@ def test_every_request_has_its_tokens_and_its_budget():
 
 SOURCE = """
 import numpy as np
-from drafters.base import Drafts, HostDrafter
+from drafters.base import Drafter, Drafts
 
 class Small:
     def __init__(self, width: int):
@@ -156,7 +156,7 @@ class Small:
     def propose(self, tokens, limit):
         return []
 
-class Large(HostDrafter):
+class Large(Drafter):
     def begin(self, requests): ...
     def propose(self, queries): ...
     def observe(self, sampled): ...
@@ -211,7 +211,7 @@ def test_tiers_by_import_path(module):
         ("{}:number", {}, r"speculation\.drafter: .*:number: is a int, not a class or a function"),
         ("{}:Raising", {}, r"speculation\.drafter: .*:Raising: calling it raised RuntimeError"),
         ("{}:Silent", {}, r"speculation\.drafter: .*:Silent: Silent has no method propose"),
-        ("{}:Partial", {}, r"Partial has no method learn; derive it from drafters\.base\.HostDrafter"),
+        ("{}:Partial", {}, r"Partial has more methods than propose; derive it from drafters\.base\.Drafter"),
     ],
 )
 def test_a_drafter_that_cannot_be_loaded_is_one_line(path, args, message, module):
@@ -223,8 +223,21 @@ def test_a_drafter_that_cannot_be_loaded_is_one_line(path, args, message, module
 # -- wrapped -----------------------------------------------------------------------------------------------
 
 
-class Trained(HostDrafter):
-    train_below, trained, slices = 2, False, 0
+class Slices(Training):
+    below, trained, slices = 2, False, 0
+
+    def train(self):
+        self.slices += 1
+        self.trained = self.slices == 3
+        return not self.trained
+
+    def freeze(self):
+        self.below = 0
+
+
+class Trained(Drafter):
+    def __init__(self):
+        self.training = Slices()
 
     def propose(self, queries):
         shape = (len(queries.requests), queries.nodes)
@@ -235,27 +248,16 @@ class Trained(HostDrafter):
             np.zeros(shape[0], np.int32),
         )
 
-    def train(self):
-        self.slices += 1
-        self.trained = self.slices == 3
-        return not self.trained
-
-    def freeze(self):
-        self.train_below = 0
-
 
 def test_a_trained_drafter_is_trained_behind_what_was_sampled_ahead(engine, params, requests, expected):
     drafter = Trained()
     speculator = Speculator(engine, {"mine": drafter}, SLOTS, run_ahead=RunAhead(1, 0.5), times=CheapTimes())
     completions, _ = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
     assert_same(completions, expected)
-    assert drafter.slices > 0
+    assert drafter.training.slices > 0
 
 
-def test_wrappers_keep_the_tier():
-    wrapped = aligned(Trained())
-    assert isinstance(wrapped, TrainedDrafter) and (wrapped.train_below, wrapped.trained) == (2, False)
-    assert [wrapped.train() for _ in range(3)] == [True, True, False] and wrapped.trained
-    wrapped.freeze()
-    assert wrapped.train_below == 0
-    assert not isinstance(aligned(SimpleDrafterAdapter(None)), TrainedDrafter)
+def test_wrappers_hand_out_the_training():
+    training = AlignedDrafter(Trained()).training
+    assert (training.below, training.trained) == (2, False)
+    assert AlignedDrafter(SimpleDrafterAdapter(None)).training is None

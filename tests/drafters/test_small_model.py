@@ -119,11 +119,11 @@ def test_its_drafts_are_timed_while_it_drafts(tmp_path):
     checkpoint(tmp_path)
     drafter, engine = drafter_of(tmp_path), engine_of()
     drafter.reads(POLICY, None)
-    drafter.attach(engine)
-    draft, drafted = drafter.draft, []
-    drafter.draft = lambda *of: drafted.append(draft(*of)) or drafted[-1]
-    longest = drafter.strategies[-1]
-    seconds = time_trees(engine, drafter, longest, batch=2, length=64, repeats=2)
+    slots, drafted = drafter.attach(engine), []
+    draft = slots.draft
+    slots.draft = lambda *of: drafted.append(draft(*of)) or drafted[-1]
+    longest = slots.strategies[-1]
+    seconds = time_trees(engine, slots, longest, batch=2, length=64, repeats=2)
     assert len(seconds) == 2 and longest.depth == 3
     assert all(np.asarray(tree.tree.valid).all() for tree in drafted)
 

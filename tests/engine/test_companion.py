@@ -13,6 +13,7 @@ from rljax.engine.companion import Companion
 from rljax.engine.draft_tree import pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
+from rljax.engine.shapes import PlainShapes
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
 from tests.engines import (
@@ -72,11 +73,11 @@ class Pair:
         prefix = self.engine.prefill(self.params, [ASKED[i].prompt for i in members])
         placed = [Assignment(row, free[row], ASKED[i].key, ASKED[i].limit) for row, i in enumerate(members)]
         self.state = self.engine.bulk_insert(prefix, self.state, placed)
-        self.companion.insert([each.slot for each in placed], [ASKED[i].prompt for i in members])
+        self.companion.enter([each.slot for each in placed], [ASKED[i].prompt for i in members])
         self.slots |= {free[row]: i for row, i in enumerate(members)}
 
     def draft(self, steps=NODES):
-        self.drafts = self.companion.draft(self.state, steps)
+        self.drafts = self.companion.draft_chains(self.state, steps)
         return self.drafts
 
     def verify(self, spoil=None):
@@ -95,7 +96,7 @@ class Pair:
         """What was sampled, for the companion and for the record; ended requests leave. Tokens a slot got."""
         counts = (result.tokens >= 0).sum(axis=1)
         slots = np.asarray(list(self.slots), np.int32)
-        self.companion.advance(slots, result.tokens[slots], counts[slots])
+        self.companion.follow(slots, result.tokens[slots], counts[slots])
         for slot in slots:
             self.emitted[self.slots[slot]] += result.tokens[slot, : counts[slot]].tolist()
         ended = [slot for slot in slots.tolist() if not result.active[slot]]
@@ -208,7 +209,7 @@ def test_requests_that_come_later():
     pair.companion.forget([1])
     tokens = np.asarray(pair.draft().tokens)
     assert (tokens[1] == -1).all() and (tokens[0] >= 0).all()
-    pair.companion.insert([1], [ASKED[2].prompt + pair.emitted[2]])
+    pair.companion.enter([1], [ASKED[2].prompt + pair.emitted[2]])
     pair.check_drafts()
 
 
@@ -224,8 +225,8 @@ def test_prompts_of_a_group_are_prefilled_once(monkeypatch):
     monkeypatch.setattr(companion.engine, "prefill", recorded)
     companion.begin(5, 512)
     first, second, third = (tuple(ASKED[i].prompt) for i in (0, 1, 2))
-    companion.insert([0, 1, 2], [first, second, first])
-    companion.insert([3, 4], [second, third])
+    companion.enter([0, 1, 2], [first, second, first])
+    companion.enter([3, 4], [second, third])
     assert sorted(map(len, prefilled)) == [3, 63, 200]
 
 
@@ -238,7 +239,7 @@ def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
     world = world_of(dtype=dtype)
     pair, second = Pair(world, itself(world)), itself(world)
     second.begin(5, 512)
-    second.insert(range(4), [each.prompt for each in ASKED])
+    second.enter(range(4), [each.prompt for each in ASKED])
     told = 0
     for spoil in ({}, {0: 0, 1: 2, 2: 6}, {3: 1}):
         pair.draft()
@@ -248,8 +249,8 @@ def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
         tokens = np.full((4, counts.max()), -1, np.int32)
         for slot, start in before.items():
             tokens[slot, : counts[slot]] = pair.emitted[slot][start:]
-        second.advance(range(4), tokens, counts[:4])
-    ours, theirs = pair.draft(), second.draft(pair.state, NODES)
+        second.follow(range(4), tokens, counts[:4])
+    ours, theirs = pair.draft(), second.draft_chains(pair.state, NODES)
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     tolerance = 1e-4 if dtype == "float32" else 0.1
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=tolerance)
@@ -277,8 +278,8 @@ def test_drafts_do_not_depend_on_what_was_drafted_before():
     known = [each.prompt + pair.emitted[i] for i, each in enumerate(ASKED)]
     for agrees in (0, 1, 3):
         told = np.concatenate([chain[:, :agrees], (chain[:, agrees : agrees + 3] + 1) % VOCAB], axis=1)
-        pair.companion.advance(range(4), told, np.full(4, agrees + 3))
-        pair.companion.advance(range(4), chain, np.full(4, 3))
+        pair.companion.follow(range(4), told, np.full(4, agrees + 3))
+        pair.companion.follow(range(4), chain, np.full(4, 3))
         known = [
             [*tokens, *own, *old[:3]]
             for tokens, own, old in zip(known, told.tolist(), chain.tolist(), strict=True)
@@ -287,8 +288,8 @@ def test_drafts_do_not_depend_on_what_was_drafted_before():
         state = state.replace(tokens=np.asarray(last, np.int32), lengths=np.asarray(sizes, np.int32) - 1)
         target = jax.tree.map(jnp.asarray, state)
         fresh.begin(5, 512)
-        fresh.insert(range(4), known)
-        ours, theirs = pair.companion.draft(target, NODES), fresh.draft(target, NODES)
+        fresh.enter(range(4), known)
+        ours, theirs = pair.companion.draft_chains(target, NODES), fresh.draft_chains(target, NODES)
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
         np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
         chain = np.asarray(ours.tokens)[:4]
@@ -354,13 +355,13 @@ def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
 def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
     world = world_of(OTHER, Buckets((5,), (64,), (40,), NODES), rule="rejection")
     pair = Pair(world, itself(world), members=(0, 3), capacity=64)
-    drafts = pair.companion.draft(pair.state, NODES, with_proposal=True)
+    drafts = pair.companion.draft_chains(pair.state, NODES, with_proposal=True)
     _, pending = pair.engine.verify(pair.params, pair.state, drafts.tree(NODES), proposal=drafts.proposal)
     tokens = pending.result().tokens
     np.testing.assert_array_equal(tokens[:2, :NODES], np.asarray(drafts.tokens)[:2])  # p = q
     short = stranger(world, ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64))
     pair = Pair(world, short, members=(0, 3), capacity=64)
-    drafts = short.draft(pair.state, NODES, with_proposal=True)
+    drafts = short.draft_chains(pair.state, NODES, with_proposal=True)
     proposal = np.asarray(drafts.proposal)
     assert proposal.shape == (5, NODES + 1, VOCAB) and (proposal[..., VOCAB - 30 :] == -np.inf).all()
     _, pending = pair.engine.verify(pair.params, pair.state, drafts.tree(NODES), proposal=drafts.proposal)
@@ -374,21 +375,24 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
 def test_warm_programs_serve_the_rollout():
     world = world_of(OTHER, Buckets((2, 4), (64, 128), (40,), NODES))
     companion = itself(world)
-    companion.warm_up(4, 16, late_inserts=True, widens=True)
+    params = world.engine.param_shapes(world.params)
+    shapes = PlainShapes(world.engine, params, 4, 16, late_inserts=True, widens=True)
+    for batch in (2, 4):
+        companion.compile(shapes, batch, shapes.lengths, lambda: False)
     compiled = len(POOL)
     companion.begin(4, 64)
-    companion.insert(range(4), [[1 + slot] * (3 * slot + 4) for slot in range(4)])
+    companion.enter(range(4), [[1 + slot] * (3 * slot + 4) for slot in range(4)])
     for batch, length in ((4, 64), (4, 128), (2, 128)):
         if batch == 2:
             companion.compact([3, 1])
-        companion.draft(world.engine.init_state(batch, length), NODES)
+        companion.draft_chains(world.engine.init_state(batch, length), NODES)
         for count in (1, 9):
-            companion.advance(range(batch), np.ones((batch, count), np.int32), np.full(batch, count))
+            companion.follow(range(batch), np.ones((batch, count), np.int32), np.full(batch, count))
     companion.begin(2, 64)
-    companion.insert([1], [[1] * 4])  # which was prefilled with more prompts than are inserted here
+    companion.enter([1], [[1] * 4])  # which was prefilled with more prompts than are inserted here
     for batch in (2, 4):
         companion.widen(batch)
-        companion.draft(world.engine.init_state(batch, 64), NODES)
+        companion.draft_chains(world.engine.init_state(batch, 64), NODES)
     assert companion.extended == 0 and len(POOL) == compiled
 
 
@@ -397,6 +401,6 @@ def test_another_shape_than_the_targets_is_refused():
     pair = Pair(world, stranger(world))
     for state in (pair.engine.init_state(2, 512), pair.engine.init_state(5, 64)):
         with pytest.raises(ValueError, match=r"the target's state is .*, the companion's \(5, 512\)"):
-            pair.companion.draft(state, NODES)
+            pair.companion.draft_chains(state, NODES)
     with pytest.raises(ValueError, match=f"cannot draft {NODES + 1} steps"):
-        pair.companion.draft(pair.state, NODES + 1)
+        pair.companion.draft_chains(pair.state, NODES + 1)

@@ -318,7 +318,7 @@ def test_the_drafter_takes_the_engines_choice(monkeypatch):
     drafter = make_drafter("quantized", bits=4)
     drafter.attach(engine)
     drafter.refresh(engine.load_params(init_params(POLICY, seed=0)))
-    layer = drafter.draft_params()["layers"][0]
+    layer = drafter.policy_weights.weights()["layers"][0]
     assert {layer[name].implementation for name in ("q", "down")} == {("mosaic_gpu", "xla")}
     assert asked == [jnp.bfloat16] * 14  # a program with, and one without weights whose memory it takes
     assert dataclasses.replace(layer["q"], implementation=None).shape == layer["q"].shape

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from drafters.base import Drafter
 from drafters.registry import make_drafter
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.papers.tlt import bandit
 from rljax.papers.tlt.bandit import BanditManager
+from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.speculator import Speculator
@@ -19,11 +21,11 @@ from tests.speculation.speculators import (
     BUCKETS,
     CHEAP,
     Altered,
-    Head,
     active_slots,
     check_log,
     check_plainly,
     check_tokens,
+    device_proposer,
     learn,
     make_engine,
     make_speculator,
@@ -144,8 +146,8 @@ def test_where_no_pass_has_room_for_a_draft_a_bandit_has_nothing_to_choose_from(
 
 def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
     """And the time of a pass is for the half that waits for it, too."""
-    head, history = SimpleNamespace(name="eagle", drafter=Head()), SimpleNamespace(name="srt", drafter=None)
-    arms = (Strategy(2, 1, 2, "eagle"), Strategy(2, 1, 2, "srt+eagle"))
+    head, history = device_proposer("eagle", trained=False), HostProposer("srt", Drafter(), None)
+    arms = (Strategy(2, 2, 2, "eagle"), Strategy(2, 2, 2, "srt+eagle"))
     choice = strategy_choice("bandit", *arms, epsilon=1.0, window=8)
     manager = choice.manager([history, head], BUCKETS, CHEAP, SLOTS)
     drafted = SimpleNamespace(rows=0, seconds=1.0)
@@ -161,6 +163,6 @@ def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
 
     assert {choice.arm for choice in chosen()} == {None}
     assert "not available: eagle" in manager.choose(state, active, None)[1].reason
-    head.drafter.trained = True
+    head.drafter.training.trained = True
     assert {choice.arm for choice in chosen()} == {None, *arms}
     assert chosen()[-1].plain_rate == pytest.approx(4.0)  # tokens of all four, a second

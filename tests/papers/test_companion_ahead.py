@@ -25,10 +25,10 @@ def test_ahead_after_plain_steps_behind_unanswered_drafts():
     pair = Pair(world, companion)
     slots = np.asarray(list(pair.slots), np.int32)
     keys, limits = ([getattr(ASKED[pair.slots[slot]], name) for slot in slots] for name in ("key", "limit"))
-    companion.entitle(slots, keys, limits)
+    companion.add_requests(slots, keys, limits)
     for steps in (window + 1, 1, window + 2, window, 2):  # what is left of a chain goes on with it
         companion.fill(slots)
-        tokens, _ = companion.ready(slots, 512, window)
+        tokens, _ = companion.take_drafts(slots, 512, window)
         for slot, drafted in zip(slots.tolist(), tokens.tolist(), strict=True):
             done = len(pair.emitted[pair.slots[slot]])
             left = sum(token >= 0 for token in drafted)

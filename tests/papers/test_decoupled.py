@@ -153,10 +153,9 @@ def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled"
     """A manager of four slots, whose passes take a second, a little more the more rows there are."""
     used = []
     tree = DraftStrategy(4, 1, 4)
-    drafter = SimpleNamespace(
-        window=4, strategies=(tree,), use=lambda *args, **named: used.append((args, named))
-    )
-    proposer = SimpleNamespace(name="small_model", drafter=drafter, acceptance=acceptance)
+    ahead = SimpleNamespace(window=4, configure=lambda *args, **named: used.append((args, named)))
+    slots = SimpleNamespace(ahead=ahead)
+    proposer = SimpleNamespace(name="small_model", slots=slots, trees=(tree,), acceptance=acceptance)
     times = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft_seconds * tree.depth)
     config = SpecActorKeys(decoupled=DecoupledConfig.model_construct(modes=modes))
     return DecoupledManager(Setup([proposer], Buckets((4,), (64,), (16, 32), 7), times, 4), config)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from drafters.base import Drafter
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.models.huggingface import save_model
@@ -16,7 +17,7 @@ from rljax.papers.efficient_rollout import ToggleConfig
 from rljax.papers.efficient_rollout import manager as roofline_manager
 from rljax.papers.efficient_rollout.manager import RooflineManager, Verdict
 from rljax.papers.efficient_rollout.roofline import Roofline, policy_costs
-from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
+from rljax.speculation.device_proposers import SelfProposer
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.pass_choice import Candidates, Choice
 from rljax.speculation.pass_record import PassRecord, VerifiedNodes
@@ -26,8 +27,8 @@ from tests.speculation.speculators import (
     BUCKETS,
     CHEAP,
     FEW,
-    Head,
     active_slots,
+    device_proposer,
     learn,
     make_speculator,
     roll_out,
@@ -47,7 +48,7 @@ def toggled(**keys):
     nothing = dict.fromkeys(
         ("kv_byte", "flop", "attention_flop", "slot", "verified_slot", "verifying", "draft_flop"), 0.0
     )
-    costs = policy_costs(CONFIG, Numerics(), make_drafter("quantized").format)
+    costs = policy_costs(CONFIG, Numerics(), make_drafter("quantized").policy_weights.format)
     roofline = Roofline(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
     make = functools.partial(RooflineManager, roofline=roofline)
     return strategy_choice("roofline", make=make, toggle=ToggleConfig(**keys))
@@ -106,10 +107,10 @@ def test_the_roofline_gates_any_drafter(params, requests, expected, small_model,
 @pytest.mark.parametrize(
     ("proposer", "seconds", "on"),
     [
-        (HostProposer("srt", None, None), 1e9, True),  # drafting on the host costs nothing
-        (SelfProposer("quantized", None, None, None), 1e9, True),  # the roofline knows its time
-        (DeviceProposer("small_model", Head((3, 7)), None, None), 0.1, True),
-        (DeviceProposer("small_model", Head((3, 7)), None, None), 1e9, False),  # measured
+        (HostProposer("srt", Drafter(), None), 1e9, True),  # drafting on the host costs nothing
+        (SelfProposer("quantized", Drafter(), None, None), 1e9, True),  # the roofline knows its time
+        (device_proposer("small_model", (3, 7)), 0.1, True),
+        (device_proposer("small_model", (3, 7)), 1e9, False),  # measured
     ],
     ids=["host", "self", "fast", "slow"],
 )
@@ -129,7 +130,7 @@ def test_the_roofline_gates_by_the_time_of_drafting(proposer, seconds, on):
 
 
 def test_the_roofline_waits_for_a_head_that_is_not_trained():
-    proposer = DeviceProposer("eagle", Head((3,)), None, None)
+    proposer = device_proposer("eagle", (3,), trained=False)
     manager = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=128))
     manager.begin(True, 0)
@@ -139,7 +140,7 @@ def test_the_roofline_waits_for_a_head_that_is_not_trained():
 
 def test_a_drafter_on_the_host_that_knows_nothing_further_has_missed(monkeypatch):
     """A pass brings no more tokens than with a wrong draft, and that is what the roofline is asked with."""
-    proposer = HostProposer("srt", None, None)
+    proposer = HostProposer("srt", Drafter(), None)
     manager = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
     manager.begin(True, 0)
     # Drafts: five, two, none and five, of which a pass had room for three. All are right.
@@ -163,7 +164,7 @@ def test_a_drafter_on_the_host_that_knows_nothing_further_has_missed(monkeypatch
 
 def decisions_of_a_toggle(**keys):
     """Draft lengths after two steps of each acceptance, and whether a predicted speed-up of 1.2 is enough."""
-    proposers = [SelfProposer("quantized", None, None, None)]
+    proposers = [SelfProposer("quantized", Drafter(), None, None)]
     manager = toggled(**keys).manager(proposers, BUCKETS, CHEAP, SLOTS)
     lengths = [manager._schedule.length, *map(manager._schedule.update, (0.96, 0.96, 0.89, 0.89, 0.5, 0.5))]
     manager._toggle.predicted = lambda *shape: 1.2
@@ -191,7 +192,8 @@ def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
             asked.append(shape)
             return Verdict(False, "off")
 
-    proposer = SimpleNamespace(acceptance=0.9, drafter=None)
+    proposer = SelfProposer("quantized", Drafter(), None, None)
+    proposer._acceptance = SimpleNamespace(rate=0.9)
     one = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
     one._toggle = Asked()
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
@@ -207,7 +209,7 @@ def length_after_a_step(right, verified, accepted):
       right, verified: number of right drafts and of verified drafts of each chain.
       accepted: how many of them a kept token came from.
     """
-    proposer = SelfProposer("quantized", SimpleNamespace(), None, None)
+    proposer = SelfProposer("quantized", Drafter(), None, None)
     wide = Buckets((2, 4), (128,), (16, 32), 9)
     manager = toggled(lengths=(5, 7, 9), first=7, patience=1).manager([proposer], wide, CHEAP, SLOTS)
     manager.begin(True, 0)

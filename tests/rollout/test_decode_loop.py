@@ -11,7 +11,7 @@ from rljax.engine.shapes import warm_up_plain
 from rljax.requests import PartialResponse
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
-from rljax.rollout.open_loop import open_loop
+from rljax.rollout.open_loop import PLAIN, open_loop
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
@@ -38,7 +38,7 @@ def finish(loop):
 
 
 def make_loop(engine, params, drafts, overlap=False):
-    speculator = None
+    speculator = PLAIN
     if drafts:
         speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CheapTimes())
     return open_loop(engine, params, SLOTS, speculator, overlap, policy=SERVER)

@@ -11,7 +11,8 @@ import types
 import numpy as np
 import pytest
 
-from drafters.base import Outcome
+from drafters.base import DraftRequest, Outcome, Sampled
+from drafters.eagle.collecting import FeatureCollector
 from drafters.registry import make_drafter, states_read
 from rljax.engine.appending import WIDTH
 from rljax.engine.buckets import Buckets
@@ -319,10 +320,15 @@ def test_same_bits_with_drafters_on_the_device(params, requests, expected, tmp_p
 
 
 def test_a_head_does_not_train_on_what_it_has_not_seen_whole():
-    forgotten = []
-    drafter = make_drafter("eagle")
-    drafter.slots = types.SimpleNamespace(forget=forgotten.extend)
-    drafter._requests = {0: 5, 2: 6}
-    drafter._states, drafter._tokens = {5: [], 6: []}, {5: [1], 6: [2]}
-    drafter.append([2], [9], np.zeros((1, 3), np.int32), np.asarray([3], np.int32))
-    assert forgotten == [2] and drafter._states.keys() == drafter._tokens.keys() == {5}
+    collector, added = FeatureCollector(1000), []
+    collector.trainer = types.SimpleNamespace(
+        reserve=lambda size: None, add=lambda tokens, *_: added.append(tokens.tolist())
+    )
+    collector.begin([DraftRequest((1, 2), None)] * 3, True)
+    collector.insert(np.zeros((1, 1, 3, 2)), [0, 0, 0], [0, 1, 2], [0, 1, 2])
+    collector.advance(np.zeros((3, 1, 3, 2)), np.ones(3, int))
+    collector.drop([1])  # in whose slot something was appended
+    counts, ended = np.asarray([1, 1, 2]), np.ones(3, bool)  # of the last one a token came without features
+    tokens = np.asarray([[5, 0], [6, 0], [7, 8]])
+    collector.observe(Sampled(np.arange(3), tokens, counts, counts, counts, ended))
+    assert added == [[1, 2]]

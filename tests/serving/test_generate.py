@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from drafters.base import Outcome
+from drafters.base import Drafter, Outcome
 from drafters.registry import make_drafter
 from rljax.assembly.saved_policy import load_saved_policy
 from rljax.commands.generate import _speed
@@ -301,9 +301,9 @@ def test_prompts_that_a_run_has_learned():
 
 
 def test_a_head_that_nobody_has_trained_is_told():
-    names = ("begin", "observe", "learn", "state", "load_state", "metrics", "train", "freeze")
-    members = {"train_below": 0} | {name: lambda *of: None for name in names}
-    heads = {str(trained): type("Head", (), members | {"trained": trained})() for trained in (False, True)}
+    heads = {str(trained): Drafter() for trained in (False, True)}
+    for trained in (False, True):
+        heads[str(trained)].training = types.SimpleNamespace(trained=trained)
     said = []
     serving_policy._report_untrained({"srt": make_drafter("srt"), **heads}, said.append)
     assert len(said) == 1 and said[0].startswith("drafter False: ")

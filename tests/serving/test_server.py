@@ -604,7 +604,7 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
     expected = [chat(client, seed).choices[0].token_ids for seed in range(3)]
     with serving(run) as (address, served):
         assert served.drafters == ("small_model", "eagle")
-        its_head = served.worker.speculator.drafters["eagle"].params
+        its_head = served.worker.speculator.drafters["eagle"].trainer.params
         jax.tree.map(np.testing.assert_array_equal, its_head, trained_head)
         drafted, pool_of_programs = client_of(address), served.worker.engine.pool
         programs = len(pool_of_programs)

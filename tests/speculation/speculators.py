@@ -1,11 +1,14 @@
 """Speculators of a tiny policy, drafters that know what they should, and what holds of every manager."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from drafters.base import Drafter
 from drafters.registry import make_drafter, states_read
+from drafters.training import Training
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
@@ -13,6 +16,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import (
@@ -103,14 +107,16 @@ class Silent(Altered):
         return dataclasses.replace(self.inner.propose(queries), counts=np.zeros_like(queries.budgets))
 
 
-class Head:
-    """A drafter that is trained, as far as a manager looks, with trees of these depths."""
-
-    train_below, trained = 0, False
-    begin = observe = learn = state = load_state = metrics = train = freeze = lambda *_: None
-
-    def __init__(self, depths=(2,)):
-        self.strategies = tuple(DraftStrategy(depth, 2, depth) for depth in depths)
+def device_proposer(name, depths=(2,), trained=None):
+    """The proposer of a drafter on the device with trees of these depths, as far as a manager looks; it is
+    trained unless `trained` is None.
+    """
+    drafter = Drafter()
+    if trained is not None:
+        drafter.training = Training()
+        drafter.training.trained = trained
+    slots = SimpleNamespace(strategies=tuple(DraftStrategy(depth, 2, depth) for depth in depths))
+    return DeviceProposer(name, drafter, None, None, SimpleNamespace(on_device={name: slots}, active={name}))
 
 
 def listen(drafter):

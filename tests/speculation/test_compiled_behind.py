@@ -122,21 +122,21 @@ def test_a_follower_leaves_where_its_programs_are_missing(params, requests, expe
     """It is not compiled for the smaller batch, and drafts again in the next rollout."""
     with speculator_of(name, params, requests, tmp_path, buckets=SHRINKING) as speculator:
         speculator.decoder.compiler.wait()
-        (following,), (proposer,) = speculator.group.on_device, speculator.proposers
-        is_compiled, followed = following.is_compiled, []
-        following.is_compiled = lambda batch: batch > 2 and is_compiled(batch)
+        slots, (proposer,), followed = speculator.slots, speculator.proposers, []
+        is_compiled = slots.is_compiled[name]
+        slots.is_compiled[name] = lambda batch: batch > 2 and is_compiled(batch)
         propose = proposer.propose
 
         def noting(state, *args):
-            followed.append((state.batch, following.takes_part))
+            followed.append((state.batch, name in slots.active))
             return propose(state, *args)
 
         proposer.propose = noting
         for _ in range(2):
             completions, statistics = roll_out(speculator, params, requests)
             assert_same(completions, expected)
-            assert statistics.drafted > 0 and not following.takes_part
-        assert (4, True) in followed and not any(batch == 2 and takes_part for batch, takes_part in followed)
+            assert statistics.drafted > 0 and not slots.active
+        assert (4, True) in followed and not any(batch == 2 and active for batch, active in followed)
 
 
 def test_other_managers_wait_for_their_drafters(params, requests, expected, tmp_path):

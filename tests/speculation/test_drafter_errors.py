@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from drafters.base import Outcome
+from drafters.base import Drafter, Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.errors import DrafterError
@@ -18,25 +18,13 @@ from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import make_requests
 
 
-class Quiet:
+class Quiet(Drafter):
     """Drafts nothing; reports and keeps what it is given."""
 
     def __init__(self, metrics=None, state=None):
         self._metrics = {} if metrics is None else metrics
         self._state = {} if state is None else state
         self.loaded = None
-
-    def begin(self, requests):
-        pass
-
-    def propose(self, queries):
-        raise NotImplementedError
-
-    def observe(self, sampled):
-        pass
-
-    def learn(self, outcomes):
-        pass
 
     def metrics(self):
         return self._metrics

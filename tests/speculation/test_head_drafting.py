@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from drafters.base import DraftRequest
+from drafters.eagle.checkpoint import load_head
 from drafters.eagle.head_state import FrozenHead
-from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import attended_lengths
 from drafters.registry import make_drafter, states_read
 from rljax.engine.buckets import Buckets
@@ -119,7 +119,7 @@ def test_with_a_draft_vocabulary_the_tokens_are_those_of_plain_decoding(
         assert_same(completions, expected)
         assert statistics.drafted > 0 and statistics.accepted > 0
         speculator.learn(outcomes(requests, completions))
-    assert head.params["lm_head"].shape == (CONFIG.vocab_size // 2, CONFIG.hidden_size)
+    assert head.trainer.params["lm_head"].shape == (CONFIG.vocab_size // 2, CONFIG.hidden_size)
     if train:
         metrics = speculator.metrics(statistics)
         assert metrics["speculation/head/updates"] == 4
@@ -204,9 +204,8 @@ def states_of(params, tokens, layers):
 def roll_out_recording(speculator, params, requests, seen, stop=None):
     """A rollout after whose warm-up the head's trainer only records what it is given."""
     head = speculator.drafters["eagle"]
-    head.attach(speculator.engine)
     head.refresh(params)
-    head._trainer.add = lambda *sequence: seen.append(sequence)
+    head.trainer.add = lambda *sequence: seen.append(sequence)
     return roll_out(speculator, params, requests, stop)
 
 
@@ -237,7 +236,7 @@ def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, request
     completions, statistics = roll_out(speculator, params, requests)
     assert_same(completions, expected)
     assert statistics.train_seconds > 0 and speculator.drafters["eagle"].trained
-    assert speculator.drafters["eagle"]._trainer.updates > 0
+    assert speculator.drafters["eagle"].trainer.updates > 0
     jax.tree.map(np.testing.assert_array_equal, params, before)
 
 
@@ -247,8 +246,8 @@ def test_training_takes_no_more_of_a_rollout_than_it_may(params, requests):
     for speculator in (few, all_of_them):
         completions, _ = roll_out(speculator, params, requests)
         speculator.learn(outcomes(requests, completions))
-    assert few.drafters["eagle"]._trainer.updates == 1  # before the first, none had taken any time
-    assert all_of_them.drafters["eagle"]._trainer.updates == 9
+    assert few.drafters["eagle"].trainer.updates == 1  # before the first, none had taken any time
+    assert all_of_them.drafters["eagle"].trainer.updates == 9
 
 
 @pytest.mark.parametrize("memory", [{}, {"unread_bytes": 0}])
@@ -276,20 +275,20 @@ def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params,
         head.refresh(params)
         head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
         state, placed = engine.init_state(4, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
-        head.start(4)
+        head.slots.start(4)
         prefix = engine.prefill(params, prompts)
         state = engine.bulk_insert(prefix, state, placed)
-        head.insert(head.prefill(prefix, prompts), placed, range(2))
+        head.slots.insert(head.slots.prefill(prefix, prompts), placed, range(2))
         for _ in range(syncs):
             state, result = engine.generate(params, state, 2)
             if memory and not asked:
                 room = memory["unread_bytes"] and 3 * result.states.nbytes
                 head.slots.unread_bytes = room
-            head.advance(result)
-            tree = head.draft(state, head.strategies[-1]) if asked else None
+            head.slots.advance(result)
+            tree = head.slots.draft(state, head.slots.strategies[-1]) if asked else None
         absorbed = head.metrics()["head/absorbed_early"]
         assert absorbed == (0 if asked else early)
-        trees[asked] = tree if asked else head.draft(state, head.strategies[-1])
+        trees[asked] = tree if asked else head.slots.draft(state, head.slots.strategies[-1])
     assert result.active[0] and trees[True].tree.valid[0].all()  # the other one has ended on the way
     jax.tree.map(np.testing.assert_array_equal, trees[True], trees[False])
 
@@ -304,17 +303,17 @@ def test_drafts_are_those_of_a_head_that_reads_the_largest_bucket(params):
         head.refresh(params)
         head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
         state, placed = engine.init_state(4, 64), [Assignment(i, i, request_key(i), 70) for i in range(2)]
-        head.start(4)
+        head.slots.start(4)
         prefix = engine.prefill(params, prompts)
         state = engine.bulk_insert(prefix, state, placed)
-        head.insert(head.prefill(prefix, prompts), placed, range(2))
+        head.slots.insert(head.slots.prefill(prefix, prompts), placed, range(2))
         trees[lengths] = []
         for step in range(10):
             if step == 3:
                 state = engine.grow(state)
             state, result = engine.generate(params, state, 3)
-            head.advance(result)
-            trees[lengths].append(head.draft(state, head.strategies[-1]).tree)
+            head.slots.advance(result)
+            trees[lengths].append(head.slots.draft(state, head.slots.strategies[-1]).tree)
     shorter, largest = trees.values()
     assert all(tree.valid.any() for tree in shorter)
     jax.tree.map(np.testing.assert_array_equal, shorter, largest)
@@ -335,18 +334,18 @@ def test_a_new_request_has_nothing_of_the_one_before_it(params):
         head.refresh(params)
         head.begin([DraftRequest(prompt, None, trainable=False) for prompt in first + second])
         state = engine.init_state(4, 128)
-        head.start(4)
+        head.slots.start(4)
         for prompts, slots in ((first, [0, 1]), (second, [0])):
             placed = [Assignment(row, slot, request_key(slot), 50) for row, slot in enumerate(slots)]
             prefix = engine.prefill(params, prompts)
             state = engine.bulk_insert(prefix, state, placed)
-            head.insert(head.prefill(prefix, prompts), placed, slots)
+            head.slots.insert(head.slots.prefill(prefix, prompts), placed, slots)
             for _ in range(2):
                 state, result = engine.generate(params, state, 2)
-                head.advance(result)
+                head.slots.advance(result)
                 if asked:
-                    head.draft(state, head.strategies[-1])
-        trees.append(head.draft(state, head.strategies[-1]))
+                    head.slots.draft(state, head.slots.strategies[-1])
+        trees.append(head.slots.draft(state, head.slots.strategies[-1]))
     assert result.active[:2].all() and trees[0].tree.valid[:2].all()
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
@@ -359,15 +358,15 @@ def test_in_a_wider_state_slots_draft_as_before(params, requests):
     head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
     for batch in (2, 4):
         state, placed = engine.init_state(2, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
-        head.start(2)
+        head.slots.start(2)
         prefix = engine.prefill(params, prompts)
         state = engine.bulk_insert(prefix, state, placed)
-        head.insert(head.prefill(prefix, prompts), placed, range(2))
+        head.slots.insert(head.slots.prefill(prefix, prompts), placed, range(2))
         state, result = engine.generate(params, state, 3)
-        head.advance(result)
+        head.slots.advance(result)
         state = engine.widen(state, batch)
-        head.widen(batch)
-        trees.append(head.draft(state, head.strategies[-1]).tree)
+        head.slots.widen(batch)
+        trees.append(head.slots.draft(state, head.slots.strategies[-1]).tree)
     narrow, wide = trees
     assert narrow.valid.all() and not wide.valid[2:].any()
     jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[:2]), narrow, wide)
@@ -380,9 +379,8 @@ def test_a_resumed_head_goes_on_as_it_was(params, requests, tmp_path):
     completions, _ = roll_out(first, params, requests)
     first.learn(outcomes(requests, completions))
     first.drafters["eagle"]._saver.wait()
-    step, saved = AsyncHeadSaver(tmp_path / "head").latest()
-    assert step == 0
-    jax.tree.map(np.testing.assert_array_equal, saved, first.drafters["eagle"]._trainer.params)
+    _, saved = load_head(tmp_path / "head", CONFIG)
+    jax.tree.map(np.testing.assert_array_equal, saved, first.drafters["eagle"].trainer.params)
     second = make_speculator(seed=1, train_below=0)
     second.load_state(first.state())
     moved = jax.tree.map(jnp.copy, params)
@@ -397,7 +395,7 @@ def test_a_resumed_head_goes_on_as_it_was(params, requests, tmp_path):
     third.load_state({name.removeprefix("eagle/"): array for name, array in first.state().items()})
     third.refresh(moved)
     third.learn([])
-    assert third.trained and isinstance(third._trainer, FrozenHead)
-    jax.tree.map(np.testing.assert_array_equal, third.params, first.drafters["eagle"].params)
+    assert third.trained and isinstance(third.trainer, FrozenHead)
+    jax.tree.map(np.testing.assert_array_equal, third.trainer.params, first.drafters["eagle"].trainer.params)
     with pytest.raises(CheckpointError, match=r"train\.params\.\S+ is .* give the run the policy and head"):
         third.load_state({"step": 1, "train.params.fc": np.zeros((3, 3))})

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from drafters.device import SelfDrafter
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
@@ -85,14 +84,14 @@ def test_it_follows_the_policy(engine, params, requests, expected):
     scheduler = Scheduler(engine, SLOTS, None, speculator)
     other = make_params(1)
     scheduler.run(other, requests)
-    before = np.asarray(speculator.drafters["quantized"].draft_params()["layers"][0]["q"].values)
+    before = np.asarray(speculator.drafters["quantized"].policy_weights.weights()["layers"][0]["q"].values)
     completions, statistics = scheduler.run(params, requests)
     assert_same(completions, expected)
     assert statistics.accepted > 0.8 * statistics.drafted > 0
-    weights = speculator.drafters["quantized"].draft_params()
+    weights = speculator.drafters["quantized"].policy_weights.weights()
     assert (before != np.asarray(weights["layers"][0]["q"].values)).any()
     scheduler.run(params, requests[:1])
-    assert speculator.drafters["quantized"].draft_params() is weights
+    assert speculator.drafters["quantized"].policy_weights.weights() is weights
 
 
 def test_a_rollout_that_does_not_draft_with_them_rounds_no_weights(engine, params, requests, expected):
@@ -103,8 +102,8 @@ def test_a_rollout_that_does_not_draft_with_them_rounds_no_weights(engine, param
     assert_same(completions, expected)
     assert statistics.drafted == 0
     assert before == drafter.metrics()["refresh_seconds"] == 0.0
-    drafter.draft_params()
-    assert drafter.metrics()["refresh_seconds"] > 0.0 == drafter.pending_seconds
+    drafter.policy_weights.weights()
+    assert drafter.metrics()["refresh_seconds"] > 0.0 == drafter.policy_weights.pending_seconds
 
 
 def test_drafting_begins_once_it_would_have_saved_what_beginning_takes(monkeypatch):
@@ -137,8 +136,7 @@ def test_a_margin_is_asked_of_what_takes_time(engine, params, requests):
 
 
 def test_it_is_a_self_drafter_and_others_are_not():
-    assert isinstance(make_drafter("quantized"), SelfDrafter)
-    assert not isinstance(make_drafter("srt"), SelfDrafter)
+    assert make_drafter("quantized").policy_weights is not None and make_drafter("srt").policy_weights is None
 
 
 def test_the_length_that_promises_most_is_chosen():

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.base import Drafts, Outcome, Queries
-from drafters.device import DeviceDrafter
-from drafters.eagle.drafting import DraftStrategy
+from drafters.base import Drafter, Drafts, Outcome, Queries
+from drafters.device import SlotDrafter
 from drafters.registry import DRAFTERS, make_drafter
 from rljax.engine.buckets import Buckets
+from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.shapes import warm_up_plain
@@ -100,7 +100,7 @@ def trees(engine, monkeypatch):
 # -- drafters for the worst ------------------------------------------------------------------------------
 
 
-class Silent:
+class Silent(Drafter):
     """Proposes nothing."""
 
     def begin(self, requests):
@@ -123,18 +123,6 @@ class Silent:
     def observe(self, sampled):
         for request, row, count in zip(sampled.requests, sampled.tokens, sampled.counts, strict=True):
             self.tokens[request] += row[:count].tolist()
-
-    def learn(self, outcomes):
-        pass
-
-    def state(self):
-        return {}
-
-    def load_state(self, state):
-        pass
-
-    def metrics(self):
-        return {}
 
 
 class Knowing(Silent):
@@ -521,8 +509,10 @@ def test_the_device_is_not_idle_while_it_prefills(engine, params, requests, expe
     """A drafter that wants the policy's states waits for them, and that is no work of the host."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(pass_times, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    drafter = Mock(spec=DeviceDrafter, strategies=(DraftStrategy(7, 1, 7),))
-    drafter.prefill.side_effect = lambda *_: setattr(clock, "now", clock.now + 5.0)
+    slots = Mock(spec=SlotDrafter, strategies=(DraftStrategy(7, 1, 7),), ahead=None)
+    slots.prefill.side_effect = lambda *_: setattr(clock, "now", clock.now + 5.0)
+    drafter = Drafter()
+    drafter.on_host, drafter.attach = False, lambda engine: slots
     speculator = Speculator(engine, {"mine": drafter}, max_batch=0)
     completions, statistics = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
     assert_same(completions, expected)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from drafters.base import Drafter
-from drafters.quantized import QuantizedDrafter, QuantizedPolicy, WeightFormat, default_format
+from drafters.quantized import QuantizedPolicy, WeightFormat, default_format
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.kv_cache import cache_dtype
 from rljax.errors import ConfigError, UserError
@@ -96,8 +96,8 @@ def draft_format(drafter: Drafter) -> WeightFormat:
     """The format of the self-drafter's weights that a calibration has: the quantized drafter's own, for
     others the device's default.
     """
-    if isinstance(drafter, QuantizedDrafter):
-        return drafter.format
+    if drafter.policy_weights is not None:
+        return drafter.policy_weights.format
     return default_format(8 if jax.default_backend() == "cpu" else 4)
 
 

@@ -14,15 +14,14 @@ The paper's drafter is the quantized policy. Others are gated alike: the time of
 (docs/managers.md): 1.03 times plain decoding in the second epoch, where the default manager reaches 1.01.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from drafters.device import TrainedDrafter
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.state import DecodeState
 from rljax.papers.efficient_rollout import EfficientRolloutKeys
 from rljax.papers.efficient_rollout.calibration import roofline_of
@@ -30,10 +29,8 @@ from rljax.papers.efficient_rollout.draft_length import DraftLengthSchedule, Ste
 from rljax.papers.efficient_rollout.roofline import Roofline
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import ChainAcceptance
-from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import MARGIN
-from rljax.speculation.host_proposer import HostProposer
-from rljax.speculation.managers.drafting import draft
+from rljax.speculation.managers.drafting import draft, strategy_of
 from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
@@ -142,8 +139,7 @@ class RooflineManager(Manager):
         self._step = -1  # the last training step
         self._step_acceptance = StepAcceptance()  # of the last training step
         self._length = self._schedule.length  # of the last drafts
-        self._trained = proposer.drafter if isinstance(proposer.drafter, TrainedDrafter) else None
-        self._on_host = isinstance(proposer, HostProposer)
+        self._drafter_training = proposer.drafter.training
         self._host_acceptance = ChainAcceptance()  # other proposers count it themselves
 
     def begin(self, training: bool, step: int) -> None:
@@ -158,7 +154,7 @@ class RooflineManager(Manager):
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
         plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
-        if self._trained is not None and not self._trained.trained:
+        if self._drafter_training is not None and not self._drafter_training.trained:
             return state, Choice.plain(f"{self._proposer.name} is not trained yet", plain_rate)
         # Ask the toggle.
         shape = (len(active.slots), state.cache.length, self._acceptance, active.standing_by)
@@ -174,7 +170,7 @@ class RooflineManager(Manager):
         self._length, strategy = length, self._strategy(length)
         state, drafted = draft(self._proposer, strategy, state, active, statistics, self._buckets)
         rows = drafted.rows
-        if isinstance(self._proposer, SelfProposer):
+        if self._proposer.only_chains:
             # The smallest pass that holds whole chains.
             needed = len(active.slots) * (length + 1)
             rows = next(rows for rows, nodes in sizes if rows >= needed and nodes >= length)
@@ -195,26 +191,21 @@ class RooflineManager(Manager):
     @property
     def _acceptance(self) -> float:
         """Probability that a draft is accepted, given that its predecessors are."""
-        return self._host_acceptance.rate if self._on_host else self._proposer.acceptance
+        return self._host_acceptance.rate if self._proposer.on_host else self._proposer.acceptance
 
     def _strategy(self, length: int) -> Strategy:
-        """The strategy of the drafter for a draft length."""
-        name = self._proposer.name
-        if isinstance(self._proposer, DeviceProposer):
-            tree = self._tree(length)
-            return Strategy(tree.depth, tree.top_k, tree.depth, name)
-        return Strategy(length, length if self._on_host else 1, length, name)
-
-    def _tree(self, length: int) -> DraftStrategy:
-        return min(self._proposer.drafter.strategies, key=lambda tree: abs(tree.depth - length))
+        """The strategy of the drafter for a draft length: as many nodes as levels."""
+        strategy = strategy_of(self._proposer, length)
+        return dataclasses.replace(strategy, nodes=strategy.depth)
 
     def _drafting(self, batch: int, context: int, chain: int) -> float | None:
         """Seconds of drafting chains; None for those of the self-drafter, which the roofline predicts."""
-        if isinstance(self._proposer, SelfProposer):
+        if self._proposer.only_chains:
             return None
-        if not isinstance(self._proposer, DeviceProposer):
+        if self._proposer.on_host:
             return 0.0  # drafting on the host costs next to nothing
-        return self._times.draft(batch, context, self._proposer.name, self._tree(chain))
+        tree = min(self._proposer.trees, key=lambda tree: abs(tree.depth - chain))
+        return self._times.draft(batch, context, self._proposer.name, tree)
 
     def record(self, record: PassRecord) -> None:
         if record.nodes is None:
@@ -226,7 +217,7 @@ class RooflineManager(Manager):
         judged, accepted = np.where(taken > kept, kept + 1, judged), np.minimum(taken, kept + 1)
         if self._training:
             self._step_acceptance.add(judged, accepted)
-        if self._on_host:
+        if self._proposer.on_host:
             # A drafter on the host that knew nothing further brings no more tokens than if it had been wrong.
             offered = np.where(record.choice.candidates.probability > 0, record.choice.proposal.levels, 0)
             stopped = (accepted == offered.max(axis=1)) & (accepted < self._length) & (judged == accepted)
@@ -237,7 +228,7 @@ class RooflineManager(Manager):
             "toggle_step": np.asarray([self._step], np.int64),
             "toggle_acceptance": self._step_acceptance.state(),
         }
-        if self._on_host:
+        if self._proposer.on_host:
             step["toggle_chains"] = self._host_acceptance.state()
         return self._schedule.state() | step
 
@@ -247,7 +238,7 @@ class RooflineManager(Manager):
             self._step = int(state["toggle_step"][0])
         if "toggle_acceptance" in state:
             self._step_acceptance.load_state(state["toggle_acceptance"])
-        if self._on_host and "toggle_chains" in state:
+        if self._proposer.on_host and "toggle_chains" in state:
             self._host_acceptance.load_state(state["toggle_chains"])
         names = self.state().keys()
         return {name: array for name, array in state.items() if name not in names}

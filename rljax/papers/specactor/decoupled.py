@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from drafters.device import AheadDrafter
+from drafters.device import AheadDrafting
 from rljax.cluster.window_costs import Affine
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor import SpecActorKeys
@@ -65,8 +65,8 @@ class DecoupledManager(Manager):
         self.begin(False, 0)
 
     @property
-    def _drafter(self) -> AheadDrafter:
-        return self._proposer.drafter
+    def _ahead(self) -> AheadDrafting:
+        return self._proposer.slots.ahead
 
     def begin(self, training: bool, step: int) -> None:
         """Everything is chosen anew."""
@@ -85,16 +85,14 @@ class DecoupledManager(Manager):
             return state, Choice.plain(reason, plain_rate)
         each = [chosen.others.get(request, chosen.all) for request in active.requests.tolist()]
         decoupled = chosen.all.mode == "decoupled"
-        self._drafter.use(
+        self._ahead.configure(
             active.slots,
             np.asarray([choice.window for choice in each], np.int32),
             np.asarray([choice.mode == "decoupled" for choice in each], bool),
-            goes_on=decoupled,
+            drafts_ahead=decoupled,
         )
         # Chains may be longer than a window where a pass had no room for all of them.
-        width = (
-            min(2 * self._drafter.window - 1, self._buckets.max_drafts) if decoupled else chosen.all.window
-        )
+        width = min(2 * self._ahead.window - 1, self._buckets.max_drafts) if decoupled else chosen.all.window
         strategy = Strategy(width, 1, width, self._proposer.name)
         state, drafted = draft(self._proposer, strategy, state, active, statistics, self._buckets)
         if not drafted.rows:
@@ -113,7 +111,7 @@ class DecoupledManager(Manager):
         return plan_
 
     def _choose(self, shape: tuple[int, int], active: ActiveSlots) -> _Plan:
-        requests, window = max(active.responses, 1), self._drafter.window
+        requests, window = max(active.responses, 1), self._ahead.window
         profile, acceptance = self._profile(shape, len(active.slots)), self._proposer.acceptance
         # Where nothing drafts beside, the devices of the drafter are idle: they are not the verifier's.
         choices = [
@@ -130,7 +128,7 @@ class DecoupledManager(Manager):
 
     def _profile(self, shape: tuple[int, int], slots: int) -> Profile:
         """Measured times of this shape: a drafter and a verifier, which take one group of devices each."""
-        (batch, length), tree = shape, self._drafter.strategies[-1]
+        (batch, length), tree = shape, self._proposer.trees[-1]
         drafting = self._times.draft(batch, length, self._proposer.name, tree) / tree.depth
         sizes = [rows for rows, _ in self._buckets.passes(batch)]
 

@@ -12,7 +12,9 @@ from jax import Array
 from jax.sharding import Mesh
 
 from rljax.engine.companion import Companion
+from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
+from rljax.engine.host_sync import Assignment
 from rljax.engine.self_drafting import SelfDrafts, margin_log_probability
 from rljax.engine.state import DecodeState
 from rljax.models.config import ModelConfig
@@ -39,7 +41,8 @@ class DecoupledCompanion(DraftingAhead, Companion):
         mesh: Mesh,
         window: int,
     ) -> None:
-        Companion.__init__(self, target, config, params, numerics, mesh)
+        chain = (DraftStrategy(window, 1, window),)
+        Companion.__init__(self, target, config, params, numerics, mesh, chain)
         self._plan_ahead(window, self.engine.eos_token_ids)
 
     def begin(self, batch: int, length: int) -> None:
@@ -50,9 +53,20 @@ class DecoupledCompanion(DraftingAhead, Companion):
         super().pretend(lengths)
         self._limits = self._sizes + self._state.cache.length
 
+    def insert(
+        self,
+        prefilled: Sequence[Sequence[int]],
+        assignments: Sequence[Assignment],
+        requests: Sequence[int],
+    ) -> None:
+        super().insert(prefilled, assignments, requests)
+        slots = [assignment.slot for assignment in assignments]
+        keys = [assignment.noise_key for assignment in assignments]
+        self.add_requests(slots, keys, [assignment.max_response for assignment in assignments])
+
     # -- drafting --------------------------------------------------------------------------------------------
 
-    def draft(self, target: DecodeState, steps: int, with_proposal: bool = False) -> SelfDrafts:
+    def draft_chains(self, target: DecodeState, steps: int, with_proposal: bool = False) -> SelfDrafts:
         """Compiles and times drafting: every slot's drafts are replaced by `steps` others at most."""
         self._settle()
         self._drop(np.arange(self.batch))
@@ -97,14 +111,14 @@ class DecoupledCompanion(DraftingAhead, Companion):
 
     # -- answers ---------------------------------------------------------------------------------------------
 
-    def advance(self, slots: Sequence[int], tokens: np.ndarray, counts: np.ndarray) -> None:
+    def follow(self, slots: Sequence[int], tokens: np.ndarray, counts: np.ndarray) -> None:
         """Notes an answer; it is taken over when the drafts that are under way are needed."""
         self.answered(slots, tokens, counts)
 
     def _settle(self) -> None:
         self._take_drafts()
         for answer in self._noted():
-            super().advance(*answer)
+            super().follow(*answer)
 
     def _answer(
         self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray

@@ -5,7 +5,6 @@ They draft the next window while the policy verifies the last one: see
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -13,14 +12,11 @@ from jax.sharding import AxisType, Mesh
 
 from drafters.base import Drafter
 from drafters.eagle.arguments import EagleArguments
-from drafters.eagle.drafter import EagleDrafter, PrefilledHead
-from drafters.eagle.drafting import DraftStrategy
+from drafters.eagle.drafter import EagleDrafter
 from drafters.names import checked_arguments, keys_of
 from drafters.small_model import SmallModelArguments, SmallModelDrafter
 from rljax.engine.companion import Companion
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment
-from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.sharding import replicated_axes
@@ -28,7 +24,6 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.papers.specactor import DecoupledConfig, SpecActorKeys
 from rljax.papers.specactor.decoupled_companion import DecoupledCompanion
-from rljax.papers.specactor.drafting_ahead import DraftingAhead
 from rljax.papers.specactor.slots_ahead import AheadHeadSlots
 
 
@@ -40,14 +35,7 @@ def make_ahead(config: SpecActorKeys) -> dict[str, Drafter]:
 
 
 class OnOwnDevices:
-    """What drafters share that draft ahead: their devices, and the windows of their slots.
-
-    Attributes:
-      window: the largest window, in tokens.
-      goes_on: whether `go_on` drafts; without, drafts are made between passes only.
-    """
-
-    _ahead: DraftingAhead | None
+    """What drafters share that draft ahead: their window, in tokens, and their devices."""
 
     def _take_devices(self, config: DecoupledConfig) -> None:
         """Sets window and devices; complains before anything is computed.
@@ -56,7 +44,6 @@ class OnOwnDevices:
           ConfigError: there are no such devices.
         """
         self.window, self._devices = config.window, config.devices
-        self.goes_on = True
         self._chosen(verifying=1)
 
     def _own_mesh(self, policy: Mesh | None, layer: ModelConfig, what: str) -> Mesh:
@@ -96,60 +83,6 @@ class OnOwnDevices:
             )
         return [devices[number] for number in numbers]
 
-    # -- windows ---------------------------------------------------------------------------------------------
-
-    def use(self, slots: np.ndarray, windows: np.ndarray, ahead: np.ndarray, goes_on: bool) -> None:
-        """Sets how far to draft from now on.
-
-        Args:
-          slots: int32 [n].
-          windows: int [n], the window of each, 0 for no drafts and at most `window`.
-          ahead: bool [n], see `DraftWindows.ahead`.
-          goes_on: see the attribute.
-        """
-        self.goes_on = goes_on
-        self._ahead.windows.windows[slots] = windows
-        self._ahead.windows.ahead[slots] = ahead
-
-    def ready(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what is to be verified, as `DraftingAhead.ready`; waits for drafts where none of the
-        slots has any, and where nothing is drafted beside passes.
-
-        Args:
-          slots: int32 [n], the slots of the pass.
-          length: positions of the target's cache.
-          width: most drafts of a slot.
-        """
-        ahead = self._ahead
-        tokens, scores = ahead.ready(slots, length, width)
-        if not self.goes_on or not (tokens >= 0).any():
-            ahead.fill(slots)
-            tokens, scores = ahead.ready(slots, length, width)
-        return tokens, scores
-
-    def go_on(self, slots: np.ndarray) -> None:
-        """The policy verifies drafts of `slots` now; drafts behind them meanwhile, and does not wait."""
-        if self.goes_on:
-            self._ahead.go_on(slots)
-
-    def measured(self) -> list[float]:
-        """Returns the seconds of a drafted token of every slot, of all new measurements."""
-        return self._ahead.measured()
-
-    def window_metrics(self) -> dict[str, float]:
-        """Returns, of the last rollout: windows drafted beside passes, the share that was ready in time, and
-        drafts thrown away, of a request and at most by one rejection.
-        """
-        if self._ahead is None:
-            return {}
-        counts = self._ahead.counts
-        return {
-            "decoupled_windows": float(counts.windows),
-            "decoupled_ready_share": counts.in_time / max(counts.windows, 1),
-            "decoupled_wasted": counts.wasted / max(counts.requests, 1),
-            "decoupled_most_wasted": float(counts.most_wasted),
-        }
-
 
 class DecoupledSmallModel(OnOwnDevices, SmallModelDrafter):
     """A checkpoint that drafts ahead.
@@ -167,14 +100,6 @@ class DecoupledSmallModel(OnOwnDevices, SmallModelDrafter):
     def __init__(self, arguments: SmallModelArguments, config: DecoupledConfig) -> None:
         SmallModelDrafter.__init__(self, arguments)
         self._take_devices(config)
-
-    @property
-    def _ahead(self) -> DecoupledCompanion | None:
-        return self._companion
-
-    def attach(self, engine: DecodeEngine) -> None:
-        self.strategies = (DraftStrategy(self.window, 1, self.window),)
-        self.companion(engine)
 
     def mesh(self, policy: Mesh | None) -> Mesh:
         """Returns the mesh of the devices that draft; see `_own_mesh` for errors."""
@@ -194,20 +119,9 @@ class DecoupledSmallModel(OnOwnDevices, SmallModelDrafter):
         """A rollout begins, whose windows are counted: the model does not follow the policy."""
         self._companion.count_anew()
 
-    def insert(
-        self,
-        prefilled: Sequence[Sequence[int]],
-        assignments: Sequence[Assignment],
-        requests: Sequence[int],
-    ) -> None:
-        super().insert(prefilled, assignments, requests)
-        slots = [assignment.slot for assignment in assignments]
-        keys = [assignment.noise_key for assignment in assignments]
-        self._companion.entitle(slots, keys, [assignment.max_response for assignment in assignments])
-
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of `SmallModelDrafter` and of `window_metrics`."""
-        return super().metrics() | self.window_metrics()
+        """Returns the metrics of `SmallModelDrafter` and of `DraftingAhead`."""
+        return super().metrics() | ({} if self._companion is None else self._companion.metrics())
 
 
 class DecoupledEagle(OnOwnDevices, EagleDrafter):
@@ -232,39 +146,20 @@ class DecoupledEagle(OnOwnDevices, EagleDrafter):
                 )
         EagleDrafter.__init__(self, arguments)
         self._take_devices(config)
-        self._ahead = None
 
-    def attach(self, engine: DecodeEngine) -> None:
-        self._engine = engine
-        mesh = self._own_mesh(engine.mesh, self.config.layer, "head")
-        self.slots = AheadHeadSlots(self.config, engine, mesh, self.window, self.arguments.unread_bytes)
-        self._ahead = self.slots
-        self.strategies = (DraftStrategy(self.window, 1, self.window),)
+    def attach(self, engine: DecodeEngine) -> AheadHeadSlots:
+        self.engine = engine
+        mesh, unread_bytes = (
+            self._own_mesh(engine.mesh, self.config.layer, "head"),
+            self.arguments.unread_bytes,
+        )
+        self.slots = AheadHeadSlots(self.config, engine, self.collector, mesh, self.window, unread_bytes)
+        return self.slots
 
     def refresh(self, params: Params) -> None:
         super().refresh(params)
         self.slots.count_anew()
 
-    def pretend(self, state: DecodeState) -> None:
-        self.slots.pretend(state)
-
-    def insert(
-        self, prefilled: PrefilledHead, assignments: Sequence[Assignment], requests: Sequence[int]
-    ) -> None:
-        super().insert(prefilled, assignments, requests)
-        self.slots.enter(
-            [assignment.slot for assignment in assignments],
-            [prefilled.sizes[assignment.row] for assignment in assignments],
-            [assignment.noise_key for assignment in assignments],
-            [assignment.max_response for assignment in assignments],
-        )
-
-    def append(
-        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
-    ) -> None:
-        super().append(slots, sizes, tokens, counts)
-        self.slots.resize(slots, (np.asarray(sizes) + np.asarray(counts)).tolist())
-
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of `EagleDrafter` and of `window_metrics`."""
-        return super().metrics() | self.window_metrics()
+        """Returns the metrics of `EagleDrafter` and of `DraftingAhead`."""
+        return super().metrics() | self.slots.metrics()

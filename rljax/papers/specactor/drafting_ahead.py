@@ -4,12 +4,11 @@ A drafter that drafts ahead shares no array with the target, so that neither wai
 positions, limits and noise keys that it drafts with are kept on the host, where they are known before the
 target's next pass. `DraftWindows` says how far it may go on behind drafts that are not answered yet.
 
-    tokens, scores = ahead.ready(slots, length, width)  # what to verify now
-    ahead.fill(slots)                      # drafts where nothing is ready, and waits for it
-    ahead.go_on(slots)                     # while the target verifies: as if all were accepted
+    tokens, scores = ahead.take_drafts(slots, length, width)  # what to verify now; waits if nothing is there
+    ahead.draft_ahead(slots)               # while the target verifies: as if all were accepted
     ahead.answered(slots, tokens, counts)  # the answer, taken over with what was drafted meanwhile
 
-`DraftingAhead` is the protocol; a small model (`decoupled_companion.py`) and an EAGLE head
+`DraftingAhead` is what drafters share; a small model (`decoupled_companion.py`) and an EAGLE head
 (`rljax/papers/specactor/slots_ahead.py`) add how they draft.
 """
 
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jax import Array
 
+from drafters.device import AheadDrafting
 from rljax.papers.specactor.draft_windows import DraftWindows
 
 
@@ -42,8 +42,8 @@ class WindowCounts:
     most_wasted: int = 0
 
 
-class DraftingAhead:
-    """The windows of a drafter with a state of its own for every slot of the target.
+class DraftingAhead(AheadDrafting):
+    """The windows of a drafter with a state of its own for every slot of the target; its `AheadDrafting`.
 
     What a subclass adds is `_sizes`, int32 [B], the known tokens of each slot, 0 for one without a request;
     `_draft_behind`; and `_settle`.
@@ -52,9 +52,16 @@ class DraftingAhead:
       window: most tokens that are drafted at a time.
       windows: the unanswered drafts, and how far to draft.
       counts: counts since `count_anew`.
+      drafts_ahead: whether `draft_ahead` drafts; without, drafts are made between passes only.
     """
 
     _sizes: np.ndarray
+    drafts_ahead = True
+
+    @property
+    def ahead(self) -> AheadDrafting:
+        """See `SlotDrafter`."""
+        return self
 
     def _plan_ahead(self, window: int, eos_token_ids: Sequence[int]) -> None:
         """Sets what does not change from rollout to rollout."""
@@ -75,7 +82,9 @@ class DraftingAhead:
         self._since = 0.0  # when this was begun, by `time.perf_counter`
         self._measured: list[float] = []
 
-    def entitle(self, slots: Sequence[int], keys: Sequence[np.ndarray], responses: Sequence[int]) -> None:
+    def add_requests(
+        self, slots: Sequence[int], keys: Sequence[np.ndarray], responses: Sequence[int]
+    ) -> None:
         """Requests have entered `slots`: their noise keys, uint32 [2] each, and the most response tokens that
         each may still get.
         """
@@ -87,33 +96,36 @@ class DraftingAhead:
 
     # -- drafting --------------------------------------------------------------------------------------------
 
+    def configure(
+        self, slots: np.ndarray, windows: np.ndarray, ahead: np.ndarray, drafts_ahead: bool
+    ) -> None:
+        self.drafts_ahead = drafts_ahead
+        self.windows.windows[slots], self.windows.ahead[slots] = windows, ahead
+
     def fill(self, slots: np.ndarray) -> None:
         """Drafts a window for those of `slots` that have no drafts, and waits for it."""
         self._settle()
         self._begin_to_draft(slots[self.windows.unanswered[slots] == 0])
         self._settle()
 
-    def ready(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first `width` drafts of each of n slots: tokens, int32 [n, width], -1 behind the last, and how
-        sure the drafter is of them and of all before, float32 [n, width].
-
-        Args:
-          length: positions of the target's cache, for what is drafted from now on.
-        """
+    def take_drafts(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Waits for drafts where none of the slots has any, and where nothing is drafted beside passes."""
         self._settle()
         self._grow(length)
+        if not self.drafts_ahead or not self.windows.unanswered[slots].any():
+            self.fill(slots)
         tokens, scores = self.windows.chains[slots, :width], self.windows.scores[slots, :width]
         missing = [(0, 0), (0, width - tokens.shape[1])]
         tokens = np.pad(tokens, missing, constant_values=-1)
         return tokens, np.cumsum(np.pad(scores, missing), axis=1)
 
-    def go_on(self, slots: np.ndarray) -> None:
-        """Begins to draft behind the drafts of `slots`, as if all of these were accepted, and does not wait.
-
-        The target's pass over these slots is under way; `answered` brings its answer.
+    def draft_ahead(self, slots: np.ndarray) -> None:
+        """Begins to draft behind the drafts of `slots`, as if all of these were accepted; `answered` brings
+        the answer of the target's pass.
         """
-        self._settle()
-        self._begin_to_draft(slots)
+        if self.drafts_ahead:
+            self._settle()
+            self._begin_to_draft(slots)
 
     def _begin_to_draft(self, slots: np.ndarray) -> None:
         batch = len(self._sizes)
@@ -163,10 +175,22 @@ class DraftingAhead:
             self.counts.in_time += int(self._under_way[1].is_ready())
         self._answers.append((np.asarray(slots, np.int32), tokens, np.asarray(counts)))
 
-    def measured(self) -> list[float]:
-        """Seconds of a drafted token of every slot, of all drafts since that the host has waited for."""
+    def step_seconds(self) -> list[float]:
+        """Of all drafts that the host has waited for."""
         seconds, self._measured = self._measured, []
         return seconds
+
+    def metrics(self) -> dict[str, float]:
+        """Returns, of the last rollout: windows drafted beside passes, the share that was ready in time, and
+        drafts thrown away, of a request and at most by one rejection.
+        """
+        counts = self.counts
+        return {
+            "decoupled_windows": float(counts.windows),
+            "decoupled_ready_share": counts.in_time / max(counts.windows, 1),
+            "decoupled_wasted": counts.wasted / max(counts.requests, 1),
+            "decoupled_most_wasted": float(counts.most_wasted),
+        }
 
     def _settle(self) -> None:
         """Takes over drafts that are under way, and then answers, by `_take_drafts` and `_noted`."""

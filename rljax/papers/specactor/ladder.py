@@ -18,7 +18,6 @@ import numpy as np
 from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.pass_plan import PassEstimate
 from rljax.speculation.acceptance import ChainAcceptance
-from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposer
@@ -225,16 +224,13 @@ class LadderCosts:
 
 def _draft_cost(proposer: Proposer, times: PassTimes, length: int, batches: Sequence[int]) -> Affine:
     """Seconds of drafting one token for every response: a line through the measured batches."""
-    if isinstance(proposer, SelfProposer):
-        seconds = [times.draft(batch, length, proposer.name) for batch in batches]
-    elif isinstance(proposer, DeviceProposer):
-        strategies = proposer.drafter.strategies
-        seconds = [
-            min(times.draft(batch, length, proposer.name, tree) / tree.depth for tree in strategies)
-            for batch in batches
-        ]
-    else:  # drafting on the host costs next to nothing
+    if proposer.on_host:  # which costs next to nothing
         return Affine(0.0, 0.0)
+    trees = proposer.trees or (None,)
+    seconds = [
+        min(times.draft(batch, length, proposer.name, tree) / (tree.depth if tree else 1) for tree in trees)
+        for batch in batches
+    ]
     if len(seconds) == 1:
         return Affine(0.0, seconds[0])
     slope, fixed = np.polyfit(batches, seconds, 1)

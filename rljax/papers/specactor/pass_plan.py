@@ -15,12 +15,10 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.state import DecodeState
 from rljax.processes import agree
 from rljax.requests import DecodeStatistics
-from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import expected_tokens
-from rljax.speculation.managers.drafting import Drafted
+from rljax.speculation.managers.drafting import Drafted, strategy_of
 from rljax.speculation.mixing import Mixer
 from rljax.speculation.proposals import ActiveSlots, Proposer
-from rljax.speculation.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,17 +193,6 @@ def draft_plan(
     (seconds,) = agree(time.perf_counter() - start)
     drafted = Drafted.of(proposal, proposal.usable, seconds, state.batch, active, buckets)
     return state, drafted, {each.name: each.usable.any(axis=1) for each in proposals}
-
-
-def strategy_of(proposer: Proposer, window: int) -> Strategy:
-    """The strategy that drafts about `window` tokens: a chain, a tree of any shape, or of the trees that the
-    drafter has, the one whose depth is nearest.
-    """
-    if isinstance(proposer, DeviceProposer):
-        tree = min(proposer.drafter.strategies, key=lambda tree: abs(tree.depth - window))
-        return Strategy(tree.depth, tree.top_k, min(tree.nodes, max(window, tree.depth)), proposer.name)
-    top_k = 1 if isinstance(proposer, SelfProposer) else window
-    return Strategy(window, top_k, window, proposer.name)
 
 
 def _window(entries: Entries, drafter: str) -> int:

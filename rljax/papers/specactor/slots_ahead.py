@@ -12,13 +12,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
-from drafters.eagle.drafting import DraftStrategy, ScoredTree
+from drafters.eagle.collecting import FeatureCollector
 from drafters.eagle.drafting_behind import draft_behind
 from drafters.eagle.model import HeadConfig
-from drafters.eagle.slots import HeadSlots
+from drafters.eagle.slots import HeadSlots, PrefilledHead
 from rljax import target
+from rljax.engine.draft_tree import DraftStrategy, ScoredTree
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import DecodeResult
+from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor.drafting_ahead import DraftingAhead
 from rljax.sharding import replicated_sharding, vocab_parts
@@ -28,58 +29,67 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
     """A head that drafts ahead.
 
     Args:
-      config, engine, unread_bytes: see `HeadSlots`.
+      config, engine, collector, unread_bytes: see `HeadSlots`.
       mesh: its devices.
       window: most tokens that it drafts at a time.
     """
 
     def __init__(
-        self, config: HeadConfig, engine: DecodeEngine, mesh: Mesh, window: int, unread_bytes: int
+        self,
+        config: HeadConfig,
+        engine: DecodeEngine,
+        collector: FeatureCollector,
+        mesh: Mesh,
+        window: int,
+        unread_bytes: int,
     ) -> None:
-        HeadSlots.__init__(self, config, engine, 3 * window, unread_bytes, mesh)
+        chain = (DraftStrategy(window, 1, window),)
+        HeadSlots.__init__(self, config, engine, chain, collector, 3 * window, unread_bytes, mesh)
         self._plan_ahead(window, engine.eos_token_ids)
         # Numbers of unanswered drafts that programs read, rounded up: none, a window, and the most.
         self._unanswered_sizes = sorted({0, window, 2 * window - 2})
 
     # -- slots -----------------------------------------------------------------------------------------------
 
-    def start(self, batch: int) -> None:
+    def start(self, batch: int, lengths: np.ndarray | None = None) -> None:
         super().start(batch)
         self._begin_ahead(batch)
         self._sizes = np.zeros(batch, np.int32)
         self._cache_length = self._engine.buckets.cache[0]
+        if lengths is not None:  # as if every slot held the pairs of so many tokens
+            placed = target.put(np.asarray(lengths, np.int32), self._state.lengths.sharding)
+            self._state = dataclasses.replace(self._state, lengths=placed)
+            self._sizes, self._limits = lengths + 1, lengths + 1 + self._length
 
-    def enter(
-        self,
-        slots: Sequence[int],
-        sizes: Sequence[int],
-        keys: Sequence[np.ndarray],
-        responses: Sequence[int],
+    def insert(
+        self, prefilled: PrefilledHead, assignments: Sequence[Assignment], requests: Sequence[int]
     ) -> None:
-        """Requests were inserted into `slots`: tokens of each, and what `entitle` takes."""
-        self._settle()
-        self._sizes[list(slots)] = sizes
-        self.windows.drop(np.asarray(slots, np.int32))
-        self.entitle(slots, keys, responses)
+        super().insert(prefilled, assignments, requests)
+        slots = [assignment.slot for assignment in assignments]
+        self._resize(slots, [prefilled.sizes[assignment.row] for assignment in assignments])
+        self.add_requests(
+            slots,
+            [assignment.noise_key for assignment in assignments],
+            [assignment.max_response for assignment in assignments],
+        )
 
-    def resize(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
-        """Slots that `forget` has emptied have so many tokens now."""
-        self._settle()
-        self._sizes[list(slots)] = sizes
-        self.windows.drop(np.asarray(slots, np.int32))
-
-    def pretend(self, state: DecodeState) -> None:
-        """To time drafting: as if every slot held the pairs of `state`'s tokens."""
-        lengths = np.asarray(state.lengths, np.int32)
-        placed = target.put(lengths, self._state.lengths.sharding)
-        self._state = dataclasses.replace(self._state, lengths=placed)
-        self._sizes, self._limits = lengths + 1, lengths + 1 + self._length
-
-    def advance(self, result: DecodeResult) -> np.ndarray:
-        counts = super().advance(result)
+    def advance(self, result: DecodeResult) -> None:
+        super().advance(result)
+        counts = (result.tokens >= 0).sum(axis=1)
         slots = np.flatnonzero(counts)
         self.answered(slots, result.tokens[slots], counts[slots])
-        return counts
+
+    def append(
+        self, slots: Sequence[int], sizes: Sequence[int], tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        super().append(slots, sizes, tokens, counts)
+        self._resize(slots, np.asarray(sizes) + np.asarray(counts))
+
+    def _resize(self, slots: Sequence[int], sizes: Sequence[int] | np.ndarray) -> None:
+        """Slots have so many tokens now, and no drafts."""
+        self._settle()
+        self._sizes[list(slots)] = sizes
+        self.windows.drop(np.asarray(slots, np.int32))
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
         self._settle()

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
-from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
-from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.proposals import Proposer
 from rljax.speculation.strategies import MIXED, Arm, Strategy
 
@@ -30,9 +28,9 @@ def default_strategies(proposers: Sequence[Proposer], room: int, mix: bool) -> l
       mix: also mix the first drafter on the host with each one on the device: these fail in different places.
     """
     sizes = {proposer.name: _sizes(proposer, room) for proposer in proposers}
-    host = next((proposer for proposer in proposers if isinstance(proposer, HostProposer)), None)
+    host = next((proposer for proposer in proposers if proposer.on_host), None)
     for proposer in proposers if mix and host is not None else ():
-        if not isinstance(proposer, HostProposer):
+        if not proposer.on_host:
             shapes = {(depth, top_k, room) for depth, top_k, _ in sizes[proposer.name]}
             sizes[f"{host.name}{MIXED}{proposer.name}"] = shapes
     return [Strategy(*size, name) for name, known in sizes.items() for size in sorted(known)]
@@ -40,10 +38,10 @@ def default_strategies(proposers: Sequence[Proposer], room: int, mix: bool) -> l
 
 def _sizes(proposer: Proposer, room: int) -> set[tuple[int, int, int]]:
     """Depth, top_k and nodes of some strategies of a drafter."""
-    if isinstance(proposer, SelfProposer):
+    if proposer.only_chains:
         return {(length, 1, length) for length in (min(each, room) for each in _CHAIN_LENGTHS)}
-    if isinstance(proposer, DeviceProposer):
-        most = [(tree.depth, tree.top_k, min(tree.nodes, room)) for tree in proposer.drafter.strategies]
+    if proposer.trees:
+        most = [(tree.depth, tree.top_k, min(tree.nodes, room)) for tree in proposer.trees]
         return {(*shape, nodes) for *shape, largest in most for nodes in (largest, max(largest // 2, 1))}
     return {(nodes, nodes, nodes) for nodes in (min(each, room) for each in _NODES)}  # trees of any shape
 

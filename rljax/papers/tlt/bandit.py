@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafters.device import TrainedDrafter
 from rljax.engine.state import DecodeState
 from rljax.papers.tlt import TltKeys
 from rljax.papers.tlt.arms import arms_by_batch, arms_by_threshold, default_strategies, room_per_slot
@@ -243,7 +242,7 @@ class BanditManager(Manager):
         else:
             arms = arms_by_batch(strategies, self._buckets, setup.max_batch)
         self._bandit = BegMab(arms, config.epsilon, config.window, setup.seed)
-        self._trained = [proposer for proposer in proposers if isinstance(proposer.drafter, TrainedDrafter)]
+        self._trained = [proposer for proposer in proposers if proposer.drafter.training is not None]
 
     def begin(self, training: bool, step: int) -> None:
         self._mixer.forget()  # the bandit's window forgets by itself
@@ -253,7 +252,7 @@ class BanditManager(Manager):
     ) -> tuple[DecodeState, Choice]:
         # A drafter that is not trained yet is not an arm.
         for proposer in self._trained:
-            self._bandit.set_available(proposer.name, proposer.drafter.trained)
+            self._bandit.set_available(proposer.name, proposer.drafter.training.trained)
         # Those standing by wait for this pass, too, so they share its rate.
         responses = len(active.slots) + active.standing_by
         batch = responses if self._range_of else state.batch

@@ -13,7 +13,6 @@ from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.processes import agree
 from rljax.requests import DecodeStatistics
-from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_choice import Candidates, Choice
 from rljax.speculation.pass_times import PassTimes
@@ -32,14 +31,13 @@ def strategies_of(setup: Setup, config: SpeculationKeys) -> tuple[Strategy, ...]
     for strategy, proposer in itertools.product(strategies, proposers):
         if proposer.name not in strategy.drafters:
             continue
-        if isinstance(proposer, SelfProposer):
-            if strategy.depth > max_drafts or strategy.top_k > 1:
-                raise ConfigError(
-                    f"speculation.strategies: {strategy}: {proposer.name} drafts chains, of up to"
-                    f" speculation.max_drafts {max_drafts} tokens; give it top_k 1 and no more depth"
-                )
-        elif isinstance(proposer, DeviceProposer):
-            offered = [(tree.depth, tree.top_k) for tree in proposer.drafter.strategies]
+        if proposer.only_chains and (strategy.depth > max_drafts or strategy.top_k > 1):
+            raise ConfigError(
+                f"speculation.strategies: {strategy}: {proposer.name} drafts chains, of up to"
+                f" speculation.max_drafts {max_drafts} tokens; give it top_k 1 and no more depth"
+            )
+        if proposer.trees:
+            offered = [(tree.depth, tree.top_k) for tree in proposer.trees]
             if (strategy.depth, strategy.top_k) not in offered:
                 trees = ", ".join(f"{depth}/{top_k}" for depth, top_k in offered)
                 raise ConfigError(
@@ -47,6 +45,16 @@ def strategies_of(setup: Setup, config: SpeculationKeys) -> tuple[Strategy, ...]
                     f" depth/top_k {trees}; see its arguments"
                 )
     return strategies
+
+
+def strategy_of(proposer: Proposer, window: int) -> Strategy:
+    """The strategy that drafts about `window` tokens: a chain, a tree of any shape, or of the trees that the
+    drafter has, the one whose depth is nearest.
+    """
+    if proposer.trees:
+        tree = min(proposer.trees, key=lambda tree: abs(tree.depth - window))
+        return Strategy(tree.depth, tree.top_k, min(tree.nodes, max(window, tree.depth)), proposer.name)
+    return Strategy(window, 1 if proposer.only_chains else window, window, proposer.name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """When the head learns in the loop, from what, and what becomes of its saves; nothing is computed here."""
 
+import collections
 import types
 
 import numpy as np
@@ -10,7 +11,8 @@ from drafters.base import DraftRequest, Sampled
 from drafters.eagle import drafter as module
 from drafters.eagle import saving, time_budget
 from drafters.eagle.arguments import EagleArguments
-from drafters.eagle.drafter import EagleDrafter, PrefilledHead
+from drafters.eagle.drafter import EagleDrafter
+from drafters.eagle.slots import HeadSlots, PrefilledHead
 from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError, DrafterError
 from rljax.numerics.rows import Numerics
@@ -50,18 +52,31 @@ class Trainer:
         assert not state
 
 
-class Slots:
-    numerics = types.SimpleNamespace(dtype=np.float32)
+class Slots(HeadSlots):
+    """Computes nothing, and absorbs features at once, those of two host syncs at a time."""
 
-    def insert(self, *of):
+    numerics = types.SimpleNamespace(dtype=np.float32)
+    unread_bytes = -1
+
+    def __init__(self, collector):
+        self._collector = collector
+        self._state = types.SimpleNamespace(lengths=np.zeros(3))
+        self.start(3)
+
+    def start(self, batch):
+        self._unread, self._unread_size, self._held = collections.deque(), 0, np.zeros(batch, np.int64)
+
+    def use(self, *of):
         pass
 
-    use = forget = insert
+    _insert = _forget = use
 
-    def advance(self, result):
-        return result.counts
+    def _here(self, states):
+        return states
 
-    def make_room(self):
+    def _absorb_oldest(self):
+        self._unread.clear()
+        self._unread_size = -1
         return 2
 
 
@@ -76,8 +91,9 @@ def clock(monkeypatch):
 
 def make(clock, **args):
     drafter = EagleDrafter(EagleArguments(**args))
-    drafter._engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
-    drafter.slots, drafter._trainer, drafter.config = Slots(), Trainer(clock), None
+    drafter.engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
+    drafter.trainer = drafter.collector.trainer = Trainer(clock)
+    drafter.slots, drafter.config = Slots(drafter.collector), None
     drafter.refresh(policy())
     return drafter
 
@@ -96,7 +112,7 @@ def test_training_stops_with_its_budget(clock, inside, left):
     done = sum(drafter.train() for _ in range(inside))
     assert done == 3 - left
     drafter.learn([])
-    assert drafter._trainer.slices == 3
+    assert drafter.trainer.slices == 3
     clock.now += 1000.0  # an update of the policy: no time of the rollouts
     drafter.begin([])
     assert not drafter.train()
@@ -110,13 +126,13 @@ def test_a_step_is_a_policy(clock):
         drafter.refresh(weights)
         drafter.begin([])
         drafter.learn([])
-    assert drafter._trainer.steps == [] and drafter._trainer.slices == 6
+    assert drafter.trainer.steps == [] and drafter.trainer.slices == 6
     resumed = make(clock, train_below=0)
     resumed.load_state(drafter.state())
     for each in (drafter, resumed):
         each.refresh(policy())  # an evaluation's copy, and then the next step's
         each.refresh(policy())
-        assert each._trainer.steps == [1] and int(each.state()["step"]) == 1
+        assert each.trainer.steps == [1] and int(each.state()["step"]) == 1
 
 
 def test_it_trains_in_every_nth_step(clock):
@@ -124,9 +140,9 @@ def test_it_trains_in_every_nth_step(clock):
     slices = []
     for step in range(7):
         drafter._step, drafter._slices = step, 0
-        before = drafter._trainer.slices
+        before = drafter.trainer.slices
         drafter.learn([])
-        slices.append(drafter._trainer.slices - before)
+        slices.append(drafter.trainer.slices - before)
     assert slices == [2, 0, 0, 2, 0, 0, 2]
 
 
@@ -136,44 +152,44 @@ def test_the_share_of_the_step_before_reaches_the_buffer(monkeypatch):
     monkeypatch.setattr(module, "rope_table", lambda *args: None)
     drafter = EagleDrafter(EagleArguments(previous_share=0.25))
     nothing = types.SimpleNamespace(config=None, numerics=Numerics(), mesh=None)
-    drafter.config = drafter._engine = drafter.slots = nothing
-    drafter._loaded = {}
-    drafter._make_trainer({})
+    drafter.config = drafter.engine = drafter.slots = nothing
+    drafter.make_trainer({})
     assert settings[0].previous_share == 0.25
 
 
 def visit(counts):
-    states = np.zeros((len(counts), 4, 3, 2), np.float32)
-    return types.SimpleNamespace(states=states, counts=np.asarray(counts))
+    states, tokens = np.zeros((len(counts), 4, 3, 2), np.float32), np.arange(4) < np.asarray(counts)[:, None]
+    return types.SimpleNamespace(states=states, tokens=tokens.astype(np.int32) - 1)
 
 
 def test_responses_that_run_count_against_the_buffer(clock):
     """Of room for 24 tokens, half may be theirs; the shortest is given up for it."""
     drafter = make(clock, buffer_bytes=24 * TOKEN)
     drafter.begin([DraftRequest((1, 2, 3), None)] * 3)
-    prompts = PrefilledHead(None, np.zeros((3, 2, 3, 2), np.float32), (3, 3, 3))
-    drafter.insert(prompts, [Assignment(row, row, None, 9) for row in range(3)], range(3))
-    assert drafter._trainer.reserved == 6 * TOKEN
-    drafter.advance(visit([4, 1, 1]))
-    assert drafter._trainer.reserved == 12 * TOKEN
+    prefix = types.SimpleNamespace(cache=types.SimpleNamespace(length=4))
+    prompts = PrefilledHead(prefix, np.zeros((3, 2, 3, 2), np.float32), (3, 3, 3))
+    drafter.slots.insert(prompts, [Assignment(row, row, None, 9) for row in range(3)], range(3))
+    assert drafter.trainer.reserved == 6 * TOKEN
+    drafter.slots.advance(visit([4, 1, 1]))
+    assert drafter.trainer.reserved == 12 * TOKEN
     assert drafter.metrics()["head/dropped_running"] == 0
-    drafter.advance(visit([1, 1, 2]))
-    assert drafter._trainer.reserved == 12 * TOKEN  # 7 of the first, 5 of the third
+    drafter.slots.advance(visit([1, 1, 2]))
+    assert drafter.trainer.reserved == 12 * TOKEN  # 7 of the first, 5 of the third
     assert drafter.metrics()["head/dropped_running"] == 1
     counts, ended = np.asarray([5, 2, 3], np.int32), np.ones(3, bool)
     tokens = np.zeros((3, 5), np.int32)
     drafter.observe(Sampled(np.arange(3), tokens, counts, counts, counts, ended))
-    assert drafter._trainer.lengths == [7, 5] and drafter._trainer.reserved == 0
+    assert drafter.trainer.lengths == [7, 5] and drafter.trainer.reserved == 0
 
 
 def test_contexts_are_counted_over_the_run(clock):
     drafter = make(clock)
     drafter.begin([])
-    drafter.advance(visit([1, 0]))
-    drafter.append([0, 1], [4, 4], np.zeros((2, 1), np.int32), np.ones(2, np.int32))
+    drafter.slots.advance(visit([1, 0]))
+    drafter.slots.append([0, 1], [4, 4], np.zeros((2, 1), np.int32), np.ones(2, np.int32))
     resumed = make(clock)
     resumed.load_state(drafter.state())
-    resumed.advance(visit([1, 0]))
+    resumed.slots.advance(visit([1, 0]))
     assert resumed.metrics()["head/absorbed_early"] == 4
     assert resumed.metrics()["head/lost_contexts"] == 2
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from drafters.eagle.data import pack_next, windows
-from drafters.eagle.head_session import HeadSession
 from drafters.eagle.model import HeadConfig, head_shapes, init_head
 from drafters.eagle.objective import HeadTraining, published_training
+from drafters.eagle.spot import HeadSession
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import CheckpointError

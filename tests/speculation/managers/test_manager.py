@@ -12,8 +12,7 @@ from rljax.engine.buckets import Buckets
 from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
-from rljax.speculation.device_proposers import DeviceProposer
-from rljax.speculation.drafter_group import DrafterGroup
+from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.drafting import strategies_of
 from rljax.speculation.managers.expected import ExpectedManager
@@ -33,6 +32,7 @@ from tests.speculation.speculators import (
     check_log,
     check_plainly,
     check_tokens,
+    device_proposer,
     learn,
     listen,
     make_engine,
@@ -71,13 +71,13 @@ def test_samples_of_a_prompt_wait_for_its_first_where_they_draft_from_one_anothe
     """Else what is likely to be long begins first, all of it, as in plain decoding."""
     prompts = sorted({request.prompt_ids for request in requests})[:3]
     asked = [dataclasses.replace(requests[0], prompt_ids=prompts[i // 3]) for i in range(9)]
-    started, insert = [], DrafterGroup.insert
+    started, insert = [], DrafterSlots.insert
 
     def inserting(self, prefilled, assignments, requests):
         started.extend(requests)
         insert(self, prefilled, assignments, requests)
 
-    monkeypatch.setattr(DrafterGroup, "insert", inserting)
+    monkeypatch.setattr(DrafterSlots, "insert", inserting)
     speculator = make_speculator(names, strategy_choice("expected"))
     monkeypatch.setattr(speculator.lengths, "expected", lambda prompt_ids: 1.0)
     roll_out(speculator, params, asked)
@@ -268,8 +268,7 @@ def test_only_a_drafter_that_promises_more_than_the_best_so_far_drafts(promises,
 
 def test_levels_that_had_no_room_in_a_pass_are_not_refused():
     """Chains of eight, of which three nodes each were verified; the last slot's second one was wrong."""
-    drafter = SimpleNamespace(strategies=(None,))
-    proposer = DeviceProposer("small_model", drafter, None, None)
+    proposer = device_proposer("small_model")
     nodes = np.zeros((4, 8), np.int32)
     parents = nodes + np.arange(-1, 7)
     parents[:, 3:] = 99  # what is no node may have any

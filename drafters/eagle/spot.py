@@ -22,7 +22,7 @@ from rljax.models.transformer import Params
 
 
 class HeadSession:
-    """See the module's docstring.
+    """A head in training; see the module's docstring.
 
     Args:
       trainer: a new one.
