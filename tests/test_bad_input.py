@@ -54,7 +54,7 @@ def world(tmp_path_factory):
     for step in (1, 2):
         run.state.step = step
         files.append_metrics({"step": step})
-        files.append_decisions(step, [])
+        files.append_decisions(step, [{"drafter": "plain", "tokens": 1}])
         saving.save(run, None)
     checkpoints.close()
     return directory

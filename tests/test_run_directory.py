@@ -154,12 +154,12 @@ DECISIONS = [{"drafter": "srt", "tokens": 12, "seconds": 0.5}, {"drafter": "plai
 def test_decisions_round_trip(run):
     assert run.read_decisions() == []
     run.append_decisions(1, DECISIONS)
-    run.append_decisions(2, [])
-    assert run.read_decisions() == [(1, DECISIONS), (2, [])]
+    run.append_decisions(2, [])  # no line
+    assert run.read_decisions() == [(1, DECISIONS)]
     assert run.read_metrics() == []  # a file of their own
     with pytest.raises(ValueError, match="JSON compliant"):
         run.append_decisions(3, [{"seconds": math.nan}])
-    assert len(run.decisions_path.read_bytes().splitlines()) == 2
+    assert len(run.decisions_path.read_bytes().splitlines()) == 1
 
 
 def test_a_resumed_run_drops_later_decisions(run):
@@ -171,7 +171,7 @@ def test_a_resumed_run_drops_later_decisions(run):
     run.metrics_path.unlink()  # what is counted is metrics alone
     assert run.truncate_after(2) == 0
     assert run.decisions_path.read_bytes() == b"".join(lines[:2])
-    run.append_decisions(3, [])
+    run.append_decisions(3, DECISIONS)
     assert [step for step, _ in run.read_decisions()] == [1, 2, 3]
     run.truncate_after(-1)
     assert run.read_decisions() == []
@@ -182,8 +182,8 @@ def test_half_written_decisions_disappear(run):
     whole = run.decisions_path.read_bytes()
     run.decisions_path.write_bytes(whole + whole[:-1])
     assert run.read_decisions() == [(1, DECISIONS)]
-    run.append_decisions(2, [])
-    assert run.read_decisions() == [(1, DECISIONS), (2, [])]
+    run.append_decisions(2, DECISIONS)
+    assert run.read_decisions() == [(1, DECISIONS), (2, DECISIONS)]
 
 
 def test_a_corrupt_line_of_decisions_is_named(run):

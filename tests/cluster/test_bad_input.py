@@ -88,9 +88,9 @@ def test_training_in_idle_time_that_cannot_be(config_with):
     with pytest.raises(ConfigError, match=r"^cluster.spot.idle: with rollout.max_staleness no rollout ends"):
         check_with_workers(config)
     config = config_with("cluster.workers=2", "cluster.spot.idle=1")
-    for drafters in ({}, {"srt": object()}):
+    for training in ({}, {"srt": types.SimpleNamespace(spot=None)}):
         with pytest.raises(ConfigError, match=r"^cluster.spot.idle: no drafter is trained; set speculation"):
-            check_spot(types.SimpleNamespace(drafters=drafters), config.cluster)
+            check_spot(types.SimpleNamespace(training=training), config.cluster)
     check_spot(None, config_with().cluster)
 
 

@@ -125,7 +125,7 @@ for label, mesh in each_mesh():
 PRODUCTS = """
 from drafters.quantized import QuantizedPolicy, WeightFormat, weight_layouts
 from rljax.models.config import ModelConfig
-from rljax.models.linear import product
+from rljax.kernels.linear import product
 from rljax.models.transformer import init_params
 from rljax.numerics.quantized import dequantize
 from rljax.models.sharding import shard_params

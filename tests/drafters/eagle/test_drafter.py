@@ -93,7 +93,8 @@ def make(clock, **args):
     drafter = EagleDrafter(EagleArguments(**args))
     drafter.engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
     drafter.trainer = drafter.collector.trainer = Trainer(clock)
-    drafter.slots, drafter.config = Slots(drafter.collector), None
+    drafter.slots = Slots(drafter.collector)
+    drafter.config = types.SimpleNamespace(variant="eagle", layers=(), vocabulary=None)
     drafter.refresh(policy())
     return drafter
 
