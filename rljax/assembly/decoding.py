@@ -41,7 +41,6 @@ from rljax.sharding import row_multiple
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from rljax.speculation.warm_up import has_spare_cores
 from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
 
@@ -252,7 +251,7 @@ def warm_up(
     prompt_length, tools = config.rollout.max_prompt_length, scheduler.tools is not None
     any_request = requests_join or resumes  # of any length that fits
     longest = None if any_request else prompt_length + config.rollout.max_response_length
-    late_inserts = requests_join or (speculator is not None and speculator.run_ahead is not None)
+    late_inserts = requests_join or speculator.run_ahead is not None
     behind = not (config.engine.compile == "before" if wait is None else wait)
     if processes.several():  # a thread compiles by the clock, and all processes must run the same programs
         behind = False
@@ -271,13 +270,8 @@ def warm_up(
     else:
         kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
         warm_up_plain(engine, params, slots, prompt_length, **kinds)
-    if speculator is not None:
-        rehearse_drafters(config.speculation)
-        if behind:
-            speculator.warm_up_behind(
-                params, slots, prompt_length, requests_join, first_prompts, longest, thread
-            )
-        else:
-            speculator.warm_up(params, prompt_length, requests_join, slots, longest)
-    elif thread is not None and has_spare_cores():
-        thread.start()
+    rehearse_drafters(config.speculation)
+    if behind:
+        speculator.warm_up_behind(params, slots, prompt_length, requests_join, first_prompts, longest, thread)
+    else:
+        speculator.warm_up(params, prompt_length, requests_join, slots, longest)

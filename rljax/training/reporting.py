@@ -69,9 +69,8 @@ def record_rollout(run: TrainingRun, sampled: Sequence[Group], statistics: Decod
     keep_for_report(run, run.directory.append_rollout, run.state.step + 1, summary)
     if run.cluster is not None:
         keep_for_report(run, run.directory.append_workers, run.state.step + 1, run.cluster.timeline())
-    if run.speculator is not None:
-        decisions = run.speculator.decisions.take()
-        keep_for_report(run, run.directory.append_decisions, run.state.step + 1, decisions)
+    decisions = run.speculator.decisions.take()
+    keep_for_report(run, run.directory.append_decisions, run.state.step + 1, decisions)
 
 
 def keep_for_report(run: TrainingRun, append: Callable[..., None], step: int, content: Any) -> None:

@@ -75,10 +75,7 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
     weights, routing, drafter_state = _parted(arrays, SAMPLED_BY, ROUTING)
     if run.cluster is not None:
         run.cluster.load_state(routing)
-    if run.speculator is None:
-        run.state.drafter_state = drafter_state
-    else:
-        run.speculator.load_state(drafter_state)
+    run.speculator.load_state(drafter_state)
     run.batches.load_state(host_state, weights)  # last: workers are given what was begun, by the lengths
     run.directory.truncate_after(run.state.step)
     seed = host_state.get("seed", run.config.seed)

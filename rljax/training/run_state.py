@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import numpy as np
-
 from rljax.learning.accumulation import TrainState
 from rljax.models.transformer import Params
 from rljax.rollout.collector import BegunGroups
@@ -22,7 +20,6 @@ class RunState:
         version.
       begun: rollouts that have begun, by their step.
       owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
-      drafter_state: a drafter's state, read from the checkpoint and saved again by a run without drafters.
     """
 
     trained: TrainState
@@ -32,7 +29,6 @@ class RunState:
     versions: dict[int, Params] = dataclasses.field(default_factory=dict)
     begun: dict[int, BegunGroups] = dataclasses.field(default_factory=dict)
     owes_evaluation: bool = False
-    drafter_state: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def params(self) -> Params:

@@ -62,7 +62,7 @@ def save(run: TrainingRun, score: float | None) -> None:
     """
     # A run that resumes from the checkpoint would lack them.
     processes.from_first(run.directory.write_metrics_left)
-    drafter = run.state.drafter_state if run.speculator is None else run.speculator.state()
+    drafter = run.speculator.state()
     host_state = {
         "data_position": run.state.data_position,
         "seed": run.config.seed,

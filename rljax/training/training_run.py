@@ -99,7 +99,7 @@ class TrainingRun:
       heldout: indices of the held-out problems that evaluations ask.
       data_digests: digest of each data set of the task; resuming compares them.
       base_digest: under LoRA the name of the weights that the adapter is merged with; else None.
-      speculator: the speculative part of the scheduler, or None.
+      speculator: the speculative part of the scheduler.
       invariance: the measured row-invariance of the policy, or None where it is not measured.
 
     Raises:
@@ -227,9 +227,8 @@ class TrainingRun:
         config, state, speculator = self.config, self.state, self.speculator
         lag = config.rollout.oldest_lag
         yield self._updates
-        if speculator is not None:
-            yield Drafting(speculator)
-        if speculator is not None and speculator.run_ahead is not None:
+        yield Drafting(speculator)
+        if speculator.run_ahead is not None:
             yield PlansAhead(speculator.run_ahead, config, state, self.prompts, self.collector)
         if config.tools is not None:
             yield Measured(lambda rollout: tool_metrics(rollout.statistics))
@@ -319,7 +318,7 @@ class TrainingRun:
         and verifying passes.
         """
         plain = 0 if self.engine.behind is None else self.engine.behind.left
-        return plain + (0 if self.speculator is None else self.speculator.compiling)
+        return plain + self.speculator.compiling
 
     @property
     def compilation_metrics(self) -> dict[str, float]:
@@ -342,5 +341,4 @@ class TrainingRun:
         if self.agents is not None:
             self.agents.close()
         self.engine.close()
-        if self.speculator is not None:
-            self.speculator.close()
+        self.speculator.close()
