@@ -14,6 +14,7 @@ from rljax.config import load_config
 from rljax.errors import Interrupted, RunDirectoryError, UserError
 from rljax.learning.accumulation import TrainState
 from rljax.run_directory import RunDirectory
+from rljax.speculation.no_drafts import NoDrafts
 from rljax.training import loop, reporting, session
 from rljax.training.batches import Batches
 from rljax.training.interruption import StopRequest
@@ -64,7 +65,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
     run.progress = SimpleNamespace(message=said.append, stage=quiet, step=quiet)
     run.stop, run.start, run.state = StopRequest(said.append), 0.0, RunState(made_up_state())
     run.trackers = SimpleNamespace(begin=quiet, write=quiet)
-    run.learner, run.speculator = SimpleNamespace(reference_digest=None), None
+    run.learner, run.speculator = SimpleNamespace(reference_digest=None), NoDrafts()
     run.invariance = run.curriculum = run.evaluation_sampling = None
     run.data_digests, run.extras, run.cluster, run.base_digest = {}, [], None, None
     run.batches = Batches(run.config, run.state, None, None, None)
