@@ -21,7 +21,9 @@ from rljax.config import (
     to_yaml,
 )
 from rljax.config.keys import KEYS
+from rljax.config.learning import CHUNK
 from rljax.errors import ConfigError
+from rljax.numerics.rows import KEY_CHUNK
 from tests.scripts import SCRIPTS, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +74,7 @@ def test_defaults_fill_what_the_file_leaves_out(config_file):
 def test_rows_of_an_update_follow_from_the_lengths(config_file, overrides, pack_length, rows):
     training = load_config(config_file, overrides).training
     assert (training.pack_length, training.rows_per_microbatch) == (pack_length, rows)
+    assert CHUNK == KEY_CHUNK  # the config does not import JAX, and so not the other
 
 
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "+1e-4", "1.e-4"])

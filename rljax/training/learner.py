@@ -147,9 +147,9 @@ def pack_minibatch(
         for prompt, completion in ((prompts[i], completions[i]) for i in members)
     ]
     lengths = [sequence.length for sequence in sequences]
-    shares = _shares(share_prompts, [sequence.prompt_ids for sequence in sequences], lengths, training)
+    prompts = [prompts[i] for i in members]
+    shares = _shares(share_prompts, prompts, lengths, training)
     if shares:
-        prompts = [sequence.prompt_ids for sequence in sequences]
         packing = pack_groups(lengths, prompts, training.pack_length, training.rows_per_microbatch)
     else:
         packing = pack_sequences(lengths, training.pack_length)
@@ -171,9 +171,9 @@ def _shares(
       lengths: tokens of prompt and response of each sequence.
       training: pack_length and rows_per_microbatch are read.
     """
-    large = training.rows_per_microbatch * training.pack_length >= SMALLEST_SHARING_MICROBATCH
     if share_prompts != "auto":
         return share_prompts == "on"
+    large = training.rows_per_microbatch * training.pack_length >= SMALLEST_SHARING_MICROBATCH
     return large and copied_share(prompts, lengths) >= SMALLEST_COPIED_SHARE
 
 
