@@ -282,8 +282,13 @@ def test_lengths_that_do_not_fit(tmp_path):
         default_lengths(config, 40, 30, 0.8)
 
 
+KINDS = pytest.mark.parametrize("kinds", ["generate", pytest.param("all", marks=pytest.mark.long)])
+
+
 @HAS_TPU
-def test_a_mesh_of_tpus(tmp_path):
+@KINDS
+def test_a_mesh_of_tpus(tmp_path, monkeypatch, kinds):
+    _compile_only(monkeypatch, lambda pool, key: kinds in (key[0], "all"))
     overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
     overrides += ["training.rows_per_microbatch=2"]
     config = _config(tmp_path, *overrides)
@@ -299,7 +304,7 @@ def test_a_mesh_of_tpus(tmp_path):
 
 
 @HAS_CUDA
-@pytest.mark.parametrize("kinds", ["generate", pytest.param("all", marks=pytest.mark.long)])
+@KINDS
 def test_one_gpu(tmp_path, monkeypatch, kinds):
     """With its defaults: in bfloat16, and with the kernels for Hopper."""
     _compile_only(monkeypatch, lambda pool, key: kinds in (key[0], "all"))

@@ -115,9 +115,7 @@ def test_logprobs_have_the_same_bits(params, sequences, compute_dtype, sampling)
     found = []
     for packing, batches in (packed(sequences, False), packed(sequences, True)):
         pairs = [scores(params, batch, numerics, sampling) for batch in batches]
-        found.append(
-            [at_responses(sequences, packing, batches, each) for each in zip(*pairs, strict=True)]
-        )
+        found.append([at_responses(sequences, packing, batches, each) for each in zip(*pairs, strict=True)])
     (expected, expected_entropy), (logprobs, entropy) = found
     assert len(expected)
     np.testing.assert_array_equal(logprobs, expected)
