@@ -19,7 +19,9 @@ from tests.cluster.turns import in_the_middle, local_run
 
 # Few programs: drafters on the device have some for every shape.
 FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
-HEAD = "{train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2], unrolled_steps: 1}"
+HEAD = (  # whose programs tests/training/test_speculation_in_training.py has, too
+    "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2], unrolled_steps: 1}"
+)
 
 
 class Repeats(SimpleDrafter):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from rljax.errors import ClusterError, NumericsError, PolicyError
-from rljax.speculation.managers import expected as expected_manager
 from tests.cluster.same_run import differences, run
 from tests.cluster.test_drafters import FEW
 from tests.cluster.turns import in_the_middle, local_run
@@ -35,13 +34,11 @@ def test_workers_decode_with_the_merged_weights_of_an_adapter(world, monkeypatch
     assert "step 2: reward/mean" in differences(expected, still)
 
 
-def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world, alone, monkeypatch):
+def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(
+    world, alone, monkeypatch, verifies_always
+):
     """Responses go on elsewhere from the ledger's tokens, and what drafters learned is there as well."""
     trouble, workers = [], {}
-
-    def verify_always(candidates, buckets, times, batch, length):
-        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
-        return sizes[-1]
 
     def interfere(fabric):
         """Loses the first worker that is in the middle of a response, once by a crash and once in silence."""
@@ -52,7 +49,6 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(world,
                 trouble.append(name)
                 return
 
-    monkeypatch.setattr(expected_manager, "best_rows", verify_always)
     clustered, turns = local_run(world, "trouble", monkeypatch, *DRAFTS, interfere=interfere)
     assert len(trouble) == 2
     assert not differences(alone, clustered)

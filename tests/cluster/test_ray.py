@@ -1,5 +1,6 @@
 """Runs whose workers are processes under Ray; and what ends a run before anything long begins."""
 
+import json
 import os
 import signal
 import socket
@@ -132,6 +133,7 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
 
 
 @pytest.mark.ray
+@pytest.mark.long  # beyond one case; above, processes end and others come
 def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
     """The node of one worker goes in the first training rollout, and another one comes; in the second, the
     other worker is killed with the weights under way. So the one on the new node ends the run.
@@ -261,18 +263,31 @@ def test_a_head_that_has_ended_is_one_line(monkeypatch, address):
     assert at_exit[-2:] == [ray.shutdown, ray_fabric._leave]  # in the place of what Ray does at the end
 
 
-@pytest.mark.parametrize(
-    ("end", "is_said"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", True),
-        ("os._exit(1)", True),
-        ("end(); end(); os._exit(2)", False),
-        ("", False),
-    ],
-)
-def test_a_process_that_ends_without_a_word_is_spoken_for(end, is_said):
+_ENDS = """
+import json, os, signal, sys
+from rljax.cluster.ray_fabric import _say_if_killed as say
+said = []
+for way in sys.argv[1:]:
+    read, write = os.pipe()
+    if not os.fork():
+        os.dup2(write, 2), os.close(read), os.close(write)
+        end = say()
+        exec(way)
+        sys.exit()
+    os.close(write)
+    said.append(open(read).read())
+print(json.dumps(said))
+"""
+
+
+def test_a_process_that_ends_without_a_word_is_spoken_for():
     """As Ray ends the driver from C++ when its own process on this machine has died."""
-    program = "import os, signal; from rljax.cluster.ray_fabric import _say_if_killed as say; end = say()"
-    program += f"; {end}"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stderr
-    assert said.count("\n") == is_said and ("run the same command again" in said) == is_said
+    ends = {
+        "os.kill(os.getpid(), signal.SIGKILL)": True,
+        "os._exit(1)": True,
+        "end(); end(); os._exit(2)": False,
+        "": False,
+    }
+    done = subprocess.run([sys.executable, "-c", _ENDS, *ends], capture_output=True, text=True, check=True)
+    for said, is_said in zip(json.loads(done.stdout), ends.values(), strict=True):
+        assert said.count("\n") == is_said and ("run the same command again" in said) == is_said

@@ -5,7 +5,6 @@ import pytest
 from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.cluster.ranked_queues import RankedQueues
-from rljax.speculation.managers import expected as expected_manager
 from rljax.training import loop
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run
@@ -71,12 +70,7 @@ def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, com
     assert rankings[-1][2] < [float("inf")] * 2  # they were known
 
 
-def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands):
-    def verify_always(candidates, buckets, times, batch, length):
-        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
-        return sizes[-1]
-
-    monkeypatch.setattr(expected_manager, "best_rows", verify_always)
+def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands, verifies_always):
     race = (
         "speculation.drafter=srt",
         "speculation.others={prompt_lookup: {}}",

@@ -32,7 +32,8 @@ from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
 from tests.cluster.turns import local_run
 
 RULE = SpotRule(idle=1, save_every=2, updates=6, tokens=60, batch_tokens=20, retry=1.0)
-HEAD = {"train_below": 0, "rows": 1, "pack_length": 128, "depths": [2], "unrolled_steps": 1}
+HEAD = {"variant": "eagle", "train_below": 0, "rows": 1, "pack_length": 128, "depths": [2]}
+HEAD |= {"unrolled_steps": 1}
 SUMS = ("sessions", "updates", "samples", "joined", "seconds")
 SPOT = (Lead, Prepare, Feed, Halt)
 

@@ -189,7 +189,8 @@ def _without(owners, name):
     return next((name.removeprefix(f"{owner} ") for owner in owners if name.startswith(f"{owner} ")), name)
 
 
-def test_bytes_are_those_of_the_arrays(tmp_path):
+def test_bytes_are_those_of_the_arrays(tmp_path, monkeypatch):
+    _compile_only(monkeypatch, lambda pool, key: key[0] in ("apply", "gradients"))
     plan = _plan(_config(tmp_path))
     program = {program.kind: program for program in plan.programs}
     memory = plan.memory
@@ -207,7 +208,7 @@ def test_bytes_are_those_of_the_arrays(tmp_path):
 @pytest.mark.parametrize("programs", ["largest", pytest.param("all", marks=pytest.mark.long)])
 def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch, programs):
     if programs == "largest":
-        _compile_only(monkeypatch, lambda pool, key: key[0] in ("generate", "verify", "gradients"))
+        _compile_only(monkeypatch, lambda pool, key: key[0] in ("generate", "gradients"))
     drafting = ("speculation.drafter=srt", "speculation.verify_buckets=[8]")
     config = _config(tmp_path, "policy.shape.num_layers=5", *drafting)
     whole = _plan(config, full_depth=True)
@@ -225,23 +226,27 @@ def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    ("overrides", "program", "key"),
     [
         (
             ["engine.max_slots=64", "engine.batch_buckets=[64]", "engine.cache_buckets=[1024]"],
+            None,
             "engine.max_slots",
         ),
-        (["training.rows_per_microbatch=256"], "training.rows_per_microbatch"),
-        (["training.rows_per_microbatch=1", "training.pack_length=65536"], "training.remat"),
-        (["policy.shape.hidden_size=2048", "policy.shape.mlp_size=8192"], "mesh.fsdp"),
+        (["training.rows_per_microbatch=256"], "gradients", "training.rows_per_microbatch"),
+        (["training.rows_per_microbatch=1", "training.pack_length=65536"], "gradients", "training.remat"),
+        (["policy.shape.hidden_size=2048", "policy.shape.mlp_size=8192"], None, "mesh.fsdp"),
     ],
 )
-def test_too_little_memory_is_one_line_with_the_key(tmp_path, overrides, key):
+def test_too_little_memory_is_one_line_with_the_key(tmp_path, monkeypatch, overrides, program, key):
+    """The program that needs most is compiled, and named; where the arrays are too large, none is."""
+    _compile_only(monkeypatch, lambda pool, key: key[0] == program)
     small = dataclasses.replace(ROOMY, memory=16e6 if key != "training.remat" else 60e6)
     with pytest.raises(UserError) as error:
         _plan(_config(tmp_path, *overrides), hardware=small)
-    assert str(error.value).startswith(f"{key}: the ")
-    assert "\n" not in str(error.value)
+    said = str(error.value)
+    assert said.startswith(f"{key}: the ") and "\n" not in said
+    assert ("needs at least" if program is None else f" ({program} ") in said
 
 
 def test_what_never_fits_is_said_before_anything_compiles(tmp_path, monkeypatch):
@@ -277,8 +282,13 @@ def test_lengths_that_do_not_fit(tmp_path):
         default_lengths(config, 40, 30, 0.8)
 
 
+KINDS = pytest.mark.parametrize("kinds", ["generate", pytest.param("all", marks=pytest.mark.long)])
+
+
 @HAS_TPU
-def test_a_mesh_of_tpus(tmp_path):
+@KINDS
+def test_a_mesh_of_tpus(tmp_path, monkeypatch, kinds):
+    _compile_only(monkeypatch, lambda pool, key: kinds in (key[0], "all"))
     overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
     overrides += ["training.rows_per_microbatch=2"]
     config = _config(tmp_path, *overrides)
@@ -294,7 +304,7 @@ def test_a_mesh_of_tpus(tmp_path):
 
 
 @HAS_CUDA
-@pytest.mark.parametrize("kinds", ["generate", pytest.param("all", marks=pytest.mark.long)])
+@KINDS
 def test_one_gpu(tmp_path, monkeypatch, kinds):
     """With its defaults: in bfloat16, and with the kernels for Hopper."""
     _compile_only(monkeypatch, lambda pool, key: kinds in (key[0], "all"))
@@ -308,6 +318,7 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     from rljax.planning import planner
 
     monkeypatch.setattr(planner, "hardware_of", lambda topology, dtype: ROOMY)
+    _compile_only(monkeypatch, lambda pool, key: key[0] in ("generate", "verify"))
     file, out = write_config(tmp_path), tmp_path / "plan.json"
     overrides = [f"mesh.data={jax.device_count()}", "speculation.drafter=srt", "training.steps=7"]
     overrides += ["speculation.verify_buckets=[8]", f"training.rows_per_microbatch={jax.device_count()}"]
@@ -322,18 +333,25 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-def test_eight_cpu_devices_and_a_wrong_name_from_the_command_line(tmp_path):
-    file = write_config(tmp_path)
-    command = [sys.executable, ROOT / "scripts" / "plan.py", "--config", file, "--topology"]
+def test_eight_cpu_devices_from_the_command_line(tmp_path):
+    """In a process that forces them; one batch, one cache, and no evaluation."""
+    command = [sys.executable, ROOT / "scripts" / "plan.py", "--config", write_config(tmp_path)]
     overrides = ["mesh={data: 2, fsdp: 2, tensor: 2}", "engine.max_slots=8", "engine.batch_buckets=[8]"]
     overrides += ["training.rows_per_microbatch=4", "policy.shape.num_kv_heads=2"]
-    done = subprocess.run([*command, "cpu:8", *overrides], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*command, "--topology", "cpu:8", *overrides], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert "cpu:8 (8 x this CPU), mesh: data 2, fsdp 2, tensor 2" in done.stdout
-    done = subprocess.run([*command, "tpu:8"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: topology: unknown devices 'tpu'")
-    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_name_on_the_command_line_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as the command does
+    arguments = ["--config", str(write_config(tmp_path)), "--topology", "tpu:8"]
+    with _compilation_cache():
+        assert load_script("plan").main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: topology: unknown devices 'tpu'") and error.count("\n") == 1
 
 
 class _compilation_cache:

@@ -30,8 +30,8 @@ from rljax.serving.prompts import chat_ids, text_ids
 from rljax.speculation import speculator as speculation
 from tests.models.checkpoints import write_tokenizer
 from tests.scripts import load_script
-from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import make_run
+from tests.tiny_policy import CheapTimes
 
 PROMPT = "47a5b8="
 LAST_OCCURRENCE = """
@@ -117,7 +117,7 @@ def test_nobody_reads_on(generate, run, monkeypatch):
 def test_seed_step_and_template_decide_what_is_said(generate, run):
     said = [
         generate(run, PROMPT, "--tokens", *arguments)[1]
-        for arguments in ([], ["--seed", 1], ["--seed", -1], ["--step", 1], ["--raw"], ["--temperature", 1.5])
+        for arguments in ([], ["--seed", 1], ["--seed", -1], ["--step", 1], ["--raw"], ["--temperature", 1])
     ]
     assert len(set(said)) == len(said)
     assert generate(run, PROMPT, "--tokens")[1] == said[0]
@@ -132,7 +132,7 @@ def test_greedy_needs_no_seed(generate, run):
 
 def test_a_drafter_changes_no_token(generate, run, monkeypatch):
     """Greedy decoding repeats itself, so prompt lookup is often right."""
-    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    monkeypatch.setattr(speculation, "PassTimes", CheapTimes)
     arguments = ["--tokens", "--temperature", 0]
     plain = generate(run, PROMPT, *arguments)
     drafted = generate(run, PROMPT, *arguments, "--drafter", "prompt_lookup")
@@ -143,7 +143,7 @@ def test_a_drafter_changes_no_token(generate, run, monkeypatch):
 
 def test_a_drafter_by_import_path(generate, run, tmp_path, monkeypatch):
     """A class with one method, as `speculation.drafter` takes it in training (docs/drafters.md)."""
-    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    monkeypatch.setattr(speculation, "PassTimes", CheapTimes)
     (tmp_path / "served_drafter.py").write_text(LAST_OCCURRENCE)
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ["--tokens", "--temperature", 0, "-n", 2]
@@ -157,7 +157,7 @@ def test_a_drafter_by_import_path(generate, run, tmp_path, monkeypatch):
 
 
 def test_the_runs_drafter_is_used_with_what_it_has_learned(run, tmp_path, monkeypatch, generate):
-    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    monkeypatch.setattr(speculation, "PassTimes", CheapTimes)
     learned = []
     load_state = speculation.Speculator.load_state
     monkeypatch.setattr(

@@ -34,8 +34,8 @@ from rljax.serving.programs import JoiningPrograms
 from rljax.speculation import speculator as speculation
 from rljax.speculation.device_proposers import DeviceProposer
 from tests.scripts import load_script
-from tests.serving.cheap import Cheap
 from tests.serving.tiny_server import MODEL, SLOTS, client_of, make_run, serving
+from tests.tiny_policy import CheapTimes
 
 QUESTION = [{"role": "user", "content": "47a5b8="}]
 NOTHING = types.SimpleNamespace(content=[])
@@ -600,7 +600,7 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
             hear(self, sampled)
 
         monkeypatch.setattr(kind, "observe", observe)
-    monkeypatch.setattr(speculation, "PassTimes", Cheap)
+    monkeypatch.setattr(speculation, "PassTimes", CheapTimes)
     expected = [chat(client, seed).choices[0].token_ids for seed in range(3)]
     with serving(run) as (address, served):
         assert served.drafters == ("small_model", "eagle")

@@ -23,8 +23,7 @@ from rljax.sampling.noise import request_key
 from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
 from rljax.speculation.speculator import Speculator
 from tests.engines import stored_pool
-from tests.serving.cheap import Cheap
-from tests.tiny_policy import SLOTS, make_engine, make_params, make_requests
+from tests.tiny_policy import SLOTS, CheapTimes, make_engine, make_params, make_requests
 
 WAIT = 120.0
 BUCKETS = Buckets((2, 4), (128,), (16,), 7)
@@ -300,7 +299,7 @@ def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
     expected, _ = Scheduler(greedy, SLOTS).run(params, requests)
     drafter, learned = make_drafter(name), [Outcome(prompts[0], np.arange(9, dtype=np.int32), 0.0)] * 5
     drafter.learn(learned)
-    speculator = Speculator(greedy, {name: drafter}, max_batch=4, times=Cheap())
+    speculator = Speculator(greedy, {name: drafter}, max_batch=4, times=CheapTimes())
     worker = EngineWorker(
         greedy, params, SLOTS, speculator, steps_per_sync=2, learned_together={prompts[0]: 5}
     )
@@ -398,7 +397,7 @@ def test_a_drafter_beside_the_slots_is_told_who_comes_and_goes(engine, params):
     ]
     expected, _ = Scheduler(engine, SLOTS).run(params, requests)
     drafter = Follows(requests, expected)
-    worker = EngineWorker(engine, params, SLOTS, Speculator(engine, {"it": drafter}, 4, times=Cheap()))
+    worker = EngineWorker(engine, params, SLOTS, Speculator(engine, {"it": drafter}, 4, times=CheapTimes()))
     collected = [Collected(request) for request in requests]
     left, running, *joining, alone = collected
 

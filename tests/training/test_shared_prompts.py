@@ -1,5 +1,7 @@
 """Shared prompts: the logprobs of computing every copy bit for bit, and its gradients up to rounding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,9 +117,7 @@ def test_logprobs_have_the_same_bits(params, sequences, compute_dtype, sampling)
     found = []
     for packing, batches in (packed(sequences, False), packed(sequences, True)):
         pairs = [scores(params, batch, numerics, sampling) for batch in batches]
-        found.append(
-            [at_responses(sequences, packing, batches, each) for each in zip(*pairs, strict=True)]
-        )
+        found.append([at_responses(sequences, packing, batches, each) for each in zip(*pairs, strict=True)])
     (expected, expected_entropy), (logprobs, entropy) = found
     assert len(expected)
     np.testing.assert_array_equal(logprobs, expected)
@@ -153,26 +153,28 @@ def test_every_token_is_computed_once_and_copies_read_the_first(sequences):
     assert copied or num_copies == 0
 
 
-def trainer(dtype="float32", remat=False, mesh=None, **training):
+def trainer(dtype="float32", remat=False, mesh=None, config=CONFIG, **training):
     training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=ROWS, remat=remat, **training)
     algorithm = AlgorithmConfig(entropy_coefficient=0.01)
     optimizer = make_optimizer(**OptimizerConfig(learning_rate=1e-2).model_dump(), total_updates=10)
     keeping = optax.chain(optax.trace(decay=0.0), optimizer)  # its state has the gradients
     numerics = Numerics(compute_dtype=dtype)
-    return Trainer(CONFIG, numerics, SamplingParams(), algorithm, training, keeping, POOL, mesh)
+    return Trainer(config, numerics, SamplingParams(), algorithm, training, keeping, POOL, mesh)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "remat", "tolerance"),
+    ("layers", "dtype", "remat", "tolerance"),
     [
-        pytest.param("float32", False, 2e-6, marks=pytest.mark.long),
-        ("float32", True, 2e-6),
-        pytest.param("bfloat16", False, 2e-2, marks=pytest.mark.long),
+        (1, "float32", True, 2e-6),
+        pytest.param(2, "float32", True, 2e-6, marks=pytest.mark.long),
+        pytest.param(2, "float32", False, 2e-6, marks=pytest.mark.long),
+        pytest.param(2, "bfloat16", False, 2e-2, marks=pytest.mark.long),
     ],
 )
-def test_an_update_with_shared_prompts_is_the_same_update(params, sequences, dtype, remat, tolerance):
+def test_an_update_with_shared_prompts_is_the_same_update(params, sequences, layers, dtype, remat, tolerance):
     """Its gradients, summed over two micro-batches, agree up to rounding."""
-    side, updates = trainer(dtype, remat), []
+    side = trainer(dtype, remat, config=dataclasses.replace(CONFIG, num_layers=layers))
+    params, updates = params | {"layers": params["layers"][:layers]}, []
     for share_prompts in (False, True):
         _, batches = packed(sequences, share_prompts)
         others = [batch.replace(advantages=0.5 * batch.advantages) for batch in batches]

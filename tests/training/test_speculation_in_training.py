@@ -130,8 +130,9 @@ def test_a_run_with_srt_is_the_run_without(world, plain, srt):
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"srt", "small_model"}))  # that one has no default
 def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
-    args = {
-        "eagle": "{variant: eagle, depths: [2], slices: 1, rows: 1, pack_length: 128, unrolled_steps: 1}",
+    args = {  # trained behind each rollout, whatever the clock says
+        "eagle": "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2],"
+        " unrolled_steps: 1}",
         "histospec": "{min_match: 1}",
     }
     options = (f"training.steps={HALF}", f"speculation.args={args.get(name, '{}')}")
@@ -139,6 +140,8 @@ def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
     check_same(world, name, lines, plain)
     assert all(0 < line["speculation/speculated_share"] < 1 for line in lines[1:])
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
+    if name == "eagle":
+        assert [line["speculation/head/slices"] for line in lines[1:]] == [2] * HALF
 
 
 def test_a_run_with_a_drafter_from_a_file_is_the_run_without(world, plain, tmp_path, monkeypatch):
