@@ -65,3 +65,13 @@ def test_a_part_of_the_list_is_read_by_its_folders():
         ({"rljax/c/d.py": 4, "rljax/c/e.py": 5}, 2, 9),
         ({"rljax/f/g.py": 7}, 1, 7),
     ]
+
+
+def test_one_pass_names_every_file_of_the_path(readme):
+    page = (ROOT / "docs/one-pass.md").read_text(encoding="utf-8")
+    table = page.partition("## Every file\n")[2].partition("\n## ")[0]
+    folder, named = "", set()
+    for into, name in re.findall(r"`([\w/]+/)`|`(\w+\.py)`", table):
+        folder = into or folder
+        named |= set() if into else {folder + name}
+    assert named == {name for files, *_ in readme for name in files}

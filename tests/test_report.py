@@ -145,9 +145,9 @@ def test_decisions_drawn_and_told(tmp_path, capsys):
     assert told == [
         "run: of 179 tokens that were decided on, 42% with drafts of eagle, 39% with drafts of srt,"
         " 19% plain",
-        # 94 tokens where plain decoding promised 160; the others had no promise to compare with
-        "run: step 2 brought 0.59 of what plain decoding promised; plain for 40% of the time because: the"
-        " largest median, .. tokens/s against .. plain; furthest off: srt with 16 rows promised"
+        # 94 tokens where 160 were predicted of plain decoding; the others had no prediction to compare with
+        "run: step 2 brought 0.59 of what was predicted of plain decoding; plain for 40% of the time because:"
+        " the largest median, .. tokens/s against .. plain; furthest off: srt with 16 rows: predicted"
         " 2.00 times plain and brought 0.50",
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -169,8 +169,8 @@ def test_of_many_slow_steps_the_slowest_are_told(tmp_path, capsys):
     assert report.main([str(write_decisions(write_run(tmp_path / "run", 11), *steps))]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
     assert [line.split(";")[0] for line in told[1:3]] == [
-        "run: step 1 brought 0.80 of what plain decoding promised",
-        "run: step 2 brought 0.82 of what plain decoding promised",
+        "run: step 1 brought 0.80 of what was predicted of plain decoding",
+        "run: step 2 brought 0.82 of what was predicted of plain decoding",
     ]
     assert told[6:] == ["run: 6 more of 11 steps brought no more than that either"]
 

@@ -3,12 +3,12 @@
     /v1/episodes/{id}/chat/completions   OpenAI's endpoint, for a client with base_url .../v1/episodes/{id}
     /v1/episodes/{id}/reward             takes {"reward": number, "info": {name: number}}
     /v1/episodes/{id}/models             lists the policy
-    /v1/episodes                         POST: hands out the next episode to an agent that asks for one; 204
+    /v1/episodes                         POST: returns the next episode to an agent that requests one; 204
                                          where there is none now
     /v1/models, /health                  as for `rljax serve`
 
 The noise of a request follows from its episode and its number there, and the sampling is the run's: what is
-sampled is trained, so a request that asks for other settings is refused.
+sampled is trained, so a request for other settings is refused.
 """
 
 import asyncio
@@ -258,8 +258,8 @@ class AgentService:
 
 
 def problem_fields(episode: AgentEpisode) -> dict[str, Any]:
-    """Returns what an agent is told of its problem, as JSON values. The right answer is part of it: the agent
-    judges.
+    """Returns what an agent gets of its problem, as JSON values. The right answer is part of it: the agent
+    scores.
     """
     problem = episode.problem
     return {

@@ -1,4 +1,4 @@
-"""The episodes of a rollout that are open: who asks for one gets it here, and reports its reward here."""
+"""The episodes of a rollout that are open: an agent gets one here, and reports its reward here."""
 
 import threading
 import time
@@ -18,10 +18,10 @@ class EpisodeBoard:
         self._time_limit = time_limit
         self._changed = threading.Condition()
         self._episodes: dict[str, AgentEpisode] = {}
-        self._waiting: list[AgentEpisode] = []  # to be handed out
+        self._waiting: list[AgentEpisode] = []  # to be returned by `next`
 
     def open(self, episodes: Sequence[AgentEpisode], hand_out: bool) -> None:
-        """Takes the episodes of a rollout; with `hand_out` to be asked for, in their order."""
+        """Takes the episodes of a rollout; with `hand_out` for `next`, in their order."""
         with self._changed:
             self._episodes = {episode.id: episode for episode in episodes}
             self._waiting = list(episodes) if hand_out else []
@@ -40,7 +40,7 @@ class EpisodeBoard:
             return None if episode is None or episode.ended else episode
 
     def next(self) -> AgentEpisode | None:
-        """Hands out the next episode, which begins now; None where all are handed out."""
+        """Returns the next episode, which begins now; None where all have begun."""
         with self._changed:
             if not self._waiting:
                 return None

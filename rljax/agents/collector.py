@@ -36,7 +36,7 @@ class AgentCollector(Collector):
 
     Args:
       config: the experiment.
-      task: its problems are what agents are asked; its reward is not used.
+      task: its problems go to agents; its reward is not used.
       tokenizer: tokenizer of the policy.
       scheduler: its engine and drafters decode.
       prompts: the task's prompts in tokens.
@@ -89,7 +89,7 @@ class AgentCollector(Collector):
     def start(self) -> None:
         """Begins to serve."""
         self.server.start(self.service.app)
-        wait = "" if self._pool is not None else "; agents ask for problems by POST /v1/episodes"
+        wait = "" if self._pool is not None else "; agents request problems by POST /v1/episodes"
         self._say(f"agents: listening on {self.server.address}{wait}")
 
     def begin(self, params: Params, wanted: WantedGroups) -> BegunGroups:

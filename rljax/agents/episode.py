@@ -78,7 +78,7 @@ class AgentEpisode:
       info: further numbers that it reported, for metrics.
       failure: "errors" or "timeouts"; None where the agent did not fail.
       seconds: time that it took.
-      requests: requests that were answered or are under way; the next one's number.
+      requests: requests that were answered or are in flight; the next one's number.
       deadline: when it ends unless the agent has reported, by `time.monotonic`; None before it has begun.
       ended: whether requests are refused.
     """

@@ -12,7 +12,7 @@ _START_SECONDS = 30.0
 
 
 class AgentServer:
-    """Listens as the config says. The port is bound at once, and served from `start` on.
+    """Listens as the config says. The port is bound here, and served from `start` on.
 
     Args:
       config: the section of agents.

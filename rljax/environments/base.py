@@ -20,7 +20,7 @@ class Step:
     Attributes:
       observation: what the policy reads next: the text of a user's turn, or messages in the form of chat
         templates. Not read where `done` is True.
-      reward: reward of this turn; the rewards of an episode are summed. An environment that judges at the end
+      reward: reward of this turn; the rewards of an episode are summed. An environment that scores at the end
         only leaves the others at 0.
       done: whether the episode has ended.
       info: numbers for metrics, by name (`reward/NAME`); of each name the last one of an episode counts.

@@ -11,7 +11,7 @@ from typing import Any
 from rljax.environments.base import Environment, Step
 from rljax.tasks.base import Problem
 
-_MOST_LIVE = 1024  # episodes whose states are kept; those that a token limit ended are never asked for again
+_MOST_LIVE = 1024  # episodes whose states are kept; those that a token limit ended are never needed again
 
 
 class Episodes:
@@ -119,5 +119,5 @@ def _checked(step: Step) -> Step:
         if not isinstance(message["content"], str):
             raise TypeError(f"step returned a message whose content is {message['content']!r}, not a text")
     if not step.done and not _messages(step.observation):
-        raise ValueError("step returned no message, and the episode goes on")
+        raise ValueError("step returned no message, and the episode continues")
     return step

@@ -18,7 +18,7 @@ from rljax.tasks.rewards.registry import Reward
 
 
 class Place(Protocol):
-    """Answers the requests of `Episodes.answer`; several threads ask at once."""
+    """Answers the requests of `Episodes.answer`; several threads call in parallel."""
 
     def ask(self, key: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answers a request about the episode `key`.
@@ -51,7 +51,7 @@ class Here:
 
 
 class Workers:
-    """An environment in worker processes, started at once.
+    """An environment in worker processes, which start now.
 
     Args:
       path: `module:Class` of the environment.

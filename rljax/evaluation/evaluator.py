@@ -1,10 +1,10 @@
-"""Evaluates a saved policy: samples n responses to each problem of a split, judges them, and reports metrics.
+"""Evaluates a saved policy: samples n responses to each problem of a split, scores them, and reports metrics.
 
 Responses and judgements are written as they finish (`records.py`). An evaluation that is started again
 continues, and with more samples or problems it only adds the missing ones. The noise of a response depends on
 seed, problem and sample alone, as in the evaluations inside a run (`rljax/rollout/collector.py`): both give
 the same numbers for a checkpoint. Every line holds a digest of its inputs. If the text of a problem has
-changed, its responses are refused; if its answer or the rewards have changed, its responses are judged again.
+changed, its responses are refused; if its answer or the rewards have changed, its responses are scored again.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from rljax.errors import ConfigError
 from rljax.evaluation.judging import check_success
 from rljax.evaluation.metrics import (
     Estimate,
-    JudgedProblem,
+    ScoredProblem,
     default_ks,
     difficulty_groups,
     estimates,
@@ -52,7 +52,7 @@ from rljax.rollout.prompts import Prompts
 from rljax.rollout.scheduler import Scheduler
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
-from rljax.tasks.base import Rewards, Split, Task
+from rljax.tasks.base import Split, Task
 from rljax.tasks.judging import judge
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Evaluator:
         self._check_asked()
 
     def run(self) -> dict[str, Any]:
-        """Samples and judges the missing responses, and returns the contents of results.json."""
+        """Samples and scores the missing responses, and returns the contents of results.json."""
         with self.directory:
             self._sample()
             self._judge_all()
@@ -231,19 +231,18 @@ class Evaluator:
 
     def _response(self, index: int, completion: Completion) -> dict[str, Any]:
         tokens = completion.response_ids.tolist()
-        return {
+        line = {
             "asked": asked_digest(self.problems[index]),
             "text": self.saved.policy.tokenizer.response_text(tokens),
             "finish_reason": completion.finish_reason,
             "logprob": float(completion.logprobs.sum(dtype=np.float64)),
             "tokens": tokens,
-            **({} if self._environment is None else {"rewards": self._episode_rewards(completion)}),
         }
+        if self._environment is not None:
+            line["rewards"] = episode_rewards([completion], self._environment.declines)[0]
+        return line
 
-    def _episode_rewards(self, completion: Completion) -> Rewards:
-        return episode_rewards([completion], self._environment.declines)[0]
-
-    # -- judging ---------------------------------------------------------------------------------------------
+    # -- scoring ---------------------------------------------------------------------------------------------
 
     def _judge_all(self) -> None:
         responses, log = self.directory.responses.lines, self.directory.judgements
@@ -254,7 +253,7 @@ class Evaluator:
             return
         if stale := sum(key in log.lines for key in missing):
             self.progress.message(
-                f"the rewards or answers of {stale:,} responses have changed: judging again"
+                f"the rewards or answers of {stale:,} responses have changed: scoring again"
             )
         done = len(all_keys) - len(missing)
         self.progress.stage("judge", len(all_keys), completed=done, sparse=True)
@@ -263,10 +262,10 @@ class Evaluator:
                 keys = missing[start : start + _JUDGED_TOGETHER]
                 answered = [(self.problems[key[0]], responses[key]["text"]) for key in keys]
                 if self._has_turns:  # rewarded turn by turn, while they were sampled
-                    judged = [responses[key]["rewards"] for key in keys]
+                    scored = [responses[key]["rewards"] for key in keys]
                 else:
-                    judged = judge(self.task, answered)
-                for key, pair, rewards in zip(keys, answered, judged, strict=True):
+                    scored = judge(self.task, answered)
+                for key, pair, rewards in zip(keys, answered, scored, strict=True):
                     numbers = {
                         name: None if value is None else float(value) for name, value in rewards.items()
                     }
@@ -281,7 +280,7 @@ class Evaluator:
         """Returns the results as JSON values; all but `made_by` are determined by the policy and settings."""
         evaluation = self.config.evaluation
         parts = {
-            success_part(part_names(self._judged(index).rewards), evaluation.success)
+            success_part(part_names(self._scored(index).rewards), evaluation.success)
             for index in self.problems
         }
         values = [self._values(index) for index in self.problems]
@@ -314,17 +313,17 @@ class Evaluator:
     def _values(self, index: int) -> dict[str, float]:
         """Returns the metrics of one problem."""
         responses = [self.directory.responses.lines[index, sample] for sample in range(self.samples)]
-        judged = self._judged(index)
-        return problem_metrics(judged, self.ks, self.config.evaluation.success) | {
-            "declined": float(np.mean([rewards["reward"] is None for rewards in judged.rewards])),
+        scored = self._scored(index)
+        return problem_metrics(scored, self.ks, self.config.evaluation.success) | {
+            "declined": float(np.mean([rewards["reward"] is None for rewards in scored.rewards])),
             "response_length": float(np.mean([len(response["tokens"]) for response in responses])),
             "truncated": float(np.mean([response["finish_reason"] == "length" for response in responses])),
         }
 
-    def _judged(self, index: int) -> JudgedProblem:
+    def _scored(self, index: int) -> ScoredProblem:
         lines = [self.directory.judgements.lines[index, sample] for sample in range(self.samples)]
         rewards, answers = ([line[name] for line in lines] for name in ("rewards", "answer"))
-        return JudgedProblem(self.problems[index].difficulty, rewards, answers)
+        return ScoredProblem(self.problems[index].difficulty, rewards, answers)
 
 
 def _as_json(metrics: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:

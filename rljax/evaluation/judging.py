@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rljax.config import EvaluationConfig
 from rljax.errors import UserError
 from rljax.evaluation.metrics import (
-    JudgedProblem,
+    ScoredProblem,
     default_ks,
     difficulty_groups,
     means,
@@ -53,7 +53,7 @@ def group_metrics(
     if evaluation.samples == 1 and not evaluation.by_difficulty:
         return {}
     ks = evaluation.pass_at or default_ks(evaluation.samples)
-    metrics = [problem_metrics(_judged(group, task, tokenizer), ks, evaluation.success) for group in groups]
+    metrics = [problem_metrics(_scored(group, task, tokenizer), ks, evaluation.success) for group in groups]
     added = {name: value for name, value in means(metrics).items() if "@" in name}
     if evaluation.by_difficulty:
         for part in difficulty_groups([group.problem.difficulty for group in groups]):
@@ -75,10 +75,10 @@ def pass_shares(groups: Sequence[Group], success: str | None) -> list[tuple[Prob
     return shares
 
 
-def _judged(group: Group, task: Task, tokenizer: Tokenizer) -> JudgedProblem:
+def _scored(group: Group, task: Task, tokenizer: Tokenizer) -> ScoredProblem:
     responses = [group.last_of(place) for place in range(len(group.rewards))]
     texts = [
         "" if each is None else tokenizer.response_text(each.response_ids.tolist()) for each in responses
     ]
     answers = [extracted_answer(task, group.problem, text) for text in texts]
-    return JudgedProblem(group.problem.difficulty, group.rewards, answers)
+    return ScoredProblem(group.problem.difficulty, group.rewards, answers)

@@ -1,4 +1,4 @@
-"""From judged responses to metrics: means over problems, pass@k and maj@k, by difficulty, with intervals."""
+"""From scored responses to metrics: means over problems, pass@k and maj@k, by difficulty, with intervals."""
 
 import dataclasses
 import itertools
@@ -18,8 +18,8 @@ PASSED_FROM = 1.0 - 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgedProblem:
-    """The n judged responses to one problem.
+class ScoredProblem:
+    """The n scored responses to one problem.
 
     Attributes:
       difficulty: difficulty of the problem.
@@ -63,13 +63,13 @@ def default_ks(samples: int) -> tuple[int, ...]:
     return (*powers, samples) if samples > 1 else ()
 
 
-def problem_metrics(problem: JudgedProblem, ks: Sequence[int], success: str | None) -> dict[str, float]:
+def problem_metrics(problem: ScoredProblem, ks: Sequence[int], success: str | None) -> dict[str, float]:
     """Returns the metrics of one problem: `reward` and its parts, means over its n responses; `mean@n`, the
     share that passes; `pass@k` and `maj@k` for each k. Responses that are left out count in none of them, and
     a k above the number of the others has no estimate.
 
     Args:
-      problem: the n judged responses.
+      problem: the n scored responses.
       ks: values of k, from 1 to n.
       success: see `success_part`; a response passes where this part is at least 1.
     """

@@ -54,7 +54,7 @@ def asked_digest(problem: Problem) -> str:
 
 
 def judging_digest(problem: Problem, judging: dict[str, Any]) -> str:
-    """Returns a digest of everything that a response to a problem is judged by.
+    """Returns a digest of everything that a response to a problem is scored by.
 
     Args:
       problem: the problem, with its answer and data.

@@ -2,7 +2,7 @@
 
 Slots are split over data and fsdp, heads over tensor (`rljax/sharding.py`), and attention and compaction of a
 slot and head need no other one. So nothing is communicated here, and the kernels are those of one device.
-`token_logprobs` and `quantized_product`, which add over shards, do so beside their kernels
+`token_logprobs` and `quantized_product`, which add over shards, do so next to their kernels
 (`token_logprobs/passes.py`, `quantized_product/shards.py`).
 
 An operation for which the config names no kernel is left to XLA, as it is without a mesh.

@@ -48,7 +48,7 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
             refusals.append(f"{name}: {refusal}")
             continue
         if implementation is None and refusals:
-            warnings.warn(f"kernels.{op}: {name} in the place of {'; '.join(refusals)}", stacklevel=2)
+            warnings.warn(f"kernels.{op}: {name} instead of {'; '.join(refusals)}", stacklevel=2)
         return result
     raise Refused(f"{op}: " + "; ".join(refusals))
 

@@ -33,8 +33,8 @@ def load(path: Path) -> Tuned:
 TUNED = load(TABLE)
 _ON_HOPPER = ("mosaic_gpu", "xla")
 _LEFT_TO_XLA = ("compaction",)
-"""XLA's scatter changes the cache in place beside Mosaic GPU's attention, where Mosaic GPU's compaction moves
-1.9 to 2.4 GB a step at batch 64 (counted in compiled programs of SmolLM2-135M).
+"""XLA's scatter changes the cache in place next to Mosaic GPU's attention, where Mosaic GPU's
+compaction moves 1.9 to 2.4 GB a step at batch 64 (counted in compiled programs of SmolLM2-135M).
 """
 
 
@@ -55,7 +55,7 @@ def default(op: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def has_kernel(op: str) -> bool:
-    """Whether an operation has a default beside `xla` for some sizes on this process's devices."""
+    """Whether an operation has a default other than `xla` for some sizes on this process's devices."""
     kind = target.device().device_kind
     measured = any(operation == op and kind.startswith(device) for device, operation in TUNED)
     return measured or (target.is_hopper() and op not in _LEFT_TO_XLA)

@@ -1,8 +1,8 @@
-"""The tokens between two turns of a policy: what a chat template writes behind one and before the next.
+"""The tokens between two turns of a policy: what a chat template writes after one and before the next.
 
 What a policy has sampled is never tokenized again: text can be tokenized in many ways, and another one is
-another sequence. So a conversation goes on by appending tokens. Which ones, the template says: a conversation
-is rendered with marks in place of its contents, and the text behind the assistant's mark is what follows.
+another sequence. So a conversation continues by appending tokens. Which ones, the template says: it is
+rendered with marks in place of its contents, and the text after the assistant's mark is what follows.
 
     sampled   31<|im_end|>
     appended              \\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n
@@ -29,7 +29,7 @@ class ChatTurns:
         self._between: dict[tuple[Any, ...], list[str]] = {}  # by roles: the template's parts
 
     def following(self, messages: Sequence[Mapping[str, Any]], last_token: int | None) -> list[int]:
-        """Returns the tokens of messages behind a turn of the policy, up to the beginning of its next turn.
+        """Returns the tokens of messages after a turn of the policy, up to the beginning of its next turn.
         Special tokens that are written out in the contents are ordinary text.
 
         Args:
@@ -49,7 +49,7 @@ class ChatTurns:
         return ids
 
     def turn_end(self) -> int | None:
-        """Returns the special token that the template writes behind a turn of the policy; None where it
+        """Returns the special token that the template writes after a turn of the policy; None where it
         writes other text there, or refuses a second turn.
         """
         try:
@@ -84,16 +84,16 @@ class ChatTurns:
             return self._tokenizer.encode_chat(messages)
         ids = self._tokenizer.encode(parts[0])
         for place, part in zip(places, parts[1:], strict=True):
-            ids += self._behind(sampled[place], part)
+            ids += self._continued(sampled[place], part)
         return ids
 
-    def _behind(self, sampled: Sequence[int], text: str) -> list[int]:
-        """Returns sampled tokens and the template's text behind them, which may begin with their last one."""
+    def _continued(self, sampled: Sequence[int], text: str) -> list[int]:
+        """Returns sampled tokens and the template's text after them, which may begin with their last one."""
         ids = self._tokenizer.encode(text)
         return [*sampled, *(ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids)]
 
     def _parts(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns the template's text behind the assistant's turn, and behind each message."""
+        """Returns the template's text after the assistant's turn, and after each message."""
         shapes = tuple(
             tuple(sorted((name, value) for name, value in message.items() if name != "content"))
             for message in messages
@@ -115,7 +115,7 @@ class ChatTurns:
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str] | None:
-    """Returns the text before, between and behind marks; None where one is missing, repeated or misplaced."""
+    """Returns the text before, between and after marks; None where one is missing, repeated or misplaced."""
     parts = []
     for mark in marks:
         before, found, text = text.partition(mark)

@@ -38,8 +38,8 @@ class CompactTokens:
       source: int32 [R, T], compact token that holds each packed position; 0 for padding.
       computed: bool [R, T], whether a position is the one from which its compact token is computed: True
         except for padding and for the copies of prompts after the first.
-      bundles: int32 [R, T], ids of the responses that lie side by side behind one copy of their prompt, with
-        that prompt; contiguous. 0 is padding.
+      bundles: int32 [R, T], ids of the responses that are placed side by side after one copy of their prompt,
+        with that prompt; contiguous. 0 is padding.
       branches: int32 [R, T], ids of responses, each with the last token of its prompt; 0 for the tokens of a
         prompt that all responses of a bundle read.
       copies: int32 [C, 3], runs of at most `COPY_BLOCK` copied positions: the first packed position, its
@@ -104,10 +104,10 @@ def _spread_forward(values: Array, tokens: CompactTokens) -> tuple[Array, Compac
 
 def _spread_backward(tokens: CompactTokens, gradient: Array) -> tuple[Array, None]:
     shape = gradient.shape[2:]
-    behind = ((0, COPY_BLOCK), (0, 0))  # a run of copies is read and written as a whole block
+    pad_after = ((0, COPY_BLOCK), (0, 0))  # a run of copies is read and written as a whole block
     flat = gradient.reshape(tokens.source.size, -1)
-    sums = jnp.pad(_collected(flat, tokens).astype(jnp.float32), behind)
-    flat = jnp.pad(flat, behind)
+    sums = jnp.pad(_collected(flat, tokens).astype(jnp.float32), pad_after)
+    flat = jnp.pad(flat, pad_after)
     number = jnp.arange(COPY_BLOCK)[:, None]
 
     def add_copies(index: Array, sums: Array) -> Array:

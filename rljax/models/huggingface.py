@@ -2,7 +2,7 @@
 
 A directory holds `config.json`, the weights as one `model.safetensors` or as shards with
 `model.safetensors.index.json`, and `generation_config.json`. Configs of transformers 4 (`rope_theta`,
-`rope_scaling`) and 5 (`rope_parameters`) are both read. A config that asks for a feature that the forward
+`rope_scaling`) and 5 (`rope_parameters`) are both read. A config that needs a feature that the forward
 pass lacks is an error: a checkpoint that loads computes the same function as in `transformers`.
 `docs/checkpoints.md` lists the supported features.
 """
@@ -246,7 +246,7 @@ def _read_rope(options: _Options, max_positions: int) -> tuple[float, RopeScalin
 
 
 def _check_rope(options: _Options, stated: Sequence[_Options]) -> None:
-    """Raises where the two spellings, or the base beside them, contradict each other."""
+    """Raises where the two spellings, or the base next to them, contradict each other."""
     places = [place for place in (options, *stated) if place.get("rope_theta") is not None]
     thetas = sorted({place.number("rope_theta") for place in places})
     if len(thetas) > 1:
@@ -263,7 +263,7 @@ def _check_rope(options: _Options, stated: Sequence[_Options]) -> None:
 
 
 def _rope_values(section: _Options) -> dict[str, Any]:
-    """Returns what a section says beside the base, in the newer spelling."""
+    """Returns what a section says besides the base, in the newer spelling."""
     values = {key: value for key, value in section.values.items() if value is not None}
     values.pop("rope_theta", None)
     return {"rope_type": values.pop("type", "default")} | values
@@ -396,35 +396,33 @@ def _weight_files(directory: Path, optional: str | None) -> tuple[list[Path], di
     weight_map = _Options(index, read_json_object(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map should be an object that maps tensor names to files")
-    promised = {}
+    listed = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(
-                f"{index}: tensor {name} is in {shard!r}, which should be the name of a file beside the index"
+                f"{index}: tensor {name} is in {shard!r}, which should be the name of a file next to it"
             )
         if name == optional and not (directory / shard).is_file():
             continue
-        promised[name] = directory / shard
-        if not promised[name].is_file():
-            raise CheckpointError(
-                f"{promised[name]} does not exist; {index.name} promises tensor {name} in it"
-            )
-    return sorted(set(promised.values())), promised
+        listed[name] = directory / shard
+        if not listed[name].is_file():
+            raise CheckpointError(f"{listed[name]} does not exist; {index.name} lists tensor {name} in it")
+    return sorted(set(listed.values())), listed
 
 
 def _read_headers(directory: Path, optional: str | None) -> dict[str, _StoredTensor]:
-    """Returns the tensors that the files hold. The index may promise `optional` and no file hold it."""
-    files, promised = _weight_files(directory, optional)
+    """Returns the tensors that the files hold. The index may list `optional` and no file hold it."""
+    files, listed = _weight_files(directory, optional)
     stored: dict[str, _StoredTensor] = {}
     for file in files:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                if promised.get(name, file) == file:
+                if listed.get(name, file) == file:
                     header = opened.get_slice(name)
                     stored[name] = _StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
-    for name, file in promised.items():
+    for name, file in listed.items():
         if name not in stored and name != optional:
-            raise CheckpointError(f"{file}: tensor {name} is missing, though {_INDEX} promises it here")
+            raise CheckpointError(f"{file}: tensor {name} is missing, though {_INDEX} lists it here")
     return stored
 
 
@@ -515,7 +513,7 @@ def load_params(
     directory = Path(directory)
     if dtype is not None:
         dtype = _weight_dtype(dtype)
-    # Tied checkpoints may promise the head that they share with the embedding.
+    # Tied checkpoints may list the head that they share with the embedding.
     stored = _read_headers(directory, _TENSOR_NAMES["lm_head"] if config.tie_embeddings else None)
     _check_tensors(directory, config, stored)
     if put is None:
@@ -553,7 +551,7 @@ def save_model(
 ) -> None:
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    Everything is written to a temporary directory beside the destination, which is renamed when it is
+    Everything is written to a temporary directory next to the destination, which is renamed when it is
     complete: an interrupted export leaves nothing under the destination's name.
 
     Args:

@@ -125,7 +125,7 @@ def matrices_of(params: Params, lora: Lora) -> Matrices:
 
 
 def with_matrices(params: Params, matrices: Matrices) -> Params:
-    """Returns a policy with other matrices in the place of the adapted ones; arrays are shared."""
+    """Returns a policy with other matrices instead of the adapted ones; arrays are shared."""
     layers = [layer | others for layer, others in zip(params["layers"], matrices["layers"], strict=True)]
     return params | {"layers": layers}
 

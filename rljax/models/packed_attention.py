@@ -101,8 +101,8 @@ class PackedAttention:
 
 
 def _is_one_cpu() -> bool:
-    """Returns whether a row after another is faster than all at once. An accelerator computes all rows in the
-    time of one, and on a mesh rows lie on several devices.
+    """Returns whether a row after another is faster than all together. An accelerator computes all rows in
+    the time of one, and on a mesh rows lie on several devices.
     """
     return target.platform() == "cpu" and target.device_count() == 1
 
@@ -352,10 +352,10 @@ def _backward(
                 _at(offset, number)[:, :, block],
                 scale,
             )
-            behind = [(0, 0), (0, 0), (0, keys.shape[3] - visible.stop), (0, 0)]
+            pad_after = [(0, 0), (0, 0), (0, keys.shape[3] - visible.stop), (0, 0)]
             to_blocks.append(to_block)
-            to_keys += jnp.pad(more_keys, behind)
-            to_values += jnp.pad(more_values, behind)
+            to_keys += jnp.pad(more_keys, pad_after)
+            to_values += jnp.pad(more_values, pad_after)
         return jnp.stack(to_blocks, axis=2), to_keys, to_values
 
     own_active = _if_active(active, own_group)

@@ -2,7 +2,7 @@
 
 A directory holds `adapter_config.json` and `adapter_model.safetensors`, with two tensors for each adapted
 matrix: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` [rank, in] and `...lora_B.weight`
-[out, rank]. An adapter that asks for more than B A at one rank in all layers is an error.
+[out, rank]. An adapter that needs more than B A at one rank in all layers is an error.
 """
 
 import json
@@ -26,7 +26,7 @@ _DIGEST = (
     "base_digest"  # in the metadata of the weights: PEFT warns of keys that it does not know in its config
 )
 _LETTERS = {"a": "lora_A", "b": "lora_B"}
-# What changes the function of an adapter beside rank, scale and targets.
+# What changes the function of an adapter besides rank, scale and targets.
 _REFUSED = (
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -122,7 +122,7 @@ def load_adapter(directory: str | Path, model: ModelConfig, config: LoraConfig) 
       The factors, float32 on the host; and the digest of the base, where rljax has written the adapter.
 
     Raises:
-      CheckpointError: it cannot be read, asks for a feature that is not supported, has other settings than
+      CheckpointError: it cannot be read, needs a feature that is not supported, has other settings than
         `config`, or is of a policy with other shapes.
     """
     directory = Path(directory)
@@ -133,7 +133,8 @@ def load_adapter(directory: str | Path, model: ModelConfig, config: LoraConfig) 
     _check_config(directory, config)
     file = directory / _WEIGHTS
     if not file.is_file():
-        hint = "; adapter_model.bin should be saved as safetensors first" if _has_pickle(directory) else ""
+        has_pickle = (directory / "adapter_model.bin").is_file()
+        hint = "; adapter_model.bin should be saved as safetensors first" if has_pickle else ""
         raise CheckpointError(f"{directory} holds no {_WEIGHTS}{hint}")
     try:
         with safetensors.safe_open(file, framework="np") as opened:
@@ -163,10 +164,6 @@ def load_adapter(directory: str | Path, model: ModelConfig, config: LoraConfig) 
     for name, (index, matrix, factor, _) in expected.items():
         layers[index][matrix][factor] = stored[name].astype(np.float32)
     return {"layers": layers}, digest
-
-
-def _has_pickle(directory: Path) -> bool:
-    return (directory / "adapter_model.bin").is_file()
 
 
 def _check_config(directory: Path, config: LoraConfig) -> None:
@@ -205,7 +202,7 @@ def _check_targets(file: Path, stored: dict[str, Any], config: LoraConfig) -> No
     whole = sorted(name.removeprefix(_PREFIX) for name in stored if ".lora_" not in name)
     if whole:
         raise CheckpointError(
-            f"{file}: holds {', '.join(whole)} beside LoRA's factors: a whole matrix, as PEFT saves it with"
+            f"{file}: holds {', '.join(whole)} besides LoRA's factors: a whole matrix, as PEFT saves it with"
             " modules_to_save, or where the embedding was trained or resized; only factors are supported"
         )
     modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in stored}

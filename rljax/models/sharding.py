@@ -83,7 +83,7 @@ def padded_vocab_size(config: ModelConfig, mesh: Mesh | None) -> int:
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False, split: bool = False) -> Params:
-    """The params pytree with a NamedSharding in the place of every array.
+    """The params pytree with a NamedSharding instead of every array.
 
     `vocab` and `kv_heads` are replicated where the mesh does not divide them; so tensor may exceed the number
     of key/value heads. Any other such dimension is a ConfigError.
@@ -106,7 +106,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False, spl
 
 
 def factor_shardings(config: ModelConfig, mesh: Mesh, names: Sequence[str]) -> Params:
-    """The factors of LoRA with a NamedSharding in the place of every array: A [rank, in] and B [out, rank]
+    """The factors of LoRA with a NamedSharding instead of every array: A [rank, in] and B [out, rank]
     are split as their matrix [out, in] is; the rank, a few rows, is not.
     """
     replicated = replicated_axes(config, mesh)
@@ -149,7 +149,7 @@ def _with_padded_vocab(params: Params, rows: int) -> Params:
 
 
 def mesh_of_a_drafter(config: ModelConfig, mesh: Mesh, split: bool = True) -> Mesh:
-    """Returns the mesh that a model drafts on beside a policy: the policy's devices and slots, with a tensor
+    """Returns the mesh that a model drafts on for a policy: the policy's devices and slots, with a tensor
     axis of its own. What is left of the policy's, `copies`, splits nothing, so that its devices hold and
     compute the same.
 
@@ -197,7 +197,7 @@ class ShardedAttention:
 @dataclasses.dataclass(frozen=True)
 class GatheredWeights:
     """Weights that stay split along fsdp in decoding: every pass gathers a layer when it comes to it, and
-    gives it up behind it (ZeRO-3's parameters: Rajbhandari et al., arXiv 1910.02054).
+    gives it up after it (ZeRO-3's parameters: Rajbhandari et al., arXiv 1910.02054).
 
     Gathering moves bits and adds nothing, so tokens and logprobs are those of replicated weights.
 
@@ -223,7 +223,7 @@ class GatheredWeights:
     def layer(self, layer: Params, x: Array) -> tuple[Params, Array]:
         """Returns a layer's weights, whole along d, for its input x.
 
-        The barrier makes them depend on x: else the compiler may gather all layers at once, or once for all
+        The barrier makes them depend on x: else the compiler may gather all layers together, or once for all
         steps of a loop, and hold the whole policy.
         """
         layer, x = jax.lax.optimization_barrier((layer, x))

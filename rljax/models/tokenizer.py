@@ -5,7 +5,7 @@ Reads `tokenizer.json` (the tokens), `tokenizer_config.json` (special tokens and
 `transformers`: a sandboxed jinja2 environment with the same options, filters and functions. Two features are
 left out on purpose: `clean_up_tokenization_spaces`, which rewrites decoded text (a reward should judge the
 text of the policy), and truncation and padding stored in `tokenizer.json` (the caller decides about lengths).
-Templates that ask for the date get a fixed one (`CHAT_DATE`).
+Templates that read the date get a fixed one (`CHAT_DATE`).
 
 Of a response there are two texts. `decode` is that of all tokens; stop texts and calls of tools are searched
 in it. `response_text` leaves EOS and padding out; rewards, environments and agents read it.
@@ -36,7 +36,7 @@ Decode = Callable[[Sequence[int]], str]
 """A function from token ids to text."""
 
 CHAT_DATE = datetime.date(2024, 7, 26)
-"""The date for chat templates that ask for it; the default of Llama 3's template. With the real date, the
+"""The date for chat templates that read it; the default of Llama 3's template. With the real date, the
 prompts of a run would change from day to day."""
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -18,12 +18,12 @@ LANES = 64
 """Outputs in a block."""
 _PARTS = 1 if jax.__version_info__ >= (0, 11) else 12
 """Products that a product is divided into. JAX 0.11's library divides blocks among cores. With JAX 0.10 the
-compiler's runtime gives another core work only where more than eight operations are ready at once."""
+compiler's runtime gives another core work only where more than eight operations are ready together."""
 
 
 @struct.dataclass
 class BlockedWeight:
-    """A matrix beside its blocks. A params pytree may contain it in place of any projection.
+    """A matrix with its blocks. A params pytree may contain it in place of any projection.
 
     Attributes:
       weight: the matrix, [out, in], for products of many rows.
@@ -48,7 +48,7 @@ class BlockedWeight:
 
 
 def blocked(weight: Array, rows: int) -> BlockedWeight:
-    """Returns a matrix [out, in], whose outputs are a multiple of LANES, beside its blocks."""
+    """Returns a matrix [out, in], whose outputs are a multiple of LANES, with its blocks."""
     return BlockedWeight(weight, _blocks(weight), rows)
 
 

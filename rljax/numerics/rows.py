@@ -141,7 +141,7 @@ def as_one_row(function: Callable[[Array], Array], x: Array) -> Array:
     From JAX 0.12 on, the compiler of a CPU unrolls a last axis of 3 to 8 entries, axes of one entry aside,
     and rounds some products there before an addition that it fuses elsewhere; so it does in the rest of a
     row that is no multiple of its vectors. Between barriers it sees one row of whole vectors. On several
-    devices axes may be sharded, and bits are not promised.
+    devices axes may be sharded, and bits are not guaranteed.
     """
     if not _UNROLLS_SHORT_AXES or target.platform() != "cpu" or target.device_count() > 1:
         return function(x)

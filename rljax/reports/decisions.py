@@ -109,14 +109,15 @@ def in_words(run: RunDecisions) -> list[str]:
         return []
     tokens = sum(decision.tokens for decision in run.all)
     by_share = sorted(shares(run.all, "tokens").items(), key=lambda item: -item[1])
-    parts = [f"{share:.0%} {_source(drafter)}" for drafter, share in by_share]
+    sources = {PLAIN: "plain"}
+    parts = [f"{share:.0%} {sources.get(name, f'with drafts of {name}')}" for name, share in by_share]
     lines = [f"{run.name}: of {tokens:,} tokens that were decided on, {', '.join(parts)}"]
     gains = {step: gain(decisions) for step, decisions in run.steps.items()}
     slow = sorted((value, step) for step, value in gains.items() if value is not None and value <= 1)
     for value, step in slow[:_MOST_STEPS_TOLD]:
-        reasons = [_plain_reason(run.steps[step]), _worst_promise(run.steps[step])]
+        reasons = [_plain_reason(run.steps[step]), _worst_prediction(run.steps[step])]
         sentences = [
-            f"{run.name}: step {step} brought {value:.2f} of what plain decoding promised",
+            f"{run.name}: step {step} brought {value:.2f} of what was predicted of plain decoding",
             *filter(None, reasons),
         ]
         lines.append("; ".join(sentences))
@@ -124,10 +125,6 @@ def in_words(run: RunDecisions) -> list[str]:
         more = len(slow) - _MOST_STEPS_TOLD
         lines.append(f"{run.name}: {more} more of {len(run.steps)} steps brought no more than that either")
     return lines
-
-
-def _source(drafter: str) -> str:
-    return "plain" if drafter == PLAIN else f"with drafts of {drafter}"
 
 
 def _plain_reason(decisions: Sequence[Decision]) -> str | None:
@@ -143,7 +140,7 @@ def _plain_reason(decisions: Sequence[Decision]) -> str | None:
     return f"plain for {share:.0%} of the time because: {reason}"
 
 
-def _worst_promise(decisions: Sequence[Decision]) -> str | None:
+def _worst_prediction(decisions: Sequence[Decision]) -> str | None:
     """Describes the drafter and the pass size with the largest deficit of tokens against the prediction."""
     groups = collections.defaultdict(list)
     for decision in decisions:
@@ -156,9 +153,9 @@ def _worst_promise(decisions: Sequence[Decision]) -> str | None:
     if worst is None or missing[worst] <= 0:
         return None
     group, (drafter, rows) = groups[worst], worst
-    promised = sum(decision.expected for decision in group) / sum(decision.plain for decision in group)
-    promise = f"{promised:.2f} times plain and brought {gain(group):.2f}"
-    return f"furthest off: {drafter} with {rows} rows promised {promise}"
+    predicted = sum(decision.expected for decision in group) / sum(decision.plain for decision in group)
+    compared = f"{predicted:.2f} times plain and brought {gain(group):.2f}"
+    return f"furthest off: {drafter} with {rows} rows: predicted {compared}"
 
 
 # --- drawn -------------------------------------------------------------------------------------------------
@@ -181,7 +178,7 @@ def draw(runs: Sequence[RunDecisions], path: Path) -> None:
         for place, drawer in (
             (grid[0, :], draw_timeline),
             (grid[1, 0], draw_shares),
-            (grid[1, 1], draw_promises),
+            (grid[1, 1], draw_predictions),
             (grid[2, 0], draw_accept_lengths),
             (grid[2, 1], draw_positions),
         ):
@@ -225,7 +222,7 @@ def draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) ->
         title=f"Step {step}: who drafted, and rows (white: nothing decided)",
     )
     _powers_of_two(axes, "y")
-    axes.set_ylim(0.5, 4 * highest)  # room for the legend
+    axes.set_ylim(0.5, 4 * highest)  # space for the legend
     axes.legend(loc="upper center", ncols=3, fontsize=8)
 
 
@@ -254,7 +251,7 @@ def draw_shares(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> N
     axes.legend(loc="upper center", ncols=4, fontsize=8)
 
 
-def draw_promises(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
+def draw_predictions(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:
     """Draws measured against predicted gain; larger dots took longer."""
     known = [
         decision
@@ -278,15 +275,15 @@ def draw_promises(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) ->
         decision.expected / decision.plain for decision in known
     ]
     low, high = min(ends, default=0.5) / 1.2, max(ends, default=2.0) * 1.2
-    axes.plot([low, high], [low, high], color=_LINE_COLOR, linewidth=1, label="as promised")
+    axes.plot([low, high], [low, high], color=_LINE_COLOR, linewidth=1, label="as predicted")
     axes.axhline(1, color=_LINE_COLOR, linewidth=1, linestyle=":", label="as fast as plain")
     _powers_of_two(axes, "x", "y")
     axes.set(
         xlim=(low, high),
         ylim=(low, high),
-        xlabel="promised, times plain decoding",
+        xlabel="predicted, times plain decoding",
         ylabel="measured, times plain decoding",
-        title="What was promised, what came (dots by time)",
+        title="Predicted and measured gain (dots by time)",
     )
     legend = axes.legend(loc="upper left", fontsize=8)
     for handle in legend.legend_handles[: len(colors)]:
@@ -305,7 +302,7 @@ def draw_accept_lengths(axes: "Axes", run: RunDecisions, colors: Mapping[str, st
         axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=_label(drafter))
     axes.axhline(1, color=_PLAIN_COLOR, linestyle="--", label="a plain step")
     axes.set(ylabel="tokens of a response and pass", title="Accept length of verifying passes")
-    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend
+    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # space for the legend
     _steps_axis(axes, run)
     axes.legend(loc="upper center", ncols=4, fontsize=8)
 
@@ -320,9 +317,9 @@ def draw_positions(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -
         positions = np.arange(1, len(accepted) + 1)
         axes.plot(positions, accepted, "o-", color=color, markersize=4, label=_label(drafter))
         axes.plot(positions, by_position(drafted, "verified"), ":", color=color)
-    axes.set(xlabel="position behind the last token", ylabel="draft nodes of a response and pass")
+    axes.set(xlabel="position after the last token", ylabel="draft nodes of a response and pass")
     axes.set_title("Accepted by position (dotted: verified)")
-    axes.set_ylim(0, max(1.25 * axes.get_ylim()[1], 1.25))  # room for the legend
+    axes.set_ylim(0, max(1.25 * axes.get_ylim()[1], 1.25))  # space for the legend
     axes.locator_params(axis="x", integer=True)
     if axes.lines:
         axes.legend(loc="upper center", ncols=4, fontsize=8)

@@ -1,5 +1,6 @@
 """Figures of learning: rewards with confidence bands, held-out rewards, and any metric over the steps."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,8 @@ def learning_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
     ]
     for title, metric, unit, caption in metrics:
         if any(run.has(metric) for run in runs):
-            yield Panel(title, caption, _drawer(series, metric, unit))
+            draw = functools.partial(draw_metric, series=series, metric=metric, unit=unit)
+            yield Panel(title, caption, draw)
     if any(run.has("mismatch/logprob_abs_max") for run in runs):
         yield Panel(
             "Mismatch",
@@ -159,10 +161,6 @@ def draw_mismatch(axes: "Axes", series: Sequence[Series]) -> None:
         axes.text(0.5, 0.5, "0 at every step", transform=axes.transAxes, ha="center", color=INK)
     axes.set_ylabel("nats")
     integer_steps(axes)
-
-
-def _drawer(series: Sequence[Series], metric: str, unit: str):
-    return lambda axes: draw_metric(axes, series, metric, unit)
 
 
 def _draw_repeated(

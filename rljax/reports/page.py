@@ -18,7 +18,7 @@ import numpy as np
 from rljax.durable_files import write_durably
 from rljax.errors import UserError
 from rljax.reports.cluster import cluster_panels
-from rljax.reports.figures import COLORS, Panel, in_blocks, svg_of
+from rljax.reports.figures import COLORS, in_blocks, svg_of
 from rljax.reports.learning import learning_panels
 from rljax.reports.rollouts import rollout_panels
 from rljax.reports.runs import RunData, colors_of, differing_keys, read_run
@@ -62,7 +62,7 @@ def report_html(runs: Sequence[RunData]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["svg"] = _svg
+    environment.globals["svg"] = lambda panel: markupsafe.Markup(svg_of(panel))
     environment.globals["pieces"] = _pieces
     summary = [_summary(run) for run in runs]
     samples = [(run, list(_sampled_steps(run))) for run in runs]
@@ -91,10 +91,6 @@ def report_html(runs: Sequence[RunData]) -> str:
         colors=[f"var(--s{COLORS.index(color)})" for color in (colors_of(runs)[run.name] for run in runs)],
         spark=(_SPARK_WIDTH, _SPARK_HEIGHT),
     )
-
-
-def _svg(panel: Panel) -> markupsafe.Markup:
-    return markupsafe.Markup(svg_of(panel))
 
 
 def _summary(run: RunData) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Figures of the long tail: response lengths, and the number of running requests within a rollout."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ def rollout_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
     with_rollouts = [run for run in runs if run.rollouts]
     for run in [series.runs[0] for series in series_of(with_rollouts)]:
         yield Panel(
-            f"Response lengths by step{_suffix(run, runs)}",
+            "Response lengths by step" + (f": {run.name}" if len(runs) > 1 else ""),
             "Share of a step's responses by length. Small shares are drawn larger than they are: one response"
             " of the tail can be seen.",
-            _histogram_drawer(run),
+            functools.partial(draw_histogram, run=run),
         )
     if with_rollouts:
         yield Panel(
@@ -165,11 +166,3 @@ def _first_time(name: str, named: set[str]) -> str | None:
         return None
     named.add(name)
     return name
-
-
-def _histogram_drawer(run: RunData):
-    return lambda axes: draw_histogram(axes, run)
-
-
-def _suffix(run: RunData, runs: Sequence[RunData]) -> str:
-    return f": {run.name}" if len(runs) > 1 else ""

@@ -1,5 +1,6 @@
 """Figures of speed: the parts of a step's time, tokens per second, and the effect of speculation."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ def speed_panels(runs: Sequence[RunData]) -> Iterator[Panel]:
         if run.has("time/step"):
             share = run.mean("time/rollout") / run.mean("time/step")
             title = "Where a step's time goes" + (f": {run.name}" if len(runs) > 1 else "")
-            yield Panel(title, f"The rollout takes {share:.0%} of it.", _time_drawer(run))
+            draw = functools.partial(draw_time, run=run)
+            yield Panel(title, f"The rollout takes {share:.0%} of it.", draw)
     if any(run.has("rollout/tokens_per_second") for run in runs):
         yield Panel(
             "Rollout speed",
@@ -92,18 +94,8 @@ def _decision_panels(run: RunData, named: bool) -> Iterator[Panel]:
     if any(
         decision.expected > 0 and decision.plain > 0 and decision.tokens > 0 for decision in run_decisions.all
     ):
-        caption = "Below the diagonal, a decision brought less than promised. Larger dots took longer."
-        figures.append(("What was promised, what came", caption, decisions.draw_promises))
+        caption = "Below the diagonal, a decision brought less than predicted. Larger dots took longer."
+        figures.append(("Predicted and measured gain", caption, decisions.draw_predictions))
     for title, caption, draw in figures:
-        draw_run = _decision_drawer(draw, run, colors)
+        draw_run = functools.partial(draw, run=run.decisions, colors=colors)
         yield Panel(f"{title}: {run.name}" if named else title, caption, draw_run, height=3.2)
-
-
-def _time_drawer(run: RunData) -> Callable[["Axes"], None]:
-    return lambda axes: draw_time(axes, run)
-
-
-def _decision_drawer(
-    draw: Callable[..., None], run: RunData, colors: dict[str, str]
-) -> Callable[["Axes"], None]:
-    return lambda axes: draw(axes, run.decisions, colors)

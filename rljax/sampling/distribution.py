@@ -189,7 +189,7 @@ def kept_from(scaled: Array, params: SamplingParams, numerics: Numerics) -> Arra
     if params.min_p > 0.0:
         likely = scaled - jnp.max(scaled, axis=-1, keepdims=True) >= jnp.log(params.min_p)
         least = jnp.min(jnp.where(likely, scaled, jnp.inf), axis=-1, keepdims=True)
-        # Beside an infinite logit nothing is kept: no logit is at least NaN.
+        # Next to an infinite logit nothing is kept: no logit is at least NaN.
         lowest = jnp.maximum(lowest, jnp.where(jnp.isinf(least), jnp.nan, least))
     return lowest
 

@@ -18,7 +18,7 @@ from rljax.numerics.rows import Numerics, log_normalizer
 from rljax.sampling.distribution import SamplingParams, running_sum
 
 TEMPERATURES = (1e-4, 1e4)
-"""The smallest and the largest temperature beside 0: logits times its inverse stay finite."""
+"""The smallest and the largest temperature besides 0: logits times its inverse stay finite."""
 LEAST_TOP_P = 1e-6
 
 

@@ -1,4 +1,4 @@
-"""Unit tests of code in a response: the code runs in the sandbox, and its results are judged outside.
+"""Unit tests of code in a response: the code runs in the sandbox, and its results are compared outside.
 
 Forms of a test, in a dataset:
 
@@ -42,7 +42,7 @@ class CodeTest:
       answer: the right output, or the right value, encoded.
       rule: rule to judge a value by. "equal": as `==`. "unequal": as `!=`. "json": equal, with tuples as
         lists; an answer that is a list of one value also accepts that value (APPS).
-      tolerance: relative and absolute tolerance of `math.isclose`, which then judges numbers instead.
+      tolerance: relative and absolute tolerance of `math.isclose`, which then compares numbers instead.
     """
 
     question: dict[str, Any]
@@ -51,7 +51,7 @@ class CodeTest:
     tolerance: tuple[float, float] | None = None
 
     def passed(self, outcome: Any) -> bool:
-        """Judges one line of the runner. White space at the end of a program's lines is ignored."""
+        """Checks one line of the runner. White space at the end of a program's lines is ignored."""
         if not isinstance(outcome, dict):
             return False
         if "input" in self.question:
@@ -111,7 +111,7 @@ def run_tests(
     source = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _SOURCES)
     data = json.dumps(request).encode() + b"\n"
     finished = sandbox.run(source, data, seconds, 2 * most * (len(tests) + 1))
-    ready, *outcomes = _outcomes(finished.output) or [None]
+    ready, *outcomes = [_outcome(line) for line in finished.output.splitlines()] or [None]
     if ready != _READY:
         raise SandboxError(
             f"task.sandbox: the runner of the tests did not begin ({finished.ending}): memory_mb"
@@ -138,10 +138,6 @@ def check_limits(sandbox: Sandbox) -> None:
             limits = dataclasses.asdict(sandbox.limits)
             shown = ", ".join(f"{name} {limits[name]}" for name in ("memory_mb", "processes", "file_mb"))
             raise SandboxError(f"task.sandbox: within {shown} not even a correct program passes; raise them")
-
-
-def _outcomes(output: bytes) -> list[Any]:
-    return [_outcome(line) for line in output.splitlines()]
 
 
 def _outcome(line: bytes) -> Any:

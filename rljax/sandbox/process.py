@@ -105,7 +105,7 @@ class Process:
         self.close()
 
     def close(self) -> None:
-        """Ends the program at once. Its descendants end with the launcher; see jail.py."""
+        """Ends the program now. Its descendants end with the launcher; see jail.py."""
         for stream in (self._launcher.stdin, self._launcher.stdout):
             with contextlib.suppress(OSError):
                 stream.close()

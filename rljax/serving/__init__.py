@@ -1,1 +1,1 @@
-"""Serves a trained policy: one thread decodes requests as they arrive, behind an OpenAI-compatible server."""
+"""Serves a trained policy: one thread decodes requests as they arrive, in an OpenAI-compatible server."""

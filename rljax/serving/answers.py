@@ -134,7 +134,7 @@ class Writer:
         return self._as_chunk(answer, content, details)
 
     def last(self, answers: list[Answer]) -> dict[str, Any] | None:
-        """Returns the chunk with the usage; None if the request does not ask for it."""
+        """Returns the chunk with the usage; None if the request does not want it."""
         if not self.body.wants_usage:
             return None
         return {**self._chunk, "choices": [], "usage": self._usage(answers)}
@@ -166,7 +166,7 @@ class Writer:
         }
 
     def _details(self, answer: Answer, first: int) -> dict[str, Any]:
-        """Returns the log-probabilities and ids of the tokens from `first` on, if the request asks for
+        """Returns the log-probabilities and ids of the tokens from `first` on, if the request wants
         them.
         """
         details: dict[str, Any] = {}

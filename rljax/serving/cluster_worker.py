@@ -118,10 +118,7 @@ class ClusterWorker:
 
     def close(self, drain: bool = True, timeout: float | None = None) -> bool:
         """Accepts no more jobs, ends the thread and the workers; returns whether the thread has ended.
-
-        Args:
-          drain: finish the jobs; False cancels them.
-          timeout: seconds to wait for the thread; None for no limit.
+        Arguments as of `EngineWorker.close`.
         """
         with self._changed:
             self._closing = True
@@ -203,7 +200,7 @@ class ClusterWorker:
     def _release(self, keys: Sequence[Key]) -> None:
         if keys:
             self._cluster.release(self._rollout, list(keys))
-            self._cluster.timeline()  # nobody reads it here
+            self._cluster.timeline()  # not read here
             with self._changed:
                 for key in keys:
                     del self._live[key]

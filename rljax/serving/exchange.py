@@ -36,7 +36,7 @@ class Exchange:
       requests: one for each choice of the answer.
       stop: texts that end a choice, searched in the text of all its tokens.
       shown: function from token ids to the text that the client gets.
-      finished: called with the exchange once all choices are complete, before the client hears of it.
+      finished: called with the exchange once all choices are complete, before the client gets them.
       score: returns the scores of a prompt and its response, and may take long; None where no request may
         want any. A choice with scores comes in one piece, when it is complete.
     """
@@ -65,7 +65,7 @@ class Exchange:
             Answer(index, tokenizer.decode, stop, shown, request.prompt_ids if writer.body.echoes else ())
             for index, request in enumerate(requests)
         ]
-        self.jobs = [  # none where the prompt alone is asked for
+        self.jobs = [  # none where only the prompt is wanted
             Job(
                 request,
                 lambda piece, index=index: deliver(index, piece),
@@ -157,7 +157,7 @@ class Stream(StreamingResponse):
 
 
 async def answer(request: Request, exchange: Exchange, over: Callable[[], None] = lambda: None) -> Response:
-    """Submits the jobs of an exchange and answers the request, as a stream where it asks for one.
+    """Submits the jobs of an exchange and answers the request, as a stream where it wants one.
 
     Args:
       request: the request.

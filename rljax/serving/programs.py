@@ -3,9 +3,9 @@
     programs = JoiningPrograms(engine, params, thread, slots=8, prompt_length=128)
     thread.start()
 
-What the first request needs is compiled at once, and all else by the thread, the nearest shapes first. Nobody
-waits for the thread to come to a shape: who needs one compiles its programs, or waits for the one program
-that is under way.
+What the first request needs is compiled first, all else by the thread, the nearest shapes first. No
+request waits for the thread to come to a shape: it compiles its programs, or waits for the one program
+that is being compiled.
 """
 
 import contextlib

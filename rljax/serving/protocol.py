@@ -1,6 +1,6 @@
 """Bodies of `/v1/chat/completions` and `/v1/completions` as OpenAI's clients send them.
 
-Unsupported fields are refused with a reason, not ignored: a researcher who asks for `logit_bias` should not
+Unsupported fields are refused with a reason, not ignored: a researcher who sets `logit_bias` should not
 get samples without it.
 """
 
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
 MOST_ALTERNATIVES = 20
-"""Most alternatives to a token that a request may ask for."""
+"""Most alternatives to a token that a request may want."""
 _SET_HERE = ("messages", "add_generation_prompt")  # variables of the template that are no matter of arguments
 
 
@@ -131,7 +131,7 @@ class Body(_Strict):
 
     @property
     def alternatives(self) -> int:
-        """Number of the likeliest tokens that the request wants to see in the place of every token."""
+        """Number of the likeliest tokens that the request wants to see for every token."""
         raise NotImplementedError
 
     @property
@@ -303,7 +303,7 @@ class CompletionBody(Body):
     def refuse_the_impossible(self) -> None:
         super().refuse_the_impossible()
         if self.max_tokens == 0 and not self.echo:
-            raise _unsupported("max_tokens", "0 asks for nothing; set echo, or at least 1")
+            raise _unsupported("max_tokens", "0 samples nothing; set echo, or at least 1")
         if self.best_of not in (None, self.choices):
             raise _unsupported("best_of", "nothing is ranked; leave it out")
         if self.suffix is not None:

@@ -1,9 +1,9 @@
 """Log-probabilities of whole sequences, with the likeliest alternatives to every token.
 
-Decoding keeps the log-probability of the sampled token alone. Who asks a server for alternatives, or for a
+Decoding keeps the log-probability of the sampled token alone. Who wants alternatives, or for a
 prompt's, gets them from one forward pass over the finished sequence: the pass of training, whose
 log-probabilities have the bits of decoding wherever a run's do (docs/row-invariance.md). Its programs, one a
-cache length, are compiled when first asked for.
+cache length, are compiled when first needed.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from rljax.sampling.distribution import Responses, SamplingParams, penalized_log
 from rljax.sampling.slots import SlotSampling, kept_from
 from rljax.serving.protocol import MOST_ALTERNATIVES
 
-_ROWS = KEY_BLOCK  # positions whose logits exist at once; cache lengths are multiples
+_ROWS = KEY_BLOCK  # positions whose logits exist together; cache lengths are multiples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Scores:
 
     Attributes:
       logprobs: float32 [T - 1], of the tokens from the second on.
-      alternatives: int32 [T - 1, K], the K likeliest tokens in the place of each, the likeliest first.
+      alternatives: int32 [T - 1, K], the K likeliest tokens at each place, the likeliest first.
       alternative_logprobs: float32 [T - 1, K]; -inf where filters leave fewer than K.
       greedy: whether the response is greedy, and so not sampled from the scored distribution.
     """
@@ -48,7 +48,7 @@ class Scores:
     greedy: bool
 
     def likeliest(self, row: int, count: int) -> list[tuple[int, float]]:
-        """Returns up to `count` of the likeliest tokens in the place of token `row` + 1, with logprobs."""
+        """Returns up to `count` of the likeliest tokens for token `row` + 1, with logprobs."""
         alternatives, logprobs = self.alternatives[row, :count], self.alternative_logprobs[row, :count]
         finite = np.isfinite(logprobs)
         return list(zip(alternatives[finite].tolist(), logprobs[finite].tolist(), strict=True))

@@ -31,7 +31,7 @@ from rljax.speculation.speculator import Speculator
 
 
 class QueueFull(Exception):
-    """The queue has no room for the requests."""
+    """The queue has no free places for the requests."""
 
 
 class Closed(Exception):
@@ -64,7 +64,7 @@ class Job:
 
     Attributes:
       response: the response so far.
-      cancelled: whether nobody waits for it any more; see `EngineWorker.cancel`.
+      cancelled: whether its client has left; see `EngineWorker.cancel`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class EngineWorker:
       max_waiting: most jobs that wait for a slot.
       steps_per_sync: plain decode steps between two host syncs, up to the engine's `decode_steps_per_sync`:
         the most tokens of a piece, and the longest wait of a new request for a free slot.
-      learned_together: number of responses that drafters learn at once, by prompt; 1 for other prompts.
+      learned_together: number of responses that drafters learn together, by prompt; 1 for other prompts.
         Drafters keep a prompt's newest rollouts, so single responses, learned as rollouts, would replace
         those of a run.
       learns: whether drafters learn from finished responses, and end with the worker; False where a training
@@ -225,7 +225,7 @@ class EngineWorker:
     def load_params(self, params: Params, version: int) -> None:
         """Swaps the weights at the next host sync; does not wait for it.
 
-        Jobs submitted afterwards are decoded by the new weights alone. Responses under way continue with the
+        Jobs submitted afterwards are decoded by the new weights alone. Responses in flight continue with the
         new weights, over keys and values of the old ones, and record the position (`job.response.versions`).
         Of several swaps between two host syncs the last one counts.
 

@@ -61,7 +61,7 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Problem, response_text: str) -> Rewards:
-        """Judges a response.
+        """Scores a response.
 
         Args:
           problem: the problem.
@@ -78,7 +78,7 @@ class Task(Protocol):
 def problem_random(seed: int, split: Split, index: int) -> random.Random:
     """Returns the random source of one problem, independent of every other problem's.
 
-    Uses Python's generator because `random.Random.random` promises the same numbers in every later version,
+    Uses Python's generator because `random.Random.random` guarantees the same numbers in every later version,
     unlike NumPy's distributions: an upgrade must not change the data of a resumed run.
     """
     if split not in SPLITS:

@@ -115,7 +115,7 @@ class ChainArithmetic:
         )
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
-        """Judges a response by what follows its last marker.
+        """Scores a response by what follows its last marker.
 
         Returns:
           "correct": 1 if the answer and nothing else follows the marker, else 0; "format": 1 if the response

@@ -1,15 +1,15 @@
-"""Which training problems are asked again: a curriculum by pass rates measured in the run.
+"""Which training problems come again: a curriculum by pass rates measured in the run.
 
-A problem is passed over with a probability that follows from how often its last responses passed. Nothing is
+A problem is skipped with a probability that follows from how often its last responses passed. Nothing is
 learned from a problem that always passes or never does: with a baseline of the group its advantages are 0.
 
-- `failures`: asked with probability 1 - s, for a pass rate of s (Kimi k1.5, arXiv 2501.12599, section 2.3.4,
+- `failures`: taken with probability 1 - s, for a pass rate of s (Kimi k1.5, arXiv 2501.12599, section 2.3.4,
   "prioritized sampling").
-- `uncertain`: asked with probability 4 s (1 - s), the variance of passing (online difficulty filtering, arXiv
+- `uncertain`: taken with probability 4 s (1 - s), the variance of passing (online difficulty filtering, arXiv
   2504.03380, in a soft form).
 
-Both with a floor, so that every problem comes back. Whether a position is passed over is a pure function of
-the seed, the position and the pass rates, which a checkpoint keeps: a resumed run asks the same problems.
+Both with a floor, so that every problem comes back. Whether a position is skipped is a pure function of
+the seed, the position and the pass rates, which a checkpoint keeps: a resumed run takes the same problems.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +39,7 @@ class Curriculum:
         self._rates: dict[str, tuple[int, float]] = {}  # number of visits and pass rate, by the problem's id
 
     def asks(self, problem: Problem, position: int) -> bool:
-        """Returns whether the problem at a position is asked. One that was never asked always is."""
+        """Returns whether the problem at a position is taken. One that never was always is."""
         if problem.id not in self._rates:
             return True
         probability = max(self._rule(self._rates[problem.id][1]), self._floor)
@@ -51,7 +51,7 @@ class Curriculum:
         """Updates pass rates.
 
         Args:
-          passed: problems that were asked, each with the share of its responses that passed, 0 to 1.
+          passed: problems that were sampled, each with the share of its responses that passed, 0 to 1.
 
         Returns:
           The metrics `curriculum/known`, problems with a pass rate, and `curriculum/pass_rate`, their mean.

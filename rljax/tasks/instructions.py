@@ -9,7 +9,7 @@ task for the smallest pretrained models: SmolLM2-135M-Instruct, at temperature 0
 times, where it works out a plain sum once in twenty times, and its responses have some twenty tokens. So
 GRPO has something to go by from the first step on, and a step takes seconds.
 
-The reward says whether a sentence does as it is told, not whether it is a good one. Two ways around the task
+The reward says whether a sentence keeps to the rules, not whether it is a good one. Two ways around the task
 do not pass: one word over and over, and sentences about words and sentences, which such a policy comes to
 write in 40 steps of GRPO ("A sentence must contain at least 4 to 15 words").
 """
@@ -94,8 +94,8 @@ class Instructions:
             topic, low = _one(TOPICS, source), 4 + int(source.random() * 4)
             high = low + 10 + int(source.random() * 9)
             rules = [(name, _one(WORDS, source)) for name in self._drawn(source, count)]
-            told = " ".join(RULES[name][0].format(word=word) for name, word in rules)
-            prompt = f"Write one short sentence about {topic}, of {low} to {high} words. {told}"
+            wanted = " ".join(RULES[name][0].format(word=word) for name, word in rules)
+            prompt = f"Write one short sentence about {topic}, of {low} to {high} words. {wanted}"
             if is_heldout(prompt) == (split == "heldout"):
                 break
         return Problem(
@@ -115,7 +115,7 @@ class Instructions:
         return names
 
     def reward(self, problem: Problem, response_text: str) -> Rewards:
-        """Judges a response.
+        """Scores a response.
 
         Returns:
           "length": 1 if the number of words is within the limits, else 0; "varied": 1 if no word of four

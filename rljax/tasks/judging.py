@@ -1,4 +1,4 @@
-"""Computes the rewards of many responses at once, for any task."""
+"""Computes the rewards of many responses together, for any task."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ def judge(task: Task, answered: Sequence[Answered]) -> list[Rewards]:
     """
     batch_rewards = getattr(task, "rewards", None)
     if batch_rewards is not None:
-        judged = batch_rewards(answered)
+        scored = batch_rewards(answered)
     else:
-        judged = [_reward(task, problem, text) for problem, text in answered]
-    for (problem, _), rewards in zip(answered, judged, strict=True):
+        scored = [_reward(task, problem, text) for problem, text in answered]
+    for (problem, _), rewards in zip(answered, scored, strict=True):
         if not isinstance(rewards, Mapping) or "reward" not in rewards:
             raise UserError(f"task: the reward of problem {problem.id} is {rewards!r}, without a 'reward'")
         for name, value in rewards.items():
@@ -44,7 +44,7 @@ def judge(task: Task, answered: Sequence[Answered]) -> list[Rewards]:
                 f"task: the reward of problem {problem.id} is {rewards['reward']:g}, beyond"
                 f" {LARGEST_REWARD:g}, where the statistics of a group overflow; lower its weight"
             )
-    return judged
+    return scored
 
 
 def _is_finite(value: object) -> bool:

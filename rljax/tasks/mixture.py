@@ -19,7 +19,7 @@ from rljax.tasks.wrapper import Wrapper
 
 class Mixture(Wrapper):
     """The task. Weights of the training split follow the schedules; `heldout` and `warm_start` take the tasks
-    in equal shares, so that every evaluation asks the same problems.
+    in equal shares, so that every evaluation has the same problems.
 
     Args:
       seed: the run seed.
@@ -47,13 +47,13 @@ class Mixture(Wrapper):
 
     def rewards(self, answered: Sequence[Answered]) -> list[Rewards]:
         """Returns the rewards of many responses, in one call per task. Parts differ from task to task."""
-        judged: list[Rewards] = [{}] * len(answered)
+        scored: list[Rewards] = [{}] * len(answered)
         for prefix, task in self._tasks.items():
             places = [i for i, (problem, _) in enumerate(answered) if problem.id.startswith(f"{prefix}/")]
             inner = [(_without(prefix, answered[i][0]), answered[i][1]) for i in places]
             for i, reward in zip(places, judge(task, inner) if inner else [], strict=True):
-                judged[i] = reward
-        return judged
+                scored[i] = reward
+        return scored
 
     def extracted_answer(self, problem: Problem, response_text: str) -> str | None:
         """Extracts the answer as the problem's task does; see `rljax/tasks/answers.py`."""

@@ -86,4 +86,4 @@ class ReasoningGym:
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
         """Raises an error: several environments evaluate answers as Python, so the sandbox runs `checker`."""
-        raise NotImplementedError("a checker judges; see rljax/tasks/rewards/combined.py")
+        raise NotImplementedError("a checker scores; see rljax/tasks/rewards/combined.py")

@@ -68,7 +68,7 @@ def read_hub(name: str, subset: str | None, split: str, key: str) -> Iterator[Ro
 
 
 def _cached_commit(dataset: str, revision: str) -> str:
-    """Returns the commit that a revision was when the hub was asked for it."""
+    """Returns the commit that a revision was when the hub was called."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

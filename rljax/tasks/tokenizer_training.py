@@ -39,7 +39,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: str | Path
 
     The directory holds `tokenizer.json` and `tokenizer_config.json` (chat template, end-of-sequence token
     `<|im_end|>`, padding token `<|endoftext|>`), which `transformers.AutoTokenizer` loads. The role headers
-    of the chat template are merged into one token each where `vocab_size` has room, so that the template
+    of the chat template are merged into one token each where `vocab_size` allows it, so that the template
     costs six tokens around a prompt.
 
     Args:

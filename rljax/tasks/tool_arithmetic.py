@@ -62,7 +62,7 @@ class ToolArithmetic:
         )
 
     def reward(self, problem: Problem, response_text: str) -> dict[str, float]:
-        """Judges a response by what follows its last marker.
+        """Scores a response by what follows its last marker.
 
         Returns:
           "reward": 1 if the answer and nothing else follows the marker, else 0; "called": 1 if a call was

@@ -10,8 +10,8 @@ class ToolError(Exception):
 class Tool(Protocol):
     """A program that a policy may call.
 
-    Several threads call it at once. Calls are model output: a tool never evaluates them in this process, and
-    bounds the time and memory of a call. The same call should always get the same answer; otherwise a
+    Several threads call it in parallel. Calls are model output: a tool never evaluates them in this process,
+    and bounds the time and memory of a call. The same call should always get the same answer; otherwise a
     repeated or resumed run gets other numbers.
     """
 

@@ -5,6 +5,7 @@ are bounded. Whole numbers are exact; `/` and decimals are float64.
 """
 
 import math
+import operator
 import re
 
 from rljax.tools.base import ToolError
@@ -79,15 +80,15 @@ class _Parser:
         value = self.product()
         while self.ahead in ("+", "-"):
             if self.take() == "+":
-                value = _bounded(_add, value, self.product())
+                value = _bounded(operator.add, value, self.product())
             else:
-                value = _bounded(_add, value, -self.product())
+                value = _bounded(operator.sub, value, self.product())
         return value
 
     def product(self) -> Number:
         value = self.signed()
         while self.ahead in ("*", "/", "%"):
-            operation = {"*": _multiply, "/": _divide, "%": _modulo}[self.take()]
+            operation = {"*": operator.mul, "/": operator.truediv, "%": operator.mod}[self.take()]
             value = _bounded(operation, value, self.signed())
         return value
 
@@ -139,22 +140,6 @@ def _checked(value: Number | complex) -> Number:
     elif not math.isfinite(value):
         raise ToolError("the result is too large")
     return value
-
-
-def _add(left: Number, right: Number) -> Number:
-    return left + right
-
-
-def _multiply(left: Number, right: Number) -> Number:
-    return left * right
-
-
-def _divide(left: Number, right: Number) -> Number:
-    return left / right
-
-
-def _modulo(left: Number, right: Number) -> Number:
-    return left % right
 
 
 def _power(base: Number, exponent: Number) -> Number | complex:

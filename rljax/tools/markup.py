@@ -105,7 +105,7 @@ class Markup:
           The token ids, and for each token whether the policy sampled it (False for answers).
         """
         opening, closing = map(re.escape, self.answer)
-        behind = "|".join(f"(?<={re.escape(end)})" for _, end in self.calls.values())
+        after_call = "|".join(f"(?<={re.escape(end)})" for _, end in self.calls.values())
         ids: list[int] = []
         sampled: list[bool] = []
 
@@ -114,7 +114,7 @@ class Markup:
             sampled.extend([by_policy] * len(part))
 
         done = 0
-        for answer in re.finditer(f"(?:{behind}){opening}(.*?){closing}", text, re.DOTALL):
+        for answer in re.finditer(f"(?:{after_call}){opening}(.*?){closing}", text, re.DOTALL):
             if self._call(text[done : answer.start()]) is not None:
                 add(self.encode(text[done : answer.start()]), True)
                 add(self.answer_ids(answer[1]), False)

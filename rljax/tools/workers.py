@@ -1,4 +1,4 @@
-"""Calls tools in separate threads: decoding continues meanwhile, and no response waits for a tool for ever.
+"""Calls tools in separate threads: decoding continues, and no response waits for a tool without end.
 
 A thread cannot be stopped. A call that takes too long is answered with an error, and its thread is abandoned.
 The limit on abandoned threads tolerates a tool that hangs occasionally; a tool that always hangs ends the

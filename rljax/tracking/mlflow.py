@@ -35,7 +35,7 @@ class MLflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of its tables as it makes them
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs its tables as it makes them
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self._client = MlflowClient(config.tracking.mlflow)
         self._sent = SentSteps(directory.path / "mlflow.json", lambda: self._create(config, directory))
@@ -73,7 +73,7 @@ class MLflow:
         )
         run = self._client.create_run(identity, run_name=tracking.name or directory.path.name)
         keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flattened(config.model_dump())]
-        for start in range(0, len(keys), 100):  # MLflow takes 100 at once
+        for start in range(0, len(keys), 100):  # MLflow takes 100 at a time
             self._client.log_batch(run.info.run_id, params=keys[start : start + 100])
         return run.info.run_id
 

@@ -8,7 +8,7 @@ import pytest
 
 from rljax.errors import ConfigError
 from rljax.evaluation.metrics import (
-    JudgedProblem,
+    ScoredProblem,
     default_ks,
     difficulty_groups,
     estimates,
@@ -19,7 +19,7 @@ from rljax.evaluation.metrics import (
 
 def judged(*pairs, difficulty=1):
     rewards = [{"reward": 0.9 * right + 0.1, "correct": float(right)} for right, _ in pairs]
-    return JudgedProblem(difficulty, rewards, [answer for _, answer in pairs])
+    return ScoredProblem(difficulty, rewards, [answer for _, answer in pairs])
 
 
 def test_metrics_of_a_problem_by_hand():
@@ -49,7 +49,7 @@ def test_responses_that_are_left_out_count_in_nothing():
         "pass@2": 1.0,
         "maj@2": pytest.approx((1 + 0.5 + 0.5) / 3),
     }
-    nothing = JudgedProblem(1, [{"reward": None}] * 2, ["7", "8"])
+    nothing = ScoredProblem(1, [{"reward": None}] * 2, ["7", "8"])
     assert problem_metrics(nothing, (2,), None) == {}
 
 
@@ -64,7 +64,7 @@ def test_what_passes():
     assert success_part(["reward", "tests"], "tests") == "tests"
     with pytest.raises(ConfigError, match=r"evaluation.success: .* 'test'; did you mean 'tests'"):
         success_part(["reward", "tests"], "test")
-    summed = JudgedProblem(1, [{"reward": 0.7 + 0.2 + 0.1}, {"reward": 0.9}], [None, None])
+    summed = ScoredProblem(1, [{"reward": 0.7 + 0.2 + 0.1}, {"reward": 0.9}], [None, None])
     assert problem_metrics(summed, (), "reward")["mean@2"] == 0.5
 
 

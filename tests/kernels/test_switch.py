@@ -95,7 +95,7 @@ def test_what_a_default_kernel_refuses_is_computed_and_said():
     with _device("9.0"), pytest.warns(UserWarning) as said:
         assert call(_OP, None, (1,), 7) == ("xla", 7)
     (line,) = [str(warning.message) for warning in said]
-    assert line == "kernels.noisy_argmax: xla in the place of mosaic_gpu: odd numbers such as 7"
+    assert line == "kernels.noisy_argmax: xla instead of mosaic_gpu: odd numbers such as 7"
     with warnings.catch_warnings(), _device("9.0"):
         warnings.simplefilter("error")
         assert call(_OP, ("mosaic_gpu", "xla"), (1,), 7) == ("xla", 7)  # as was asked

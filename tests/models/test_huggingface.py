@@ -547,7 +547,7 @@ def test_shards_and_their_index(tmp_path):
     weight_map = json.loads(index.read_text())["weight_map"]
 
     edit_json(index, weight_map=weight_map | {"model.norm.weight": "../outside.safetensors"})
-    with pytest.raises(CheckpointError, match="the name of a file beside the index"):
+    with pytest.raises(CheckpointError, match="the name of a file next to it"):
         load_params(directory, config)
     other = next(shard for shard in weight_map.values() if shard != weight_map["model.norm.weight"])
     edit_json(index, weight_map=weight_map | {"model.norm.weight": other})
@@ -557,7 +557,7 @@ def test_shards_and_their_index(tmp_path):
     load_params(directory, config)
     shard = weight_map["model.layers.1.mlp.up_proj.weight"]
     (directory / shard).unlink()
-    with pytest.raises(CheckpointError, match=rf"{shard} does not exist; .* promises tensor model\.layers\."):
+    with pytest.raises(CheckpointError, match=rf"{shard} does not exist; .* lists tensor model\.layers\."):
         load_params(directory, config)
     index.unlink()
     (directory / "pytorch_model.bin").write_bytes(b"")

@@ -114,7 +114,7 @@ def edit_tensors(directory, change):
         (lambda t: t | {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": t[next(iter(t))]},
          "an adapter of another base"),
         (lambda t: t | {"base_model.model.model.embed_tokens.weight": t[next(iter(t))]},
-         r"holds model.embed_tokens.weight beside LoRA's factors: a whole matrix"),
+         r"holds model.embed_tokens.weight besides LoRA's factors: a whole matrix"),
         (lambda t: t | {"base_model.model.lm_head.lora_A.weight": t[next(iter(t))]}, "adapts lm_head"),
         (lambda t: {name: tensor for name, tensor in t.items() if "q_proj" not in name},
          r"the adapter in .* is of v_proj, down_proj; set policy.lora.targets=\[v_proj,down_proj\]"),

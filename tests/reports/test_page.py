@@ -40,7 +40,7 @@ PANELS = [
     "Strategy by step",
     "Accept length by drafter",
     "Accept length by position",
-    "What was promised, what came",
+    "Predicted and measured gain",
 ]
 
 

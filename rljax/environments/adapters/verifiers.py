@@ -6,7 +6,7 @@ Of the object are used: its dataset (`get_dataset()` or `dataset`, and the same 
 problems) with rows of `prompt` (messages, or a text) or `question`, and `answer`, `info` and `task`;
 `setup_state(state)`, `env_response(messages, state)`, `is_completed(messages, state)` or
 `is_completed(state)`, synchronous or not; and `rubric` with reward functions and their weights. `verifiers`
-samples from a client of its own: here the run samples, and the object is asked what comes next.
+samples from a client of its own: here the run samples, and the object says what comes next.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ def _all(state: Mapping[str, Any]) -> list[Message]:
 def _rows(environment: Any, name: str) -> list[Mapping[str, Any]]:
     """Returns the rows of a dataset of an environment; none where it has no such dataset."""
     rows = getattr(environment, name, None)
-    if rows is None:  # it may be made when it is first asked for
+    if rows is None:  # it may be made when it is first needed
         get = getattr(environment, f"get_{name}", None)
         try:
             rows = None if get is None else get()

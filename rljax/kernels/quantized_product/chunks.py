@@ -26,7 +26,7 @@ def in_chunks(multiply: Callable[[Array], Array], x: Array) -> Array:
     count, most = x.shape[0], _MOST_CHUNKS * ROWS
     if not 0 < count <= most:
         raise Refused(
-            f"{count} rows, it multiplies 1 to {most}; lower speculation.max_batch, or name xla behind it"
+            f"{count} rows, it multiplies 1 to {most}; lower speculation.max_batch, or name xla after it"
         )
     if count <= ROWS:
         return multiply(x)

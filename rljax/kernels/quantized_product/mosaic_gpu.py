@@ -8,9 +8,9 @@ group in float32. The group's scale is applied to the sum, not to the weights, s
 bfloat16: value - zero is an integer of few bits.
 
 A word holds two neighbouring bytes of a row. Its nibbles (or bytes) belong to inputs that are not neighbours,
-so activations are reordered to match (`_planes`), at a small cost beside that of the weights.
+so activations are reordered to match (`_planes`), at a small cost next to that of the weights.
 
-If the device has room for more blocks than tiles of outputs, inputs are split among blocks, whose sums are
+If the device holds more blocks than tiles of outputs, inputs are split among blocks, whose sums are
 added in a fixed order. Tiles and splits depend on the matrix alone, so a row's bits do not depend on N.
 """
 
@@ -236,7 +236,7 @@ def _with_exponent(words: Array, shift: int, mask: int, interpret: bool) -> Arra
         bits = ((words >> jnp.uint16(shift)) & jnp.uint16(mask)) | jnp.uint16(_EXPONENT)
         return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
-    # Two words per register at once: the compiler would shift 16-bit words one at a time.
+    # Two words per register together: the compiler would shift 16-bit words one at a time.
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(words.shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),

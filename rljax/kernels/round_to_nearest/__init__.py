@@ -30,6 +30,6 @@ def round_to_nearest(
       values, scale and zero as in `QuantizedWeight`; zero is None in 8 bits.
 
     Raises:
-      Refused: no backend that was asked for takes this type or shape.
+      Refused: no named backend takes this type or shape.
     """
     return switch.call("round_to_nearest", implementation, weight.shape, weight, bits, group)

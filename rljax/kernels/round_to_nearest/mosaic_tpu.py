@@ -112,8 +112,8 @@ def _kernel(weight: Any, values: Any, *refs: Any, bits: int, inputs: int, per_gr
             if bits == 4:
                 high = integers(index + half // _LANES)
                 if shift := half % _LANES:
-                    behind = integers(index + half // _LANES + 1)
-                    high = jnp.concatenate([high[:, shift:], behind[:, :shift]], axis=1)
+                    following = integers(index + half // _LANES + 1)
+                    high = jnp.concatenate([high[:, shift:], following[:, :shift]], axis=1)
                 packed |= high << 4
             values[block_rows, lanes_of(index)] = packed.astype(values.dtype)
 

@@ -40,13 +40,13 @@ def token_logprobs(
       targets: int32 [R, T].
       sampling: the distribution.
       numerics: numerics of sums over the vocabulary.
-      chunk: number of tokens whose logits may exist at once; kernels never hold logits.
+      chunk: number of tokens whose logits exist together; kernels never hold logits.
       mesh: devices that the R rows lie on; None for one.
       implementation: see `switch.KernelChoice`; the default depends on (V, d).
       responses: responses for penalties, if the sampling has any; not supported by kernels.
       entropy_gradient: whether to make the entropy differentiable, at the cost of its backward pass; not
         supported by kernels.
-      used_rows: number of rows of the LM head that stand for tokens; the others, behind them, have logits of
+      used_rows: number of rows of the LM head that stand for tokens; the later ones have logits of
         -inf. None for all.
 
     Returns:

@@ -24,7 +24,7 @@ from rljax.sampling.distribution import Responses, SamplingParams
 _WARPGROUPS = 2  # compute warpgroups, which share the tokens of a tile
 _TILE = 128  # rows and columns that a warpgroup computes
 _DEPTH = 64  # width of hidden states in a step: 128 bytes, a swizzled row of shared memory
-_SLICE = 32  # entries whose exponentials are in registers at once
+_SLICE = 32  # entries whose exponentials are in registers together
 _BLOCKS = 132
 _TRANSFORMS = (plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(2 * _DEPTH))
 _BAND = 8  # tiles of tokens for which a part of the vocabulary stays in L2

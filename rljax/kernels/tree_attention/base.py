@@ -10,7 +10,7 @@ one key after another. So the terms of nodes are added in the order of decoding:
 - last the nodes whose positions lie in the next chunk, one by one, too.
 
 The cache is read where it lies. A copy of the values of the chunk in which the tree begins, with those of the
-nodes behind them, would let one product do the second step, and would take longer than all the rest
+nodes after them, would let one product do the second step, and would take longer than all the rest
 (`docs/engine.md`).
 """
 
@@ -129,7 +129,7 @@ def _weighted_values(
             return add_weighted(parts[:, :, 0][None], tree_terms[None], nodes)[0]
 
     else:
-        begins_in = _number_of(lengths, chunk)  # where the tree begins; behind the last chunk, nothing fits
+        begins_in = _number_of(lengths, chunk)  # where the tree begins; after the last chunk, nothing fits
         last = jnp.minimum(begins_in, chunks - 1)
         here = (_number_of(positions, chunk) == begins_in[:, None])[:, None, None]
         node_terms = jnp.stack([jnp.where(here, tree_terms, 0.0), jnp.where(here, 0.0, tree_terms)])

@@ -27,11 +27,11 @@ from rljax.numerics.rows import Numerics
 
 SPLIT = 1024
 """Positions of the cache per block of threads: few enough that 16 slots with 2 key heads fill 132
-multiprocessors at 4096 positions, and enough that partial results are small beside the cache.
+multiprocessors at 4096 positions, and enough that partial results are small compared with the cache.
 """
 _TILE = 64  # rows of a warpgroup's matrix product
 _MOST_TILES = 2  # warpgroups in a block (and threads of the interpreter, which hangs with more than cores)
-_SHARED = {1: 112 * 1024, 2: 208 * 1024}  # bytes by warpgroups; two blocks of one fit at once
+_SHARED = {1: 112 * 1024, 2: 208 * 1024}  # bytes by warpgroups; two blocks of one fit together
 _MOST_STAGES = 6
 _FLOOR = 0.5 * MASKED  # of the running maximum, so that masked scores weigh exactly 0 even alone
 _LOG2E = math.log2(math.e)

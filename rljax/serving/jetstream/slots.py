@@ -139,7 +139,7 @@ class SlotEngine:
     def __init__(self, engine: DecodeEngine, slots: int, max_prompt_length: int, seed: int = 0) -> None:
         if not 0 < max_prompt_length < engine.buckets.cache[-1]:
             raise ValueError(
-                f"max_prompt_length: {max_prompt_length} leaves no room for a response in the largest cache"
+                f"max_prompt_length: {max_prompt_length} leaves no space for a response in the largest cache"
                 f" bucket, {engine.buckets.cache[-1]}"
             )
         self.engine = engine

@@ -9,5 +9,5 @@ endpoints.py   judge, reward_model: computed by a server
 failures.py    what a reward raises
 worker.py      the process that runs checkers
 pool.py        the workers of a run
-combined.py    a task judged by the rewards of a config
+combined.py    a task scored by the rewards of a config
 """

@@ -4,7 +4,7 @@ A factory takes the arguments of a reward and returns its checker. The worker ca
 an argument and begins with the argument's name. A checker takes a request, {"messages", "response", "answer",
 "data"}, and returns a `Score`; those of environments and agents take and return other mappings. A checker
 that cannot judge by every reference answer has a function `check_answer`, which raises a ValueError for an
-answer that it cannot use. A checker that judges several responses at once is a coroutine function.
+answer that it cannot use. A checker that scores several responses together is a coroutine function.
 """
 
 import asyncio
@@ -163,7 +163,7 @@ def _finite(value: float) -> float:
 def _keywords(
     target: Any, path: str, args: Mapping[str, Any], available: Sequence[str], where: str
 ) -> list[str]:
-    """Returns the keywords among those available that a function takes beside its arguments.
+    """Returns the keywords among those available that a function takes besides its arguments.
 
     Raises:
       ValueError: it is no function, or cannot be called with them; the message begins with `where`.

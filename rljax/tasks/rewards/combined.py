@@ -27,10 +27,10 @@ _PLAIN_NUMBER = re.compile(r"-?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 
 
 class RewardedTask(Wrapper):
-    """A task's problems, judged by a weighted sum of rewards.
+    """A task's problems, scored by a weighted sum of rewards.
 
     A response's parts are "reward", the sum; every reward by the name of its metric, before weighting, with
-    its own parts behind a slash; "errors", 1 if a reward raised or died on the response, else 0; and
+    its own parts after a slash; "errors", 1 if a reward raised or died on the response, else 0; and
     "timeouts", 1 if one took too long. A reward that declines is None, and so is the sum, unless its weight
     is 0.
 
@@ -97,9 +97,9 @@ class RewardedTask(Wrapper):
         """
         together = [] if self._pool is None else self._pool.together
         asked = [(reward, _request(*pair)) for pair in answered for reward in together]
-        judged = iter(self._pool.compute_together(asked, self._config.reward_parallel) if asked else ())
+        scored = iter(self._pool.compute_together(asked, self._config.reward_parallel) if asked else ())
         under_way = [
-            [next(judged) if reward in together else self._begin(reward, *pair) for reward in self._rewards]
+            [next(scored) if reward in together else self._begin(reward, *pair) for reward in self._rewards]
             for pair in answered
         ]
         try:
@@ -171,7 +171,7 @@ class RewardedTask(Wrapper):
             self._report(f"{message}. Responses to them {what}")
 
     def _begin(self, reward: Reward, problem: Problem, text: str) -> concurrent.futures.Future:
-        """Starts computing one reward of one response; cheap rewards are computed at once."""
+        """Starts computing one reward of one response; cheap rewards are computed here."""
         if reward.place in ("here", "task"):
             done: concurrent.futures.Future = concurrent.futures.Future()
             try:
@@ -235,7 +235,7 @@ class RewardedTask(Wrapper):
 
 
 def _request(problem: Problem, text: str) -> dict[str, Any]:
-    """Returns what a checker is asked."""
+    """Returns the request to a checker."""
     return {
         "messages": list(problem.messages),
         "response": text,

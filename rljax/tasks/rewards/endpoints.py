@@ -1,8 +1,8 @@
-"""Rewards that a server computes: a judge behind OpenAI's interface, and a reward model.
+"""Rewards that a server computes: a judge with OpenAI's interface, and a reward model.
 
-Both are asked from threads of the training process, several at once. Scores are kept in memory, and in a file
-where `cache` names one, so that a run that resumes, or a second run, does not ask again. A request that the
-server refuses for now is tried again, up to `task.reward_timeout` in all.
+Both are called from threads of the training process, several in parallel. Scores are kept in memory, and in a
+file where `cache` names one, so that a run that resumes, or a second run, does not call again. A request that
+the server refuses for now is tried again, up to `task.reward_timeout` in all.
 """
 
 import concurrent.futures
@@ -46,11 +46,11 @@ class Endpoint:
     Args:
       url: address of the requests.
       api_key: name of the environment variable with the key; None sends none.
-      parallel: requests at once.
+      parallel: most requests in flight.
       cache: file that keeps scores; None keeps them in memory.
 
     Attributes:
-      executor: the threads that ask.
+      executor: the threads that call.
     """
 
     def __init__(self, url: str, api_key: str | None, parallel: int, cache: str | None) -> None:
@@ -145,7 +145,7 @@ class Endpoint:
 
     def _keep(self, key: str, value: float) -> None:
         with self._lock:
-            if key in self._known:  # asked twice at once: the first score counts
+            if key in self._known:  # called twice in parallel: the first score counts
                 return
             self._known[key] = value
             if self._cache is not None:
@@ -233,18 +233,16 @@ def judge(
     parallel: int = 16,
     cache: str | None = None,
 ) -> Judge:
-    """Scores by a language model behind OpenAI's interface, from 0 to 1.
+    """Scores by a language model with OpenAI's interface, from 0 to 1.
 
     Args:
       url: address of the interface, such as http://host:8000/v1.
       model: name of the model there.
-      prompt: what it is asked, with {prompt}, {answer}, {response}, {low} and {high} in it. Its reply has to
-        end with "Score: N".
+      prompt: its prompt, with {prompt}, {answer}, {response}, {low} and {high} in it. Its reply has to end
+        with "Score: N".
       scale: smallest and largest N; the reward is linear between them.
       max_tokens: longest reply.
-      api_key: name of the environment variable that holds the key.
-      parallel: requests at once.
-      cache: file that keeps scores from run to run.
+      api_key, parallel, cache: as of `Endpoint`.
     """
     for name, value in (("model", model), ("prompt", prompt)):
         if not isinstance(value, str) or not value:
@@ -267,7 +265,7 @@ def reward_model(
     parallel: int = 16,
     cache: str | None = None,
 ) -> RewardModel:
-    """Takes the score of a reward model behind HTTP, as it is.
+    """Takes the score of a reward model over HTTP, as it is.
 
     The request is {"model", "messages"}, the conversation with the response as its last message.
 
@@ -275,9 +273,7 @@ def reward_model(
       url: address that takes requests, such as http://host:8000/pooling.
       model: name of the model; None sends none.
       value: place of the score in the answer: names and positions with dots between, such as data.0.data.-1.
-      api_key: name of the environment variable that holds the key.
-      parallel: requests at once.
-      cache: file that keeps scores from run to run.
+      api_key, parallel, cache: as of `Endpoint`.
     """
     if not isinstance(value, str) or not value:
         raise ValueError(f"args.value: should be the place of the score, not {value!r}")
@@ -307,7 +303,7 @@ def _read_cache(path: Path | None) -> dict[str, float]:
             key, value = json.loads(line)
             known[str(key)] = float(value)
         except (ValueError, TypeError):
-            continue  # a line that a kill cut off: its response is judged again
+            continue  # a line that a kill cut off: its response is scored again
     return known
 
 

@@ -17,7 +17,7 @@ PLACES = ("response", "line", "number", "boxed", "tag", "marker")
 
 def answer_finder(answer_in: str, marker: str = "####") -> Callable[[str], str | None]:
     r"""Returns a function that finds the answer in a response, and returns None where there is none. Except
-    for "response", it looks behind the thoughts (`after_thoughts`).
+    for "response", it looks after the thoughts (`after_thoughts`).
 
     Args:
       answer_in: "response", the whole response; "line", its last line that is not empty; "number", its last

@@ -38,7 +38,7 @@ class CheckerPool:
 
     Attributes:
       executor: the threads.
-      together: the rewards that judge several responses at once (`compute_together`), once `check` has run.
+      together: the rewards that score several responses together (`compute_together`), once `check` has run.
       close: ends all workers; also called when the pool is garbage-collected.
     """
 
@@ -78,7 +78,7 @@ class CheckerPool:
 
         Args:
           asked: rewards, each with a request.
-          parallel: most of them under way at once.
+          parallel: most of them in flight.
 
         Returns:
           A future for each, with its `Score` or the error of `ask`.

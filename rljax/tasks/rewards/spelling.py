@@ -49,7 +49,7 @@ def plain(text: str) -> str:
 def last_number(text: str) -> str | None:
     """Returns the last number in a text, as `number` reads it; None where there is none.
 
-    A currency between sign and number and a unit behind it are left out, "- 5" is negative right after "=",
+    A currency between sign and number and a unit after it are left out, "- 5" is negative right after "=",
     and "1,2" is a list, whose last number is 2.
     """
     found = _NUMBER.findall(_readable(text))

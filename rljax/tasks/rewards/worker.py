@@ -2,7 +2,7 @@
 
 The first line is the setup, {"rewards": [[name, args], ...], "fork", "seconds"}; a name is one of `CHECKERS`,
 or the import path of another factory, `module:function`. The reply is {"together"}, the numbers of the
-rewards that judge several responses at once, or {"error", "number"} with the number of the invalid reward.
+rewards that score several responses together, or {"error", "number"} with the number of the invalid reward.
 Every further line is a request, {"number", "messages", "response", "answer", "data"}; the reply is {"value"},
 {"error"} or {"timeout"}. It may also be {"number", "answers"}: the value is then the number of leading
 answers that the reward can judge by. A request to coroutine functions is {"together": requests, "parallel"}:
@@ -104,7 +104,7 @@ async def _together(
     """Computes several rewards, each within so many seconds, at most `parallel` at a time."""
     free = asyncio.Semaphore(request["parallel"])
 
-    async def judged(each: Mapping[str, Any]) -> dict[str, Any]:
+    async def scored(each: Mapping[str, Any]) -> dict[str, Any]:
         async with free:
             try:
                 async with asyncio.timeout(seconds) as limit:
@@ -114,7 +114,7 @@ async def _together(
                     return {"timeout": seconds}
                 return {"error": f"raised {str(repr(error))[:300]}"}
 
-    return await asyncio.gather(*map(judged, request["together"]))
+    return await asyncio.gather(*map(scored, request["together"]))
 
 
 def _judgeable(checker: Checker, answers: Sequence[str]) -> int:
