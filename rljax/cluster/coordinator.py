@@ -50,7 +50,7 @@ from rljax.cluster.messages import (
     Withdraw,
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
-from rljax.cluster.router import Board, Router, Seat, SharedQueue
+from rljax.cluster.router import Board, Router, WorkerLoad, SharedQueue
 from rljax.cluster.spot import Scene, SpotTraining
 from rljax.errors import NumericsError
 
@@ -500,7 +500,7 @@ class Coordinator:
                         commands.append(self._load(name, worker, rollout.version, now))
                     break
                 share = -(-rollout.unfinished // self.ready)
-                keys = rollout.router.take(Seat(name, worker.slots, len(worker.holds)), share)
+                keys = rollout.router.take(WorkerLoad(name, worker.slots, len(worker.holds)), share)
                 if keys:
                     worker.rollout = rollout.number
                     moved = self._moved.intersection(keys)
@@ -559,13 +559,13 @@ class Coordinator:
         return commands
 
     def _rearrange_one(self, rollout: Rollout, now: float) -> list[Command]:
-        seats = [
-            Seat(name, worker.slots, len(worker.holds))
+        loads = [
+            WorkerLoad(name, worker.slots, len(worker.holds))
             for name, worker in self._workers.items()
             if worker.slots and worker.version == rollout.version and worker.rollout == rollout.number
         ]
         holders_of = {key: names for key, names in self._holders.items() if key in rollout.requests}
-        board = Board(seats, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
+        board = Board(loads, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
         taken: dict[str, list[Key]] = {}
         given: dict[tuple[str, str | None], list[Key]] = {}
         for move in rollout.router.moves(board):

@@ -10,7 +10,7 @@ from rljax.cluster.messages import Key
 from rljax.cluster.migration import OutlierRule, halves, less_loaded
 from rljax.cluster.racing import assign
 from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import CATCH_UP, Board, Move, Router, Seat
+from rljax.cluster.router import CATCH_UP, Board, Move, Router, WorkerLoad
 from rljax.requests import Request
 
 
@@ -46,8 +46,8 @@ class _Around:
     def ran_empty(self) -> bool:
         return self.inner.ran_empty()
 
-    def take(self, seat: Seat, share: int) -> list[Key]:
-        return self.inner.take(seat, share)
+    def take(self, worker: WorkerLoad, share: int) -> list[Key]:
+        return self.inner.take(worker, share)
 
 
 class Balancing(_Around):

@@ -189,7 +189,7 @@ def tier_sizes(
     return workers_of_groups(means, workers, time, train_seconds, most=most)
 
 
-def seats(sizes: Sequence[int], step: int) -> list[int]:
+def groups_of_places(sizes: Sequence[int], step: int) -> list[int]:
     """Returns the ranking group of each worker in a step: ascending in odd steps, descending in even ones.
 
     Args:

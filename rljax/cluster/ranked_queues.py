@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rljax.cluster.messages import Key
-from rljax.cluster.pipe import equal_groups, rank, seats
-from rljax.cluster.router import CATCH_UP, Board, GroupQueue, Move, Seat, by_prompt
+from rljax.cluster.pipe import equal_groups, groups_of_places, rank
+from rljax.cluster.router import CATCH_UP, Board, GroupQueue, Move, WorkerLoad, by_prompt
 from rljax.requests import Request
 
 
@@ -77,7 +77,7 @@ class RankedQueues:
         else:
             sizes = [len(places) for places in equal_groups(range(self._places), len(groups))]
         step = max((request.step for request in requests.values()), default=0)
-        self._groups = seats(sizes, step)
+        self._groups = groups_of_places(sizes, step)
         # A prompt's length in history is the median of its responses.
         medians = [
             [statistics.median(history[texts[place]]) for place in group if history.get(texts[place])]
@@ -136,13 +136,13 @@ class RankedQueues:
     def ran_empty(self) -> bool:
         return sum(queue.ran_empty() for queue in (self._shared, *self._parts)) > 0  # of every one
 
-    def take(self, seat: Seat, share: int) -> list[Key]:
-        place = self._place_of(seat.name)
+    def take(self, worker: WorkerLoad, share: int) -> list[Key]:
+        place = self._place_of(worker.name)
         own = self._parts[place] if place < len(self._parts) else None
-        for queue in self._sources(seat.name):
+        for queue in self._sources(worker.name):
             if queue:
                 # What is dealt out to a worker is its own, however much others have.
-                return queue.take(seat.room(2 * seat.slots if queue is own else share, len(queue)))
+                return queue.take(worker.room(2 * worker.slots if queue is own else share, len(queue)))
         return []
 
     def moves(self, board: Board) -> list[Move]:

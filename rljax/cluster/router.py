@@ -24,7 +24,7 @@ CATCH_UP = 256  # tokens: a copy prefills its whole response to go on from there
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class WorkerLoad:
     """A worker that has the weights, as a router sees it.
 
     Attributes:
@@ -73,20 +73,20 @@ class Board:
     """What is under way.
 
     Attributes:
-      seats: workers that have the weights.
+      workers: those that have the weights.
       holders: workers that decode each unfinished request, the first one first.
       length: tokens of a request so far.
       acceptance: share of a request's drafts that were accepted so far; 1 before any were.
     """
 
-    seats: Sequence[Seat]
+    workers: Sequence[WorkerLoad]
     holders: Mapping[Key, Sequence[str]]
     length: Callable[[Key], int]
     acceptance: Callable[[Key], float]
 
     def held(self) -> dict[str, list[Key]]:
         """Requests by worker."""
-        held: dict[str, list[Key]] = {seat.name: [] for seat in self.seats}
+        held: dict[str, list[Key]] = {worker.name: [] for worker in self.workers}
         for key, holders in self.holders.items():
             for name in holders:
                 if name in held:
@@ -128,11 +128,11 @@ class Router(Protocol):
     def ran_empty(self) -> bool:
         """Whether requests that somebody waited for have run out since the last call."""
 
-    def take(self, seat: Seat, share: int) -> list[Key]:
+    def take(self, worker: WorkerLoad, share: int) -> list[Key]:
         """Returns requests for a worker, which wait no longer.
 
         Args:
-          seat: the worker.
+          worker: the worker.
           share: requests that it should have at most, an even share of the unfinished ones.
         """
 
@@ -226,8 +226,8 @@ class SharedQueue:
     def ran_empty(self) -> bool:
         return self._queue.ran_empty()
 
-    def take(self, seat: Seat, share: int) -> list[Key]:
-        return self._queue.take(seat.room(share, len(self._queue))) if self._queue else []
+    def take(self, worker: WorkerLoad, share: int) -> list[Key]:
+        return self._queue.take(worker.room(share, len(self._queue))) if self._queue else []
 
     def moves(self, board: Board) -> list[Move]:
         return []

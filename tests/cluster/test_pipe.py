@@ -11,7 +11,7 @@ from rljax.cluster.pipe import (
     group_seconds,
     growth_factor,
     rank,
-    seats,
+    groups_of_places,
     workers_of_groups,
 )
 from rljax.cluster.racing import Copy, assign
@@ -33,8 +33,8 @@ def test_groups_are_of_equal_size():
 
 
 def test_odd_steps_go_up_and_even_steps_down():
-    assert seats([1, 1, 2], 1) == [0, 1, 2, 2]
-    assert seats([1, 1, 2], 2) == [2, 2, 1, 0]
+    assert groups_of_places([1, 1, 2], 1) == [0, 1, 2, 2]
+    assert groups_of_places([1, 1, 2], 2) == [2, 2, 1, 0]
 
 
 def linear(length, workers):

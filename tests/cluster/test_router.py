@@ -22,7 +22,7 @@ from rljax.cluster.messages import (
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
 from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Move, Seat, SharedQueue
+from rljax.cluster.router import Move, WorkerLoad, SharedQueue
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, whole
 from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
@@ -45,8 +45,8 @@ def test_the_last_waiting_requests_are_given_out_one_by_one():
     def given(requests, held, waiting):
         router = SharedQueue()
         router.begin(make_requests(requests, 1))
-        router.take(Seat("w", 64, 0), requests - waiting)
-        return len(router.take(Seat("w", 64, held), waiting + held))
+        router.take(WorkerLoad("w", 64, 0), requests - waiting)
+        return len(router.take(WorkerLoad("w", 64, held), waiting + held))
 
     assert given(84, held=79, waiting=4) == 1
     assert given(84, held=70, waiting=4) == 4
@@ -64,7 +64,7 @@ class Restless(SharedQueue):
         self.random = random.Random(seed)
 
     def moves(self, board):
-        names = [seat.name for seat in board.seats]
+        names = [worker.name for worker in board.workers]
         return [
             Move(key, self.random.choice(names), self.random.random() < 0.5)
             for key in sorted(board.holders)
