@@ -50,8 +50,8 @@ from rljax.cluster.messages import (
     Withdraw,
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
-from rljax.cluster.router import Board, Router, WorkerLoad, SharedQueue
-from rljax.cluster.spot import Scene, SpotTraining
+from rljax.cluster.router import QueueState, Router, SharedQueue, WorkerLoad
+from rljax.cluster.spot import ClusterSnapshot, SpotTraining
 from rljax.errors import NumericsError
 
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
@@ -217,7 +217,7 @@ class Coordinator:
         commands = self._take(event, now)
         if self.spot is None or isinstance(event, Heard):
             return commands
-        return commands + self.spot.direct(self._scene(), now)
+        return commands + self.spot.direct(self._snapshot(), now)
 
     def _take(self, event: Event, now: float) -> list[Command]:
         if self._life is None:
@@ -565,10 +565,10 @@ class Coordinator:
             if worker.slots and worker.version == rollout.version and worker.rollout == rollout.number
         ]
         holders_of = {key: names for key, names in self._holders.items() if key in rollout.requests}
-        board = Board(loads, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
+        state = QueueState(loads, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
         taken: dict[str, list[Key]] = {}
         given: dict[tuple[str, str | None], list[Key]] = {}
-        for move in rollout.router.moves(board):
+        for move in rollout.router.moves(state):
             holders = self._holders.get(move.key)
             if holders is None or move.worker in holders or move.worker not in self._workers:
                 continue
@@ -614,7 +614,7 @@ class Coordinator:
                 commands.append(self._decode(other, worker, [key], now))
         return commands
 
-    def _scene(self) -> Scene:
+    def _snapshot(self) -> ClusterSnapshot:
         """What spot training goes by."""
         idle = {
             name: worker.version
@@ -625,7 +625,7 @@ class Coordinator:
         def sample(rollout: Rollout, key: Key) -> Sample:
             return tuple(rollout.requests[key].prompt_ids), tuple(self.ledger[key].tokens)
 
-        return Scene(self._workers, idle, self.rollouts.open, sample)
+        return ClusterSnapshot(self._workers, idle, self.rollouts.open, sample)
 
     # -- time ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from rljax.cluster.messages import Key
 from rljax.cluster.migration import OutlierRule, halves, less_loaded
 from rljax.cluster.racing import assign
 from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import CATCH_UP, Board, Move, Router, WorkerLoad
+from rljax.cluster.router import CATCH_UP, Move, QueueState, Router, WorkerLoad
 from rljax.requests import Request
 
 
@@ -62,13 +62,13 @@ class Balancing(_Around):
         super().__init__(inner)
         self._least = least
 
-    def moves(self, board: Board) -> list[Move]:
-        held = board.held()
+    def moves(self, state: QueueState) -> list[Move]:
+        held = state.held()
         idle = [name for name, keys in held.items() if not keys and not self.inner.waiting(name)]
         if not idle:
-            return self.inner.moves(board)
+            return self.inner.moves(state)
         busy = {name: keys for name, keys in held.items() if keys}
-        return self.inner.moves(board) + [Move(key, to) for key, to in halves(busy, idle, self._least)]
+        return self.inner.moves(state) + [Move(key, to) for key, to in halves(busy, idle, self._least)]
 
 
 class Migrating(_Around):
@@ -90,15 +90,15 @@ class Migrating(_Around):
         self._moved = set()
         super().begin(requests)
 
-    def moves(self, board: Board) -> list[Move]:
+    def moves(self, state: QueueState) -> list[Move]:
         ranked, rule = self.inner, self._rule()
         running: dict[int, dict[Key, int]] = {}
-        for key, holders in board.holders.items():
+        for key, holders in state.holders.items():
             if holders and key not in self._moved:
-                running.setdefault(ranked.group_of[key], {})[key] = board.length(key)
+                running.setdefault(ranked.group_of[key], {})[key] = state.length(key)
         last = len(ranked.longest) - 1
-        held = {name: len(keys) for name, keys in board.held().items()}
-        moves = self.inner.moves(board)
+        held = {name: len(keys) for name, keys in state.held().items()}
+        moves = self.inner.moves(state)
         for group, lengths in running.items():
             if group == last:  # these may take as long as they do
                 continue
@@ -109,7 +109,7 @@ class Migrating(_Around):
                     for name, other in groups.items()
                     if other == last or ranked.longest[other] > lengths[key]
                 }
-                to = less_loaded(longer, board.holders[key])
+                to = less_loaded(longer, state.holders[key])
                 if to is None:
                     continue
                 self._moved.add(key)
@@ -143,12 +143,10 @@ class Racing(_Around):
         self._using.pop(worker, None)
         super().leave(worker)
 
-    def moves(self, board: Board) -> list[Move]:
-        first, held = self._drafters[0], board.held()
+    def moves(self, state: QueueState) -> list[Move]:
+        first, held = self._drafters[0], state.held()
         moves = []
-        for move in self.inner.moves(
-            board
-        ):  # on a worker that has raced before, again with the first drafter
+        for move in self.inner.moves(state):
             changes = self._using.pop(move.worker, first) != first
             moves.append(dataclasses.replace(move, drafter=first) if changes else move)
         given = {move.worker for move in moves}
@@ -163,7 +161,7 @@ class Racing(_Around):
         for name in held:
             if name not in free:
                 using[self._using.get(name, first)].append(name)
-        open_keys = {key: board.acceptance(key) for key, holders in board.holders.items() if holders}
+        open_keys = {key: state.acceptance(key) for key, holders in state.holders.items() if holders}
         tried = {key: self._given.get(key, [first]) for key in open_keys}
         for copy in assign(open_keys, using, free, self._most, tried):
             self._using[copy.worker] = copy.drafter

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rljax.cluster.messages import Key
 from rljax.cluster.pipe import equal_groups, groups_of_places, rank
-from rljax.cluster.router import CATCH_UP, Board, GroupQueue, Move, WorkerLoad, by_prompt
+from rljax.cluster.router import CATCH_UP, GroupQueue, Move, QueueState, WorkerLoad, by_prompt
 from rljax.requests import Request
 
 
@@ -145,5 +145,5 @@ class RankedQueues:
                 return queue.take(worker.room(2 * worker.slots if queue is own else share, len(queue)))
         return []
 
-    def moves(self, board: Board) -> list[Move]:
+    def moves(self, state: QueueState) -> list[Move]:
         return []

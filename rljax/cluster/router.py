@@ -69,7 +69,7 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Board:
+class QueueState:
     """What is under way.
 
     Attributes:
@@ -136,7 +136,7 @@ class Router(Protocol):
           share: requests that it should have at most, an even share of the unfinished ones.
         """
 
-    def moves(self, board: Board) -> list[Move]:
+    def moves(self, state: QueueState) -> list[Move]:
         """Returns requests that others than those that have them should decode."""
 
 
@@ -229,5 +229,5 @@ class SharedQueue:
     def take(self, worker: WorkerLoad, share: int) -> list[Key]:
         return self._queue.take(worker.room(share, len(self._queue))) if self._queue else []
 
-    def moves(self, board: Board) -> list[Move]:
+    def moves(self, state: QueueState) -> list[Move]:
         return []

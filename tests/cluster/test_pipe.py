@@ -9,9 +9,9 @@ from rljax.cluster.pipe import (
     equal_groups,
     group_of,
     group_seconds,
+    groups_of_places,
     growth_factor,
     rank,
-    groups_of_places,
     workers_of_groups,
 )
 from rljax.cluster.racing import Copy, assign

@@ -22,7 +22,7 @@ from rljax.cluster.messages import (
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.moving_routers import Balancing, Migrating, Racing
 from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Move, WorkerLoad, SharedQueue
+from rljax.cluster.router import Move, SharedQueue, WorkerLoad
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, whole
 from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
@@ -63,11 +63,11 @@ class Restless(SharedQueue):
         super().__init__()
         self.random = random.Random(seed)
 
-    def moves(self, board):
-        names = [worker.name for worker in board.workers]
+    def moves(self, state):
+        names = [worker.name for worker in state.workers]
         return [
             Move(key, self.random.choice(names), self.random.random() < 0.5)
-            for key in sorted(board.holders)
+            for key in sorted(state.holders)
             if names and self.random.random() < 0.3
         ]
 
