@@ -34,7 +34,6 @@ from rljax.cluster.messages import (
     Heard,
     Key,
     Load,
-    Missing,
     Piece,
     Pieces,
     Prepared,
@@ -46,6 +45,7 @@ from rljax.cluster.messages import (
     Stop,
     Tick,
     Trained,
+    UnknownRequests,
     Wish,
     Withdraw,
 )
@@ -245,8 +245,8 @@ class Coordinator:
             return self._arrived(event, worker, now)
         if isinstance(event, Status):
             return self._status(event, worker, now)
-        if isinstance(event, Missing):
-            return self._missing(event, worker, now)
+        if isinstance(event, UnknownRequests):
+            return self._unknown(event, worker, now)
         if isinstance(event, FetchFailed):
             return self._fetch_failed(event, worker, now)
         if isinstance(event, Failed):
@@ -472,7 +472,7 @@ class Coordinator:
             self._reached.pop((key, name), None)
         return [Withdraw(name, rollout.number, (key,)) for name in holders if name != by]
 
-    def _missing(self, event: Missing, worker: _Worker, now: float) -> list[Command]:
+    def _unknown(self, event: UnknownRequests, worker: _Worker, now: float) -> list[Command]:
         rollout = self.rollouts.open.get(event.rollout)
         if rollout is None or worker.rollout != event.rollout or worker.version != rollout.version:
             return []

@@ -118,7 +118,7 @@ class Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class Missing:
+class UnknownRequests:
     """A worker does not know requests that it was asked for: the command was lost."""
 
     worker: str
@@ -255,7 +255,7 @@ Event = (
     | Heard
     | Status
     | Pieces
-    | Missing
+    | UnknownRequests
     | FetchFailed
     | Failed
     | Died

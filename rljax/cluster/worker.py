@@ -28,13 +28,13 @@ from rljax.cluster.messages import (
     Failed,
     FetchFailed,
     Key,
-    Missing,
     Order,
     Piece,
     Pieces,
     Plan,
     SpotOrder,
     Status,
+    UnknownRequests,
     Withdraw,
 )
 from rljax.cluster.spot_worker import SpotWorker
@@ -272,7 +272,7 @@ class RolloutWorker:
 
     def _answer(self, order: Ask) -> list[Event]:
         if order.rollout != self._rollout or self.loop is None:
-            return [Missing(self.name, order.rollout, tuple(key for key, _ in order.positions))]
+            return [UnknownRequests(self.name, order.rollout, tuple(key for key, _ in order.positions))]
         self.loop.expects_more = order.more
         missing = tuple(
             key
@@ -283,7 +283,7 @@ class RolloutWorker:
             response = None if key in missing else self._responses[key]
             if response is not None and (position < len(response.tokens) or response.ending is not None):
                 self._say(key, response, min(position, len(response.tokens)))
-        return [Missing(self.name, order.rollout, missing)] if missing else []
+        return [UnknownRequests(self.name, order.rollout, missing)] if missing else []
 
     # -- what is sampled -----------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from rljax.cluster.messages import (
     FetchFailed,
     Heard,
     Load,
-    Missing,
     Piece,
     Pieces,
     Renew,
@@ -31,6 +30,7 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    UnknownRequests,
 )
 from rljax.cluster.ranked_queues import RankedQueues
 from tests.cluster.scripted import (
@@ -249,7 +249,7 @@ def test_what_is_not_confirmed_is_sent_again():
     coordinator.on(Status("worker-0", NUMERICS, 4, 0), 6.0)
     assert coordinator.on(Tick(), 10.0) == []
     assert coordinator.on(Tick(), 11.0) == [Ask("worker-0", 1, ((0, 0), (1, 0)), False)]
-    (decode,) = coordinator.on(Missing("worker-0", 1, (1,)), 11.5)
+    (decode,) = coordinator.on(UnknownRequests("worker-0", 1, (1,)), 11.5)
     assert [key for key, *_ in decode.work] == [1]
     assert coordinator.on(Pieces("worker-0", 1, (whole(0, 2, 3),)), 12.0) == [
         Ask("worker-0", 1, ((0, 0),), False)
