@@ -43,7 +43,6 @@ from rljax.cluster.messages import (
     Fail,
     FetchFailed,
     Key,
-    Lead,
     Load,
     Pieces,
     Plan,
@@ -53,6 +52,7 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    TrainDrafter,
     Trained,
     Weights,
     Wish,
@@ -396,7 +396,7 @@ class ClusterDecoder:
             self._spot.adopt(self._trained.head, self._trained.metrics)
             self._trained = self._drafters = None
 
-    def _lead(self, lead: Lead) -> Lead:
+    def _lead(self, lead: TrainDrafter) -> TrainDrafter:
         """A session, with the head that it goes on from."""
         if self._head is None:
             saved = self._spot.saved()
@@ -609,7 +609,7 @@ class ClusterDecoder:
                     self._fabric.send(command.worker, Plan(self._blueprint))
                 case Load():
                     self._deliver(command)
-                case Lead():
+                case TrainDrafter():
                     self._fabric.send(command.worker, self._lead(command))
                 case _:
                     self._fabric.send(command.worker, command)

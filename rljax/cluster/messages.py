@@ -361,7 +361,7 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lead:
+class TrainDrafter:
     """Train the head until something else is asked for.
 
     Attributes:
@@ -400,7 +400,7 @@ class Prepare:
 
 
 @dataclasses.dataclass(frozen=True)
-class Feed:
+class TrainingData:
     """Train on features that another worker has computed, by the number of their batch."""
 
     worker: str
@@ -409,7 +409,7 @@ class Feed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Halt:
+class StopTraining:
     """Train no longer, and say how far it went."""
 
     worker: str
@@ -431,7 +431,7 @@ class Say:
     message: str
 
 
-SpotOrder = Lead | Prepare | Feed | Halt
+SpotOrder = TrainDrafter | Prepare | TrainingData | StopTraining
 """What a worker without requests is told to do (`spot.py`)."""
 
 Command = Spawn | Stop | Build | Load | Decode | Withdraw | Ask | SpotOrder | Fail | Say

@@ -19,7 +19,17 @@ import collections
 import dataclasses
 from collections.abc import Callable, Container, Mapping
 
-from rljax.cluster.messages import Command, Feed, Halt, Key, Lead, Prepare, Prepared, Sample, Trained
+from rljax.cluster.messages import (
+    Command,
+    Key,
+    Prepare,
+    Prepared,
+    Sample,
+    StopTraining,
+    TrainDrafter,
+    Trained,
+    TrainingData,
+)
 from rljax.cluster.rollouts import Rollout
 
 
@@ -192,7 +202,7 @@ class SpotTraining:
         if session is None or event.worker == session.leader:
             return []
         self.counts.joined += len(batch.samples)
-        return [Feed(session.leader, number, {event.batch: event.features})]
+        return [TrainingData(session.leader, number, {event.batch: event.features})]
 
     def _trained(self, event: Trained, now: float) -> None:
         session = self._sessions.get(event.session)
@@ -300,7 +310,7 @@ class SpotTraining:
                 due = due or session.leader not in snapshot.idle
             if due:
                 session.halted, session.heard = True, now
-                commands.append(Halt(session.leader, number))
+                commands.append(StopTraining(session.leader, number))
         return commands
 
     def _may_begin(self, able: list[str]) -> bool:
@@ -322,13 +332,13 @@ class SpotTraining:
     def _orders(self, number: int, session: _Session) -> list[Command]:
         """What a leader has to know. What of it comes again changes nothing."""
         left = self.rule.updates - self._updates + session.updates
-        lead = Lead(session.leader, number, self._rollout.version, left, self.rule.save_every)
+        lead = TrainDrafter(session.leader, number, self._rollout.version, left, self.rule.save_every)
         features = {
             batch_number: batch.features
             for batch_number, batch in self._batches.items()
             if batch.features is not None
         }
-        return [lead, Feed(session.leader, number, features)] if features else [lead]
+        return [lead, TrainingData(session.leader, number, features)] if features else [lead]
 
     def _share(self, joiners: list[str], leader: str, now: float) -> list[Command]:
         """Gives samples to those who prepare: joiners, or the leader itself where there are none."""
