@@ -490,7 +490,7 @@ class Coordinator:
                 continue
             if worker.holds:
                 # It gets no more while an earlier rollout waits for a worker.
-                candidates = [] if self._lonely(name, worker) else [self.rollouts.open[worker.rollout]]
+                candidates = [] if self._must_stay(name, worker) else [self.rollouts.open[worker.rollout]]
             else:
                 candidates = self.rollouts.for_free(name)
             for rollout in candidates:
@@ -520,7 +520,7 @@ class Coordinator:
         orders = {key: entry.order for key, entry in entries.items() if entry.renewed}
         return Ask(name, worker.rollout, positions, worker.more, orders)
 
-    def _lonely(self, name: str, worker: _Worker) -> bool:
+    def _must_stay(self, name: str, worker: _Worker) -> bool:
         """Whether an earlier rollout than a worker's has requests for it, and nobody works on that."""
         if next(iter(self.rollouts.open), worker.rollout) >= worker.rollout:
             return False
