@@ -13,7 +13,7 @@ worker.py        a worker's side, around the decode loop
 weights/         versions of the weights, by three channels; used only if their digest is the published one
 publisher.py     publishes them in the background, and knows whom a channel has failed
 timeline.py      what everyone did when, for reports
-wish.py          how many workers are wished for while a run goes on
+desired_workers.py the number of workers as a file, while a run goes on
 facts.py         what driver and workers must have in common
 fabric.py        what carries messages; a local one for tests
 ray_fabric.py    the fabric on Ray, and the only import of it

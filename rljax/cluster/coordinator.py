@@ -24,6 +24,7 @@ from rljax.cluster.messages import (
     Build,
     Command,
     Decode,
+    DesiredWorkers,
     Died,
     End,
     Event,
@@ -46,7 +47,6 @@ from rljax.cluster.messages import (
     Tick,
     Trained,
     UnknownRequests,
-    Wish,
     Withdraw,
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
@@ -122,7 +122,7 @@ class Coordinator:
     """See the module's docstring.
 
     Args:
-      wish: number of workers to keep running.
+      desired: number of workers to keep running.
       facts: the driver's, which a worker's must equal.
       limits: see `Limits`.
       fingerprint: of the driver's numerics; None where it is not measured. It may be set until the first
@@ -145,7 +145,7 @@ class Coordinator:
 
     def __init__(
         self,
-        wish: int,
+        desired: int,
         facts: Facts,
         limits: Limits = Limits(),
         fingerprint: str | None = None,
@@ -153,7 +153,7 @@ class Coordinator:
         router: Router | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        self.wish, self.facts, self.limits = wish, facts, limits
+        self.desired, self.facts, self.limits = desired, facts, limits
         self.fingerprint, self.strict = fingerprint, strict
         self.ledger, self.counts = Ledger(strict) if ledger is None else ledger, Counts()
         self.rollouts = Rollouts(SharedQueue() if router is None else router)
@@ -162,9 +162,9 @@ class Coordinator:
         self.spot: SpotTraining | None = None
         self._workers: dict[str, _Worker] = {}
         self._started = self._orders = 0
-        self._useless = 0  # workers lost in a row without a token
+        self._losses_in_a_row = 0  # of workers, without a token between them
         self._last_reason = ""
-        self._life: float | None = None  # when any worker was last heard
+        self._last_heard: float | None = None  # when any worker was
         self._holders: dict[Key, list[str]] = {}  # workers that decode a request, the first one first
         self._reached: dict[tuple[Key, str], int] = {}  # tokens that each has, of requests with several
         self._drafts: dict[Key, tuple[int, int]] = {}  # drafted and accepted ones of a request
@@ -220,8 +220,8 @@ class Coordinator:
         return commands + self.spot.direct(self._snapshot(), now)
 
     def _take(self, event: Event, now: float) -> list[Command]:
-        if self._life is None:
-            self._life = now
+        if self._last_heard is None:
+            self._last_heard = now
         if isinstance(event, Begin):
             return self._begin(event, now)
         if isinstance(event, End):
@@ -231,8 +231,8 @@ class Coordinator:
             return self._direct(list(self._workers), now)
         if isinstance(event, Tick):
             return self._tick(now)
-        if isinstance(event, Wish):
-            return self._wish(event.workers, now)
+        if isinstance(event, DesiredWorkers):
+            return self._keep(event.workers, now)
         worker = self._workers.get(event.worker)
         if isinstance(event, Pieces):
             return self._pieces(event, worker, now)
@@ -240,7 +240,7 @@ class Coordinator:
             return []
         if isinstance(event, Died):
             return self._lose(event.worker, event.reason, now)
-        worker.heard = self._life = now
+        worker.heard = self._last_heard = now
         if isinstance(event, Arrived):
             return self._arrived(event, worker, now)
         if isinstance(event, Status):
@@ -299,12 +299,12 @@ class Coordinator:
     def _refuse(self, event: Status) -> list[Command]:
         """A worker computes other bits: it is not used, nor another one in its place."""
         del self._workers[event.worker]
-        self.wish -= 1
+        self.desired -= 1
         line = (
             f"cluster: {event.worker} is refused: its numerics have the fingerprint {event.fingerprint}, here"
             f" it is {self.fingerprint}; use one kind of processor, or set cluster.numerics=warn"
         )
-        if not self.wish:
+        if not self.desired:
             return [Stop(event.worker), Fail("NumericsError", line)]
         return [Stop(event.worker), Say(line)]
 
@@ -329,18 +329,18 @@ class Coordinator:
         self.ready -= worker.slots > 0
         self.counts.restarts += 1
         self._last_reason = reason
-        self._useless = 0 if worker.useful else self._useless + 1
-        if self._useless > 2 * self.wish + 2:
+        self._losses_in_a_row = 0 if worker.useful else self._losses_in_a_row + 1
+        if self._losses_in_a_row > 2 * self.desired + 2:
             return [
                 Stop(name),
                 Fail(
                     "ClusterError",
-                    f"cluster: {self._useless} workers in a row ended before they decoded anything, the last"
-                    f" because {reason}",
+                    f"cluster: {self._losses_in_a_row} workers in a row ended before they decoded anything,"
+                    f" the last because {reason}",
                 ),
             ]
-        if self._useless:
-            self.next_start = max(self.next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
+        if self._losses_in_a_row:
+            self.next_start = max(self.next_start, now + min(2.0**self._losses_in_a_row, _MOST_BACKOFF))
         commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
         self._take_back(name, worker)
         return commands + self._start(now) + self._direct(list(self._workers), now)
@@ -359,11 +359,11 @@ class Coordinator:
         for number, lost in self.rollouts.by_rollout(keys).items():
             self.rollouts.open[number].router.put_back(lost)
 
-    def _wish(self, workers: int, now: float) -> list[Command]:
+    def _keep(self, workers: int, now: float) -> list[Command]:
         """Keeps another number of workers: starts some, or lets go of those that have done least, the newest
         first.
         """
-        self.wish, commands = workers, []
+        self.desired, commands = workers, []
         newest_first = list(self._workers)[::-1]
         least = sorted(newest_first, key=lambda name: bool(self._workers[name].slots))
         for name in least[: max(len(self._workers) - workers, 0)]:
@@ -374,9 +374,9 @@ class Coordinator:
         return commands + self._start(now) + self._direct(list(self._workers), now)
 
     def _start(self, now: float) -> list[Command]:
-        """Starts workers as far as some are wished for."""
+        """Starts workers as far as some are missing."""
         commands: list[Command] = []
-        while len(self._workers) < self.wish and now >= self.next_start:
+        while len(self._workers) < self.desired and now >= self.next_start:
             name = f"worker-{self._started}"
             self._started += 1
             self._workers[name] = _Worker(now, now)
@@ -388,7 +388,7 @@ class Coordinator:
     def _begin(self, event: Begin, now: float) -> list[Command]:
         self.ledger.open(event.requests, event.version, event.renewed, event.partials)
         self.rollouts.begin(event)
-        self._life = now
+        self._last_heard = now
         for worker in self._workers.values():
             worker.heard = now  # nobody may have listened for a while
         return self._direct(list(self._workers), now)
@@ -416,7 +416,7 @@ class Coordinator:
 
     def _pieces(self, event: Pieces, worker: _Worker | None, now: float) -> list[Command]:
         if worker is not None:
-            worker.heard = self._life = now
+            worker.heard = self._last_heard = now
         rollout = self.rollouts.open.get(event.rollout)
         if rollout is not None and event.statistics is not None:
             known = rollout.statistics.get(event.worker)
@@ -439,7 +439,7 @@ class Coordinator:
             if not grown and not self.ledger.has_gap(piece.key) and begun == (entry.ending is None):
                 self.counts.late += bool(piece.tokens)
             if grown and worker is not None:
-                worker.useful, self._useless = True, 0
+                worker.useful, self._losses_in_a_row = True, 0
             if holds:
                 worker.holds[piece.key] = now
                 if self.ledger.has_gap(piece.key):
@@ -640,7 +640,7 @@ class Coordinator:
         if any(isinstance(command, Fail) for command in commands):
             return commands
         commands += self._start(now)
-        if now - self._life > limits.patience:
+        if now - self._last_heard > limits.patience:
             last = f" (the last was lost because {self._last_reason})" if self._last_reason else ""
             message = (
                 f"cluster.patience_seconds: no worker has been there for {limits.patience:g} seconds{last};"

@@ -32,6 +32,7 @@ from rljax.assembly.checkpoint import ROUTING
 from rljax.assembly.policy import Policy
 from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_training
 from rljax.cluster.coordinator import Coordinator, Limits
+from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import Fabric
 from rljax.cluster.facts import facts
 from rljax.cluster.messages import (
@@ -39,6 +40,7 @@ from rljax.cluster.messages import (
     Build,
     Command,
     Delivery,
+    DesiredWorkers,
     End,
     Fail,
     FetchFailed,
@@ -55,7 +57,6 @@ from rljax.cluster.messages import (
     TrainDrafter,
     Trained,
     Weights,
-    Wish,
 )
 from rljax.cluster.migration import OutlierRule
 from rljax.cluster.pipe import equal_groups, rank
@@ -66,7 +67,6 @@ from rljax.cluster.spot import SpotCounts, SpotRule, SpotTraining
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
-from rljax.cluster.wish import WishFile
 from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.engine.invariance import Invariance
@@ -123,7 +123,7 @@ class ClusterDecoder:
       config: keys of the cluster.
       say: shows a line to the user.
       versions: versions of the weights that are kept.
-      wish: says that another number of workers is wished for than `cluster.workers`; None for never.
+      desired: says that another number of workers is desired than `cluster.workers`; None for never.
 
     Raises:
       ClusterError: of what is known at once.
@@ -135,7 +135,7 @@ class ClusterDecoder:
         config: ClusterConfig,
         say: Callable[[str], None],
         versions: int = 2,
-        wish: WishFile | None = None,
+        desired: DesiredWorkersFile | None = None,
     ) -> None:
         self._fabric, self._say = fabric, say
         limits = Limits(config.lease_seconds, config.patience_seconds)
@@ -155,7 +155,7 @@ class ClusterDecoder:
         self._num_lessons = 0
         self._taught: dict[str, int] = {}  # number of lessons that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
-        self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
+        self._desired_file, self._timeline, self._decodes = desired, Timeline(fabric.now()), False
         self._history = RolloutHistory()
         self._spot: WorkerTraining | None = None  # what workers train
         self._trained: Trained | None = None  # with a head that the driver has not taken over
@@ -172,7 +172,7 @@ class ClusterDecoder:
         Raises:
           ClusterError: one has another code or JAX, or none comes within `cluster.patience_seconds`.
         """
-        while self.coordinator.arrived < min(self.coordinator.wish, max(self._fabric.room(), 1)):
+        while self.coordinator.arrived < min(self.coordinator.desired, max(self._fabric.room(), 1)):
             self.listen()
 
     def build(
@@ -321,7 +321,7 @@ class ClusterDecoder:
         """
         prompts, lengths = [each.requests[0].prompt_ids for each in begun], self._history.lengths
         rule, found = OutlierRule(beyond=self._history.growth), []
-        for members in equal_groups(rank(prompts, lengths), self.coordinator.wish):
+        for members in equal_groups(rank(prompts, lengths), self.coordinator.desired):
             known = [statistics.median(lengths[prompts[i]]) for i in members if prompts[i] in lengths]
             entries = {key: self.coordinator.ledger[key] for i in members for key in begun[i].keys}
             running = {key: len(each.tokens) for key, each in entries.items() if each.ending is None}
@@ -585,9 +585,9 @@ class ClusterDecoder:
             if isinstance(event, Trained) and event.head is not None and spot.takes(event):
                 self._trained, self._head = event, self._fabric.put(event.head)
             self._do(self.coordinator.on(event, self._fabric.now()))
-        wished = None if self._wish is None else self._wish.changed(self._fabric.now())
-        if wished is not None:
-            self._do(self.coordinator.on(Wish(wished), self._fabric.now()))
+        workers = None if self._desired_file is None else self._desired_file.changed(self._fabric.now())
+        if workers is not None:
+            self._do(self.coordinator.on(DesiredWorkers(workers), self._fabric.now()))
         self._do(self.coordinator.on(Tick(), self._fabric.now()))
         self._observe()
 

@@ -195,7 +195,7 @@ class Renew:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class DesiredWorkers:
     """Another number of workers is to be kept running from now on."""
 
     workers: int
@@ -262,7 +262,7 @@ Event = (
     | Begin
     | End
     | Renew
-    | Wish
+    | DesiredWorkers
     | Tick
     | Prepared
     | Trained

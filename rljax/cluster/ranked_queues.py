@@ -33,7 +33,7 @@ class RankedQueues:
     has nothing left, so that none waits for a worker that does not come.
 
     Args:
-      places: number of workers that are wished for.
+      places: number of workers that are desired.
       history: returns the lengths of the previous epoch's responses by prompt.
       sizes: (lengths of each ranking group's responses in the previous epoch) -> number of its workers; None
         gives all groups as many.
@@ -110,7 +110,7 @@ class RankedQueues:
         self._place.pop(worker, None)
 
     def group_of_worker(self, worker: str) -> int:
-        """Returns the ranking group of a worker; -1 for one beyond those that were wished for."""
+        """Returns the ranking group of a worker; -1 for one beyond those that are desired."""
         place = self._place_of(worker)
         return self._groups[place] if place < len(self._groups) else -1
 
