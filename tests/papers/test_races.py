@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.ladder import Costs, profile
 from rljax.papers.specactor.pass_plan import Entry, PassEstimate, give_rows, plan_pass
 from rljax.papers.specactor.races import Races, RaceState, RequestAcceptance
+from rljax.speculation.window_costs import Affine
 
 PASSES = ((8, 7, 1.0), (16, 7, 1.25), (32, 7, 4.0))
 DRAFTING = {"a": 0.0, "b": 0.0, "slow": 0.5}
