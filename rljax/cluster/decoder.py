@@ -151,9 +151,9 @@ class ClusterDecoder:
         self._finished = 0.0  # when the last rollout was
         self._renewed: int | None = None  # the rollout whose responses go on under newer weights
         self._drafters: Any = None  # reference to the newest weights of those that are trained here
-        self._lessons: dict[int, Any] = {}  # references, by number
-        self._num_lessons = 0
-        self._taught: dict[str, int] = {}  # number of lessons that each worker has
+        self._outcomes: dict[int, Any] = {}  # references to lists of `Outcome`, by number
+        self._num_outcomes = 0
+        self._taught: dict[str, int] = {}  # number of these that each worker has
         self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
         self._desired_file, self._timeline, self._decodes = desired, Timeline(fabric.now()), False
         self._history = RolloutHistory()
@@ -465,12 +465,12 @@ class ClusterDecoder:
         """
         if not self._scheduler.speculator.drafters:
             return
-        self._lessons[self._num_lessons] = self._fabric.put(list(outcomes))
-        self._num_lessons += 1
+        self._outcomes[self._num_outcomes] = self._fabric.put(list(outcomes))
+        self._num_outcomes += 1
         self._drafters = None  # they have learned
         known = [self._taught[name] for name in self.coordinator.workers() if name in self._taught]
-        for number in [number for number in self._lessons if number < min(known, default=0)]:
-            del self._lessons[number]
+        for number in [number for number in self._outcomes if number < min(known, default=0)]:
+            del self._outcomes[number]
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns the arrays that a checkpoint keeps: what decides who decodes what. `ROUTING` begins their
@@ -546,21 +546,21 @@ class ClusterDecoder:
             self._loads[name] = load
             return
         delivery = self._delivery(load, weights)
-        self._sent[name] = delivery, self._num_lessons
+        self._sent[name] = delivery, self._num_outcomes
         self._fabric.send(name, delivery)
 
     def _delivery(self, load: Load, weights: Weights) -> Delivery:
         """Returns an order to load weights, with what drafters have learned since the worker's last."""
         name = load.worker
-        state, known = None, self._taught.get(name, self._num_lessons)
+        state, known = None, self._taught.get(name, self._num_outcomes)
         speculator = self._scheduler.speculator
         if speculator.drafters and name not in self._taught:
             state = self._fabric.put(speculator.state(to_share=True))
         if self._drafters is None:
             drafters = speculator.weights()
             self._drafters = self._fabric.put(drafters) if drafters else None
-        lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
-        return Delivery(weights, state, lessons, self._drafters, load.carry)
+        outcomes = [self._outcomes[number] for number in range(known, self._num_outcomes)]
+        return Delivery(weights, state, outcomes, self._drafters, load.carry)
 
     # -- events and commands -------------------------------------------------------------------------------
 
@@ -573,9 +573,9 @@ class ClusterDecoder:
             self._deliver(load)
         for event in self._fabric.receive(min(seconds, _SHORT_WAIT) if self._loads else seconds):
             if isinstance(event, Status) and event.worker in self._sent:
-                delivery, lessons = self._sent[event.worker]
+                delivery, outcomes = self._sent[event.worker]
                 if event.version == delivery.weights.version:
-                    self._taught[event.worker] = lessons
+                    self._taught[event.worker] = outcomes
             if isinstance(event, FetchFailed):
                 self._sent.pop(event.worker, None)
                 self._publisher.failed(event.worker, event.version)

@@ -463,7 +463,7 @@ class Delivery:
     Attributes:
       weights: the weights.
       state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
-      lessons: references to lists of `Outcome` that they learn then, in this order.
+      outcomes: references to lists of `Outcome` that they learn then, in this order.
       drafters: reference to the newest weights of drafters that the driver trains (`Speculator.weights`);
         None where it trains none.
       carry: see `Load`.
@@ -471,7 +471,7 @@ class Delivery:
 
     weights: Weights
     state: Any = None
-    lessons: Sequence[Any] = ()
+    outcomes: Sequence[Any] = ()
     drafters: Any = None
     carry: bool = False
 

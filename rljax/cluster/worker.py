@@ -162,7 +162,7 @@ class RolloutWorker:
             params = fetch(weights, self._get, self._blueprint.policy, limit)
             state = None if delivery.state is None else self._get(delivery.state)
             drafters = None if delivery.drafters is None else self._get(delivery.drafters)
-            lessons = [self._get(lesson) for lesson in delivery.lessons]
+            outcomes = [self._get(reference) for reference in delivery.outcomes]
         except WeightsError as error:
             return [FetchFailed(self.name, weights.version, str(error))]
         except Exception as error:  # whatever the store raises
@@ -175,11 +175,11 @@ class RolloutWorker:
         self._version = weights.version
         if state is not None:
             speculator.load_state(state)
-        for lesson in lessons:
-            speculator.learn(lesson)
+        for responses in outcomes:
+            speculator.learn(responses)
         if drafters is not None:
             speculator.load_weights(drafters)
-        if lessons and self._built.directories:
+        if outcomes and self._built.directories:
             speculator.state()  # with it, a history deletes files that are out of date
         if carried:
             self._start()
