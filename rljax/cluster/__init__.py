@@ -14,7 +14,6 @@ weights/         versions of the weights, by three channels; used only if their 
 publisher.py     publishes them in the background, and knows whom a channel has failed
 timeline.py      what everyone did when, for reports
 desired_workers.py the number of workers as a file, while a run goes on
-facts.py         what driver and workers must have in common
 fabric.py        what carries messages; a local one for tests
 ray_fabric.py    the fabric on Ray, and the only import of it
 """

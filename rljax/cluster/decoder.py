@@ -34,20 +34,18 @@ from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import Fabric
-from rljax.cluster.facts import facts
 from rljax.cluster.messages import (
     Begin,
     Build,
     Command,
-    Delivery,
     DesiredWorkers,
     End,
+    Facts,
     Fail,
     FetchFailed,
     Key,
     Load,
     Pieces,
-    Plan,
     Renew,
     Say,
     Spawn,
@@ -140,7 +138,7 @@ class ClusterDecoder:
         self._fabric, self._say = fabric, say
         limits = Limits(config.lease_seconds, config.patience_seconds)
         strict = config.numerics == "refuse"
-        self.coordinator = Coordinator(config.workers, facts(), limits, strict=strict)
+        self.coordinator = Coordinator(config.workers, Facts(), limits, strict=strict)
         self._scheduler: Scheduler | None = None
         self._blueprint: Any = None
         channel = make_channel(config, fabric.put)
@@ -154,7 +152,7 @@ class ClusterDecoder:
         self._outcomes: dict[int, Any] = {}  # references to lists of `Outcome`, by number
         self._num_outcomes = 0
         self._taught: dict[str, int] = {}  # number of these that each worker has
-        self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
+        self._sent: dict[str, tuple[Load, int]] = {}  # and those with what was sent last
         self._desired_file, self._timeline, self._decodes = desired, Timeline(fabric.now()), False
         self._history = RolloutHistory()
         self._spot: WorkerTraining | None = None  # what workers train
@@ -538,18 +536,18 @@ class ClusterDecoder:
         """Sends a worker what it needs for a version; later, where that is still being published."""
         name, version = load.worker, load.version
         sent = self._sent.get(name)
-        if sent is not None and sent[0].weights.version == version:  # the same again
+        if sent is not None and sent[0].version == version:  # the same again
             self._fabric.send(name, dataclasses.replace(sent[0], carry=load.carry))
             return
         weights = self._publisher.weights(name, version)
         if weights is None:
             self._loads[name] = load
             return
-        delivery = self._delivery(load, weights)
-        self._sent[name] = delivery, self._num_outcomes
-        self._fabric.send(name, delivery)
+        whole = self._whole(load, weights)
+        self._sent[name] = whole, self._num_outcomes
+        self._fabric.send(name, whole)
 
-    def _delivery(self, load: Load, weights: Weights) -> Delivery:
+    def _whole(self, load: Load, weights: Weights) -> Load:
         """Returns an order to load weights, with what drafters have learned since the worker's last."""
         name = load.worker
         state, known = None, self._taught.get(name, self._num_outcomes)
@@ -560,7 +558,9 @@ class ClusterDecoder:
             drafters = speculator.weights()
             self._drafters = self._fabric.put(drafters) if drafters else None
         outcomes = [self._outcomes[number] for number in range(known, self._num_outcomes)]
-        return Delivery(weights, state, outcomes, self._drafters, load.carry)
+        return dataclasses.replace(
+            load, weights=weights, state=state, outcomes=outcomes, drafters=self._drafters
+        )
 
     # -- events and commands -------------------------------------------------------------------------------
 
@@ -573,8 +573,8 @@ class ClusterDecoder:
             self._deliver(load)
         for event in self._fabric.receive(min(seconds, _SHORT_WAIT) if self._loads else seconds):
             if isinstance(event, Status) and event.worker in self._sent:
-                delivery, outcomes = self._sent[event.worker]
-                if event.version == delivery.weights.version:
+                load, outcomes = self._sent[event.worker]
+                if event.version == load.version:
                     self._taught[event.worker] = outcomes
             if isinstance(event, FetchFailed):
                 self._sent.pop(event.worker, None)
@@ -606,7 +606,7 @@ class ClusterDecoder:
                     self._sent.pop(command.worker, None)
                     self._loads.pop(command.worker, None)
                 case Build():
-                    self._fabric.send(command.worker, Plan(self._blueprint))
+                    self._fabric.send(command.worker, Build(command.worker, self._blueprint))
                 case Load():
                     self._deliver(command)
                 case TrainDrafter():

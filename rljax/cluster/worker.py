@@ -1,6 +1,6 @@
 """A rollout worker: the decode loop, driven by orders, that says what it has sampled.
 
-    worker.receive(order)       # Plan: build the engine. Delivery: load weights. Decode, Ask
+    worker.receive(order)       # Build the engine, Load weights, Decode, Ask
     events = worker.turn()      # up to the next host sync
 
 It has no thread and no network of its own: a fabric gives it turns. One decode loop serves one rollout under
@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 from rljax.cluster.blueprint import Blueprint, Built, build
-from rljax.cluster.facts import facts
 from rljax.cluster.messages import (
     Arrived,
     Ask,
+    Build,
     Decode,
-    Delivery,
     Event,
+    Facts,
     Failed,
     FetchFailed,
     Key,
+    Load,
     Order,
     Piece,
     Pieces,
-    Plan,
     SpotOrder,
     Status,
     UnknownRequests,
@@ -114,7 +114,7 @@ class RolloutWorker:
         except UserError as error:
             return [*events, Failed(self.name, type(error).__name__, str(error))]
         if self._built is None:
-            return [*events, Arrived(self.name, facts())]
+            return [*events, Arrived(self.name, Facts())]
         if self._pieces:
             pieces, self._pieces = tuple(self._pieces), []
             events.append(self._report(pieces))
@@ -123,7 +123,7 @@ class RolloutWorker:
     # -- orders --------------------------------------------------------------------------------------------
 
     def _carry_out(self, order: Order) -> list[Event]:
-        if isinstance(order, Plan):
+        if isinstance(order, Build):
             if self._built is None:
                 self._blueprint = self._get(order.blueprint)
                 self._built = build(self._blueprint, self.name)
@@ -134,7 +134,7 @@ class RolloutWorker:
             return []
         if isinstance(order, SpotOrder):
             return [] if self._spot is None else self._spot.take(order, self._params, self._version)
-        if isinstance(order, Delivery):
+        if isinstance(order, Load):
             return self._load(order)
         if isinstance(order, Decode):
             return self._begin(order)
@@ -151,25 +151,25 @@ class RolloutWorker:
         slots = self._scheduler.max_slots
         return Status(self.name, self._built.fingerprint, slots, self._version, self._fetch_seconds)
 
-    def _load(self, delivery: Delivery) -> list[Event]:
-        weights, speculator = delivery.weights, self._scheduler.speculator
-        late = delivery.carry and weights.version < (self._version or 0)
+    def _load(self, load: Load) -> list[Event]:
+        weights, speculator = load.weights, self._scheduler.speculator
+        late = load.carry and weights.version < (self._version or 0)
         if weights.version == self._version or late:
             return [self._status()]
         start = time.perf_counter()
         try:
             limit = self._blueprint.config.cluster.fetch_seconds
             params = fetch(weights, self._get, self._blueprint.policy, limit)
-            state = None if delivery.state is None else self._get(delivery.state)
-            drafters = None if delivery.drafters is None else self._get(delivery.drafters)
-            outcomes = [self._get(reference) for reference in delivery.outcomes]
+            state = None if load.state is None else self._get(load.state)
+            drafters = None if load.drafters is None else self._get(load.drafters)
+            outcomes = [self._get(reference) for reference in load.outcomes]
         except WeightsError as error:
             return [FetchFailed(self.name, weights.version, str(error))]
         except Exception as error:  # whatever the store raises
             reason = f"what drafters learn did not come: {type(error).__name__}"
             return [FetchFailed(self.name, weights.version, reason)]
         events: list[Event] = [] if self._spot is None else self._spot.stop()
-        carried = self._unfinished() if delivery.carry else []
+        carried = self._unfinished() if load.carry else []
         self.loop = None
         self._params = self._scheduler.engine.load_params(params)
         self._version = weights.version

@@ -12,7 +12,7 @@ import pytest
 
 from rljax.cluster import ray_fabric
 from rljax.cluster.coordinator import Coordinator
-from rljax.cluster.messages import Decode, Delivery, Pieces
+from rljax.cluster.messages import Decode, Load, Pieces
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
@@ -151,7 +151,7 @@ def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
 
     def kill(fabric, worker, order):
         send(fabric, worker, order)
-        fetches = isinstance(order, Delivery) and order.weights.version == 1
+        fetches = isinstance(order, Load) and order.version == 1
         if fetches and "gone" in done and "killed" not in done and fabric._nodes[worker] != done["new"]:
             os.kill(fabric.facts[worker].pid, signal.SIGKILL)
             done["killed"] = worker
