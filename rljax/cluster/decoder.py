@@ -34,6 +34,7 @@ from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import Fabric
+from rljax.cluster.histopipe import OutlierRule, equal_groups, rank
 from rljax.cluster.messages import (
     Begin,
     Build,
@@ -56,8 +57,6 @@ from rljax.cluster.messages import (
     Trained,
     Weights,
 )
-from rljax.cluster.migration import OutlierRule
-from rljax.cluster.pipe import equal_groups, rank
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
 from rljax.cluster.routing import RolloutHistory, make_router

@@ -8,6 +8,10 @@ and a copy that is behind goes on from there.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from rljax.cluster.messages import Key
+from rljax.cluster.router import CATCH_UP, Around, Move, QueueState, Router
+from rljax.requests import Request
+
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
@@ -58,3 +62,55 @@ def assign(
             for key in taken:
                 used[key].add(drafter)
     return copies
+
+
+class Racing(Around):
+    """Workers without requests decode copies of the stragglers.
+
+    Args:
+      inner: the router.
+      drafters: names of the drafters; the first one is what workers begin with.
+      most: requests of which a worker takes copies.
+      catch_up: see `Router`.
+    """
+
+    def __init__(self, inner: Router, drafters: Sequence[str], most: int, catch_up: int = CATCH_UP) -> None:
+        super().__init__(inner)
+        self.catch_up = catch_up
+        self._drafters, self._most = tuple(drafters), most
+        self._using: dict[str, str] = {}
+        self._given: dict[Key, list[str]] = {}
+
+    def begin(self, requests: Mapping[Key, Request]) -> None:
+        self._using, self._given = {}, {}
+        super().begin(requests)
+
+    def leave(self, worker: str) -> None:
+        self._using.pop(worker, None)
+        super().leave(worker)
+
+    def moves(self, state: QueueState) -> list[Move]:
+        first, held = self._drafters[0], state.held()
+        moves = []
+        for move in self.inner.moves(state):
+            changes = self._using.pop(move.worker, first) != first
+            moves.append(dataclasses.replace(move, drafter=first) if changes else move)
+        given = {move.worker for move in moves}
+        free = [
+            name
+            for name, keys in held.items()
+            if not keys and name not in given and not self.inner.waiting(name)
+        ]
+        if not free:
+            return moves
+        using: dict[str, list[str]] = {drafter: [] for drafter in self._drafters}
+        for name in held:
+            if name not in free:
+                using[self._using.get(name, first)].append(name)
+        open_keys = {key: state.acceptance(key) for key, holders in state.holders.items() if holders}
+        tried = {key: self._given.get(key, [first]) for key in open_keys}
+        for copy in assign(open_keys, using, free, self._most, tried):
+            self._using[copy.worker] = copy.drafter
+            self._given.setdefault(copy.key, [first]).append(copy.drafter)
+            moves.append(Move(copy.key, copy.worker, True, copy.drafter))
+        return moves

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rljax.assembly.checkpoint import ROUTING
-from rljax.cluster.migration import OutlierRule
-from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.pipe import growth_factor, tier_sizes
-from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Router, SharedQueue
+from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import Balancing, Router, SharedQueue
+from rljax.cluster.two_tiers import tier_sizes
 from rljax.config.cluster import ClusterConfig
 from rljax.requests import Completion, DecodeStatistics, Request
 

@@ -17,12 +17,11 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 import numpy as np
 
-from rljax.cluster.migration import OutlierRule
-from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.pipe import growth_factor, tier_sizes
-from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Router, SharedQueue
+from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import Balancing, Router, SharedQueue
 from rljax.cluster.spot import SpotRule
+from rljax.cluster.two_tiers import tier_sizes
 from rljax.errors import ConfigError, known_names
 from rljax.planning.hardware import known_hardware
 from rljax.planning.rollout import scale_to_mean

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import LocalFabric
+from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import (
     Arrived,
     Ask,
@@ -32,7 +33,6 @@ from rljax.cluster.messages import (
     Tick,
     UnknownRequests,
 )
-from rljax.cluster.ranked_queues import RankedQueues
 from tests.cluster.scripted import (
     FACTS,
     NUMERICS,

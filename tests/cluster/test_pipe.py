@@ -4,18 +4,18 @@ import itertools
 
 import pytest
 
-from rljax.cluster.migration import OutlierRule, halves, less_loaded
-from rljax.cluster.pipe import (
+from rljax.cluster.histopipe import (
+    OutlierRule,
+    dealt,
     equal_groups,
-    group_of,
-    group_seconds,
     groups_of_places,
     growth_factor,
+    less_loaded,
     rank,
-    workers_of_groups,
 )
 from rljax.cluster.racing import Copy, assign
-from rljax.cluster.ranked_queues import dealt
+from rljax.cluster.router import halves
+from rljax.cluster.two_tiers import group_seconds, workers_of_groups
 
 PROMPTS = [(1,), (2,), (3,), (4,)]
 
@@ -107,12 +107,11 @@ def test_the_time_of_a_group_is_that_of_its_shrinking_batches():
     assert group_seconds([4, 10, 2], 1, 1, lambda running, tokens: 1.0) == 16
 
 
-def test_growth_and_places():
+def test_growth():
     assert growth_factor({1: 10, 2: 10, 3: 10, 4: 10}, {1: 10, 2: 11, 3: 12, 4: 30}) == 3.0
     assert growth_factor({1: 10, 2: 10, 3: 10, 4: 10}, {1: 9, 2: 10, 3: 12, 4: 10}) == 1.2
     assert growth_factor({1: 10, 2: 10}, {1: 9, 2: 10}) == 1.1
     assert growth_factor({}, {1: 3}) == 1.1
-    assert [group_of(length, [10, 20]) for length in (3, 10, 11, 21)] == [0, 0, 1, 2]
 
 
 def test_requests_are_dealt_out_by_prompt_as_far_as_they_go():

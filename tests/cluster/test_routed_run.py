@@ -3,8 +3,8 @@
 import pytest
 
 from rljax.cluster.coordinator import Coordinator
+from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import Decode, Withdraw
-from rljax.cluster.ranked_queues import RankedQueues
 from rljax.speculation.managers import expected as expected_manager
 from rljax.training import loop
 from tests.cluster.same_run import differences

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import SharedQueue
+from rljax.cluster.histopipe import Migrating, RankedQueues
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import Balancing, SharedQueue
 from rljax.cluster.routing import RolloutHistory, make_router
 from rljax.config.cluster import ClusterConfig
 from rljax.requests import Completion, DecodeStatistics, Request

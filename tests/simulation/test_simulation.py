@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
 from rljax.simulation.cluster import Cluster, Machines, Response

@@ -1,13 +1,7 @@
-"""HistoPipe: which worker decodes which prompts, so that its long steps follow short ones (RhymeRL, section
-6).
+"""Two tiers: how many workers decode each ranking group of HistoPipe (RhymeRL, section 6.4).
 
-Prompts are ranked by the median length that their group of responses had in the previous epoch, and cut into
-ranking groups of equal size. Odd steps give the groups to workers in ascending order, even steps in
-descending order. A worker begins its part of the next step when it is free, one version of the weights
-behind.
-
-Two tiers: groups of long responses get several workers, so that the groups' times rise linearly and a long
-one in a step complements a short one in the next. The listing of Fig. 12 is mended where it is open:
+Groups of long responses get several workers, so that the groups' times rise linearly and a long one in a step
+complements a short one in the next. The listing of Fig. 12 is mended where it is open:
 
 - `t0` is printed with a misplaced parenthesis: it is max(time of the shortest group on MAX workers, t_train).
   So the shortest group would get MAX workers wherever training is fast. How fast it should be is a choice: of
@@ -18,45 +12,12 @@ one in a step complements a short one in the next. The listing of Fig. 12 is men
 - Workers that a plan leaves over go to the group that would take longest beyond its target.
 """
 
-import bisect
 import functools
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 GroupTime = Callable[[float, int], float]
 """tau(l, k): seconds of a ranking group whose responses have l tokens on average, on k workers."""
-
-
-def rank(
-    prompts: Sequence[tuple[int, ...]],
-    history: Mapping[tuple[int, ...], Sequence[int]],
-    longest_first: bool = False,
-) -> list[int]:
-    """Returns places in `prompts`, by ascending median of the lengths that each had before.
-
-    Args:
-      prompts: token ids.
-      history: lengths of the previous epoch's responses by prompt. One that is not there counts as the
-        median prompt: nothing is known of it.
-      longest_first: descending instead.
-    """
-    known = {prompt: statistics.median(history[prompt]) for prompt in set(prompts) if history.get(prompt)}
-    middle = statistics.median(known.values()) if known else 0.0
-    sign = -1 if longest_first else 1
-    return sorted(range(len(prompts)), key=lambda place: sign * known.get(prompts[place], middle))
-
-
-def equal_groups(ranked: Sequence[int], count: int) -> list[list[int]]:
-    """Cuts ranked places into `count` groups of equal size, the first ones larger by one where needed."""
-    count = max(1, min(count, len(ranked)))
-    size, more = divmod(len(ranked), count)
-    groups, begin = [], 0
-    for group in range(count):
-        end = begin + size + (group < more)
-        groups.append(list(ranked[begin:end]))
-        begin = end
-    return groups
 
 
 def workers_of_groups(
@@ -187,29 +148,3 @@ def tier_sizes(
         return group_seconds(of_mean[mean], count, slots, pass_seconds)
 
     return workers_of_groups(means, workers, time, train_seconds, most=most)
-
-
-def groups_of_places(sizes: Sequence[int], step: int) -> list[int]:
-    """Returns the ranking group of each worker in a step: ascending in odd steps, descending in even ones.
-
-    Args:
-      sizes: number of workers of each group.
-      step: number of the step, from 1.
-    """
-    ascending = [group for group, size in enumerate(sizes) for _ in range(size)]
-    return ascending if step % 2 else ascending[::-1]
-
-
-def growth_factor(before: Mapping[object, float], now: Mapping[object, float]) -> float:
-    """beta: the 75th percentile of the growth of prompts' lengths from one epoch to the next, at least 1.1
-    (section 6.3)."""
-    growth = sorted(now[prompt] / before[prompt] for prompt in now if before.get(prompt))
-    if not growth:
-        return 1.1
-    return max(1.1, growth[min(int(0.75 * len(growth)), len(growth) - 1)])
-
-
-def group_of(length: float, boundaries: Sequence[float]) -> int:
-    """Returns the ranking group into which a length falls, given the largest length of each group but the
-    last (Table 2 compares it with the predicted one)."""
-    return bisect.bisect_left(boundaries, length)

@@ -1,12 +1,76 @@
-"""The router of HistoPipe: ranking groups of prompts, dealt out to workers (`pipe.py`)."""
+"""HistoPipe: ranking groups of prompts, dealt out to workers, so that long steps follow short ones (RhymeRL).
 
+Section 6.2. Prompts are ranked by the median length that their group of responses had in the previous epoch,
+and cut into ranking groups of equal size. Odd steps give the groups to workers in ascending order, even steps
+in descending order. A worker begins its part of the next step when it is free, one version of the weights
+behind.
+
+Section 6.3. A response is an outlier that is among the last share alpha of its ranking group and longer than
+beta times the longest one that the group's prompts had in the previous epoch. It moves within the step, to a
+worker that decodes longer ones. Only its tokens move; keys and values are computed again.
+
+How many workers a group gets, section 6.4, is in `two_tiers.py`.
+"""
+
+import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rljax.cluster.messages import Key
-from rljax.cluster.pipe import equal_groups, groups_of_places, rank
-from rljax.cluster.router import CATCH_UP, GroupQueue, Move, QueueState, WorkerLoad, by_prompt
+from rljax.cluster.router import CATCH_UP, Around, GroupQueue, Move, QueueState, WorkerLoad, by_prompt
 from rljax.requests import Request
+
+
+def rank(
+    prompts: Sequence[tuple[int, ...]],
+    history: Mapping[tuple[int, ...], Sequence[int]],
+    longest_first: bool = False,
+) -> list[int]:
+    """Returns places in `prompts`, by ascending median of the lengths that each had before.
+
+    Args:
+      prompts: token ids.
+      history: lengths of the previous epoch's responses by prompt. One that is not there counts as the
+        median prompt: nothing is known of it.
+      longest_first: descending instead.
+    """
+    known = {prompt: statistics.median(history[prompt]) for prompt in set(prompts) if history.get(prompt)}
+    middle = statistics.median(known.values()) if known else 0.0
+    sign = -1 if longest_first else 1
+    return sorted(range(len(prompts)), key=lambda place: sign * known.get(prompts[place], middle))
+
+
+def equal_groups(ranked: Sequence[int], count: int) -> list[list[int]]:
+    """Cuts ranked places into `count` groups of equal size, the first ones larger by one where needed."""
+    count = max(1, min(count, len(ranked)))
+    size, more = divmod(len(ranked), count)
+    groups, begin = [], 0
+    for group in range(count):
+        end = begin + size + (group < more)
+        groups.append(list(ranked[begin:end]))
+        begin = end
+    return groups
+
+
+def groups_of_places(sizes: Sequence[int], step: int) -> list[int]:
+    """Returns the ranking group of each worker in a step: ascending in odd steps, descending in even ones.
+
+    Args:
+      sizes: number of workers of each group.
+      step: number of the step, from 1.
+    """
+    ascending = [group for group, size in enumerate(sizes) for _ in range(size)]
+    return ascending if step % 2 else ascending[::-1]
+
+
+def growth_factor(before: Mapping[object, float], now: Mapping[object, float]) -> float:
+    """beta: the 75th percentile of the growth of prompts' lengths from one epoch to the next, at least 1.1
+    (section 6.3)."""
+    growth = sorted(now[prompt] / before[prompt] for prompt in now if before.get(prompt))
+    if not growth:
+        return 1.1
+    return max(1.1, growth[min(int(0.75 * len(growth)), len(growth) - 1)])
 
 
 def dealt(prompts: Sequence[list[Key]], count: int) -> list[list[list[Key]]]:
@@ -147,3 +211,83 @@ class RankedQueues:
 
     def moves(self, state: QueueState) -> list[Move]:
         return []
+
+
+@dataclasses.dataclass(frozen=True)
+class OutlierRule:
+    """The threshold.
+
+    Attributes:
+      last: alpha, a share.
+      beyond: beta, a factor; see `growth_factor`.
+    """
+
+    last: float = 0.1
+    beyond: float = 1.1
+
+    def outliers(self, running: Mapping[int, int], size: int, longest: float) -> list[int]:
+        """Returns the outliers among a group's responses that have not ended, the longest first.
+
+        Args:
+          running: tokens so far, by request.
+          size: responses of the group, ended ones included.
+          longest: largest length of the group's prompts in the previous epoch, each the median of its
+            responses; infinity in the first epoch.
+        """
+        if len(running) > math.ceil(self.last * size):
+            return []
+        beyond = [key for key, length in running.items() if length > self.beyond * longest]
+        return sorted(beyond, key=lambda key: -running[key])
+
+
+def less_loaded(loads: Mapping[str, int], avoid: Sequence[str]) -> str | None:
+    """Returns the worker with the fewest requests that is none of some, the first one of equals."""
+    others = [name for name in loads if name not in avoid]
+    return min(others, key=lambda name: loads[name]) if others else None
+
+
+class Migrating(Around):
+    """Outliers of ranking groups go to workers that still decode longer ones in the same rollout.
+
+    Args:
+      inner: the ranking groups.
+      rule: returns the threshold of this step.
+    """
+
+    inner: RankedQueues
+
+    def __init__(self, inner: RankedQueues, rule: Callable[[], OutlierRule]) -> None:
+        super().__init__(inner)
+        self._rule = rule
+        self._moved: set[Key] = set()
+
+    def begin(self, requests: Mapping[Key, Request]) -> None:
+        self._moved = set()
+        super().begin(requests)
+
+    def moves(self, state: QueueState) -> list[Move]:
+        ranked, rule = self.inner, self._rule()
+        running: dict[int, dict[Key, int]] = {}
+        for key, holders in state.holders.items():
+            if holders and key not in self._moved:
+                running.setdefault(ranked.group_of[key], {})[key] = state.length(key)
+        last = len(ranked.longest) - 1
+        held = {name: len(keys) for name, keys in state.held().items()}
+        moves = self.inner.moves(state)
+        for group, lengths in running.items():
+            if group == last:  # these may take as long as they do
+                continue
+            for key in rule.outliers(lengths, ranked.members[group], ranked.longest[group]):
+                groups = {name: ranked.group_of_worker(name) for name, load in held.items() if load}
+                longer = {
+                    name: held[name]
+                    for name, other in groups.items()
+                    if other == last or ranked.longest[other] > lengths[key]
+                }
+                to = less_loaded(longer, state.holders[key])
+                if to is None:
+                    continue
+                self._moved.add(key)
+                held[to] += 1
+                moves.append(Move(key, to))
+        return moves
