@@ -167,7 +167,7 @@ class Coordinator:
         self._last_heard: float | None = None  # when any worker was
         self._holders: dict[Key, list[str]] = {}  # workers that decode a request, the first one first
         self._reached: dict[tuple[Key, str], int] = {}  # tokens that each has, of requests with several
-        self._drafts: dict[Key, tuple[int, int]] = {}  # drafted and accepted ones of a request
+        self._drafts: dict[Key, dict[str, tuple[int, int]]] = {}  # drafted and accepted ones, by worker
         self._moved: set[Key] = set()
 
     # -- what the driver asks ------------------------------------------------------------------------------
@@ -444,8 +444,8 @@ class Coordinator:
                 worker.holds[piece.key] = now
                 if self.ledger.has_gap(piece.key):
                     gaps.append((piece.key, len(entry.tokens)))
-            if piece.drafted:
-                self._drafts[piece.key] = piece.drafted, piece.accepted
+            if holds:
+                self._drafts.setdefault(piece.key, {})[event.worker] = piece.drafted, piece.accepted
             if begun and entry.ending is not None:
                 commands += self._finish(piece.key, event.worker)
                 ended = True
@@ -590,8 +590,10 @@ class Coordinator:
         return commands
 
     def _acceptance(self, key: Key) -> float:
-        drafted, accepted = self._drafts.get(key, (0, 0))
-        return accepted / drafted if drafted else 1.0
+        """See `QueueState`."""
+        known, holders = self._drafts.get(key, {}), self._holders[key]
+        counts = [counts for name, counts in known.items() if name in holders]
+        return max((accepted / max(drafted, 1) for drafted, accepted in counts), default=1.0)
 
     def _catch_up(self, name: str, piece: Piece, now: float) -> list[Command]:
         """The longest copy counts: one that is far behind goes on from there, or is given up on a worker that

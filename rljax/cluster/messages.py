@@ -21,6 +21,9 @@ from rljax.requests import DecodeStatistics, PartialResponse, Request
 Key = int
 """A request; keys are never used again within a session."""
 
+ALL_DRAFTERS = ""
+"""In the place of a drafter's name: a worker chooses among all that it has, as in the beginning."""
+
 Sample = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and response ids, to train drafters on."""
 
@@ -345,7 +348,7 @@ class Decode:
       rollout, version: of all these requests.
       work: (key, request, the response so far) of each.
       more: whether others may follow in this rollout: while they may, the worker keeps its slots.
-      drafter: name of the drafter to use from now on; None leaves it to the worker.
+      drafter: name of the one to draft with from now on; `ALL_DRAFTERS` for all again; None changes nothing.
       number: of this order, ascending; pieces say by which one they came about.
     """
 

@@ -61,7 +61,7 @@ class Move:
       key: the request.
       worker: who decodes it.
       copies: whether those that have it go on.
-      drafter: name of the drafter that `worker` uses for it; None leaves it to the worker.
+      drafter: see `Decode`.
     """
 
     key: Key
@@ -78,7 +78,8 @@ class QueueState:
       workers: those that have the weights.
       holders: workers that decode each unfinished request, the first one first.
       length: tokens of a request so far.
-      acceptance: share of a request's drafts that were accepted so far; 1 before any were.
+      acceptance: share of a request's drafts that were accepted so far, on the worker where it is largest:
+        the longest copy counts; 0 where none was drafted for it, 1 before anything is known.
     """
 
     workers: Sequence[WorkerLoad]

@@ -220,7 +220,7 @@ class RolloutWorker:
             self._start()
         self.loop.expects_more = order.more
         if order.drafter is not None:
-            self._scheduler.speculator.prefer(order.drafter)
+            self._scheduler.speculator.prefer(order.drafter or None)
         self._take(order)
         return events
 
@@ -301,6 +301,7 @@ class RolloutWorker:
     def _pieces_of(self, key: Key, response: LiveResponse, begin: int, order: int) -> list[Piece]:
         """Returns a response's tokens from a position on: a piece for each version of the weights."""
         length, pieces = len(response.tokens), []
+        drafted, accepted = self.loop.slots.drafts_of(response)
         cuts = [at for at, _ in response.versions if begin < at < length]
         for first, end in itertools.pairwise([begin, *cuts, length]):
             ended = response.ending is not None and end == length
@@ -311,8 +312,8 @@ class RolloutWorker:
                 tuple(response.tokens[first:end]),
                 tuple(np.asarray(response.logprobs[first:end], np.float32).tolist()),
                 response.ending if ended else None,
-                response.drafted if ended else 0,
-                response.accepted if ended else 0,
+                drafted,
+                accepted,
                 tuple(answer for answer in response.tool_answers if first <= answer[0] < end),
                 order,
             )

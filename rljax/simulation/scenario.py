@@ -216,7 +216,8 @@ class Scenario:
         if self.balance:
             made = Balancing(made, self.balance)
         if self.race:
-            made = Racing(made, list(self.drafters_of()), self.race)
+            drafters = list(self.drafters_of())
+            made = Racing(made, drafters, self.race, initial=drafters[0])
         return made
 
     def run(self, spans: bool = False) -> Cluster:

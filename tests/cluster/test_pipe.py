@@ -136,13 +136,24 @@ def test_halves_of_the_fullest_go_to_the_free():
 
 
 def test_free_workers_take_the_least_accepted_with_the_rarest_drafter():
-    """Algorithm 3: the first free worker takes the drafter that nobody has; of two that are as rare, the
-    second one takes the first.
+    """Algorithm 3: the first free worker takes the drafter that nobody has, so does the next, since then two
+    are as rare.
     """
-    acceptances = {1: 0.9, 2: 0.1, 3: 0.5}
-    drafters = {"small": ["w0", "w1"], "ngram": [], "srt": ["w2"]}
-    copies = assign(acceptances, drafters, ["w3", "w4"], 2, {1: ["small"], 2: ["small"], 3: ["small"]})
+    acceptances, had = {1: 0.9, 2: 0.1, 3: 0.5}, {1: ["small"], 2: ["small"], 3: ["small"]}
+    using, loads = {"small": ["w0", "w1"], "ngram": [], "srt": ["w2"]}, {"w0": 9, "w1": 9, "w2": 2}
+    copies = assign(acceptances, using, ["w3", "w4"], loads, 2, had)
     assert copies == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram"), Copy(1, "w4", "ngram")]
     # No request has a drafter twice.
-    again = assign(acceptances, drafters, ["w3"], 9, {1: ["ngram"], 2: [], 3: ["small"]})
+    had = {1: ["ngram"], 3: ["small"]}
+    again = assign(acceptances, using, ["w3"], {"w0": 9, "w1": 9, "w2": 9}, 9, had)
     assert again == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram")]
+
+
+def test_workers_with_copies_are_filled_up():
+    """Line 6 of Algorithm 3 goes over all workers of a drafter, not those alone that have become free."""
+    acceptances, had = {1: 0.9, 2: 0.1, 3: 0.5}, {2: ["srt"]}
+    using, loads = {"ngram": [], "srt": ["w2"]}, {"w2": 1}
+    assert assign(acceptances, using, [], loads, 2, had) == [Copy(3, "w2", "srt")]
+    both = assign(acceptances, using, ["w3"], loads, 2, had)
+    assert both == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram"), Copy(3, "w2", "srt")]
+    assert assign(acceptances, using, [], {"w2": 2}, 2, had) == []

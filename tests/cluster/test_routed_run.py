@@ -5,10 +5,11 @@ import pytest
 from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import Decode, Withdraw
+from rljax.cluster.racing import Racing
 from rljax.speculation.managers import expected as expected_manager
 from rljax.training import loop
 from tests.cluster.same_run import differences
-from tests.cluster.turns import local_run
+from tests.cluster.turns import Turns, local_run
 
 
 @pytest.fixture
@@ -71,20 +72,62 @@ def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, com
     assert rankings[-1][2] < [float("inf")] * 2  # they were known
 
 
-def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands):
-    def verify_always(candidates, buckets, times, batch, length):
-        sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
-        return sizes[-1]
+def verify_always(candidates, buckets, times, batch, length):
+    sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
+    return sizes[-1]
 
+
+RACE = (
+    "speculation.drafter=srt",
+    "speculation.others={prompt_lookup: {}}",
+    "speculation.verify_buckets=[16]",
+    "speculation.max_drafts=3",
+)
+
+
+def test_copies_race_with_every_drafter(world, alone, monkeypatch, commands):
+    """Nobody knows which drafter a straggler had: its worker chooses before every pass."""
     monkeypatch.setattr(expected_manager, "best_rows", verify_always)
-    race = (
-        "speculation.drafter=srt",
-        "speculation.others={prompt_lookup: {}}",
-        "speculation.verify_buckets=[16]",
-        "speculation.max_drafts=3",
-    )
-    clustered, _ = local_run(world, "raced", monkeypatch, *race, "cluster.race=2")
+    clustered, _ = local_run(world, "raced", monkeypatch, *RACE, "cluster.race=2")
     assert not differences(alone, clustered)
     copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
-    assert {command.drafter for command in copies} == {"prompt_lookup"}
+    assert {command.drafter for command in copies} == {"srt", "prompt_lookup"}
     assert any(partial.tokens for command in copies for _, _, partial in command.work)
+
+
+def test_the_least_accepted_race_first(world, alone, monkeypatch):
+    """Algorithm 3, line 5, by what workers say of responses that go on: those that get a copy are accepted no
+    more than any that could have had it, and the acceptance is that of the worker's own counts.
+    """
+    monkeypatch.setattr(expected_manager, "best_rows", verify_always)
+    looks, honest = [], Racing.moves
+
+    def moves(self, state):
+        counted = {}
+        for key, holders in state.holders.items():
+            workers = [turns.fabrics[-1].workers.get(name) for name in holders]
+            drafts = [
+                worker.loop.slots.drafts_of(worker._responses[key])
+                for worker in workers
+                if worker is not None and worker._responses[key].tokens
+            ]
+            counted[key] = [accepted / max(drafted, 1) for drafted, accepted in drafts]
+        had = {key: set(copies) for key, copies in self._copies.items()}
+        found = honest(self, state)
+        looks.append(({key: state.acceptance(key) for key in state.holders}, counted, had, found))
+        return found
+
+    monkeypatch.setattr(Racing, "moves", moves)
+    turns = Turns()
+    clustered, _ = local_run(world, "least", monkeypatch, *RACE, "cluster.race=1", turns=turns)
+    assert not differences(alone, clustered)
+    could_differ = 0
+    for seen, counted, had, found in looks:
+        assert all(seen[key] == max(known) for key, known in counted.items() if known)
+        for drafter in {move.drafter for move in found}:
+            given = [move.key for move in found if move.drafter == drafter]
+            others = [key for key in seen if drafter not in had.get(key, ()) and key not in given]
+            if others:
+                assert max(seen[key] for key in given) <= min(seen[key] for key in others)
+                could_differ += max(seen[key] for key in given) < max(seen[key] for key in others)
+    assert could_differ

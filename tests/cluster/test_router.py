@@ -155,7 +155,7 @@ def test_a_free_worker_takes_half_of_the_fullest_ones():
 
 def raced(count):
     """A coordinator in which worker-0 has a copy of worker-1's first request, which has one token."""
-    coordinator, work = begun(Racing(SharedQueue(), ["srt", "ngram"], 1, catch_up=2), count=count, slots=2)
+    coordinator, work = begun(Racing(SharedQueue(), ["ngram", "srt"], 1, catch_up=2), count=count, slots=2)
     slow = work["worker-1"][0]
     coordinator.on(Pieces("worker-1", 1, (whole(slow, 0, 1),)), 0.5)
     commands = []

@@ -49,9 +49,9 @@ class Turns:
             yield cluster
 
 
-def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=STEPS, **options):
+def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=STEPS, turns=None, **options):
     """A run with two workers, or as the overrides say, and its `Turns`."""
-    turns = Turns(**options)
+    turns = turns or Turns(**options)
     monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
     overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
     return run(world, name, *overrides, resumes=resumes, steps=steps), turns
