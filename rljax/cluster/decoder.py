@@ -203,8 +203,7 @@ class ClusterDecoder:
         self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy, serves))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
-        drafters = list(config.speculation.kinds)
-        router = make_router(config.cluster, drafters, scheduler.max_slots, self._history)
+        router = make_router(config.cluster, config.speculation, scheduler.max_slots, self._history)
         self.coordinator.rollouts.router = router
         self._do(self.coordinator.build(self._fabric.now()))
 

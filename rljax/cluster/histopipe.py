@@ -92,13 +92,17 @@ def dealt(prompts: Sequence[list[Key]], count: int) -> list[list[list[Key]]]:
 class RankedQueues:
     """Ranking groups of prompts, each dealt out to workers of its own (HistoPipe).
 
+    In the first epoch, as long as most prompts are new, there are no groups, and every worker takes the next
+    prompts as it has room: nothing is known of their lengths (section 6.2).
+
     A worker takes the lowest place that is free; the place says which group is its own in odd and in even
     steps. Parts of places that nobody has, and the requests of lost workers, are for everyone whose own part
     has nothing left, so that none waits for a worker that does not come.
 
     Args:
       places: number of workers that are desired.
-      history: returns the lengths of the previous epoch's responses by prompt.
+      history: returns the lengths of the previous epoch's responses by prompt; None deals prompts out in
+        their order, whatever is known.
       sizes: (lengths of each ranking group's responses in the previous epoch) -> number of its workers; None
         gives all groups as many.
       groups: number of ranking groups; None for one a place.
@@ -112,7 +116,7 @@ class RankedQueues:
     def __init__(
         self,
         places: int,
-        history: Callable[[], Mapping[tuple[int, ...], Sequence[int]]],
+        history: Callable[[], Mapping[tuple[int, ...], Sequence[int]]] | None,
         sizes: Callable[[Sequence[Sequence[int]]], Sequence[int]] | None = None,
         groups: int | None = None,
     ) -> None:
@@ -130,10 +134,13 @@ class RankedQueues:
 
     def begin(self, requests: Mapping[Key, Request]) -> None:
         self._requests, self._shared = requests, GroupQueue()
+        self._parts, self._groups, self.group_of, self.longest, self.members = [], [], {}, [], []
         prompts = by_prompt(requests, requests)
         texts = [requests[keys[0]].prompt_ids for keys in prompts]
-        history = self._history()
-        # In the first epoch nothing is known, and the order in which requests came is as good as any.
+        history = {} if self._history is None else self._history()
+        if self._history is not None and 2 * sum(bool(history.get(text)) for text in texts) < len(texts):
+            self._shared.add(prompts)
+            return
         groups = equal_groups(rank(texts, history), min(self._num_groups, self._places))
         known = [[length for place in group for length in history.get(texts[place], ())] for group in groups]
         if self._sizes is not None and all(known):
@@ -150,7 +157,6 @@ class RankedQueues:
         self.longest = [max(each, default=float("inf")) for each in medians]
         self.members = [sum(len(prompts[place]) for place in group) for group in groups]
         self._parts = [GroupQueue() for _ in self._groups]
-        self.group_of = {}
         for number, group in enumerate(groups):
             own = [place for place, each in enumerate(self._groups) if each == number]
             # Long ones first: none of them should wait for a slot.
@@ -267,6 +273,8 @@ class Migrating(Around):
 
     def moves(self, state: QueueState) -> list[Move]:
         ranked, rule = self.inner, self._rule()
+        if not ranked.longest:  # there are no groups
+            return self.inner.moves(state)
         running: dict[int, dict[Key, int]] = {}
         for key, holders in state.holders.items():
             if holders and key not in self._moved:

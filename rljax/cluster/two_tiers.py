@@ -7,6 +7,8 @@ complements a short one in the next. The listing of Fig. 12 is mended where it i
   So the shortest group would get MAX workers wherever training is fast. How fast it should be is a choice: of
   all its sizes, the one counts whose first and last group take the least time together, which is the time of
   two steps.
+- Its precision of a second is a share of the longest group's time here: where groups take a second, one of
+  slope is everything.
 - If no plan of the bisection is feasible the listing returns nothing. Here the steepest slope that can help
   is tried first; where even that needs more workers than there are, all groups have the fewest.
 - Workers that a plan leaves over go to the group that would take longest beyond its target.
@@ -27,7 +29,7 @@ def workers_of_groups(
     train_seconds: float = 0.0,
     fewest: int = 1,
     most: int | None = None,
-    precision: float = 1.0,
+    precision: float = 1e-3,
 ) -> list[int]:
     """Returns the number of workers of each ranking group (Fig. 12, mended), which add up to `workers`.
 
@@ -37,7 +39,8 @@ def workers_of_groups(
       time: tau.
       train_seconds: time of the last training stage: the shortest group need not be faster.
       fewest, most: MIN and MAX, workers of a group.
-      precision: seconds of slope a group at which the bisection ends.
+      precision: slope a group at which the bisection ends, as a share of the time of the longest group on the
+        fewest workers.
 
     Raises:
       ValueError: there are fewer workers than groups need.
@@ -88,7 +91,7 @@ def _steepness(
     # Beyond this slope every group but the first is in time with the fewest workers.
     low, high = 0.0, max([0.0, *((time(lengths[i], fewest) - start) / i for i in range(1, count))])
     plan = needed(high)
-    while plan and high - low > precision:
+    while plan and high - low > precision * time(lengths[-1], fewest):
         middle = (low + high) / 2
         better = needed(middle)
         low, high, plan = (low, middle, better) if better else (middle, high, plan)
@@ -126,6 +129,7 @@ def tier_sizes(
     slots: int,
     pass_seconds: Callable[[int, float], float],
     train_seconds: float,
+    fewest: int = 1,
     most: int | None = None,
     outliers: float = 0.0,
 ) -> list[int]:
@@ -134,17 +138,19 @@ def tier_sizes(
 
     Args:
       groups: lengths of each group's responses, groups ascending.
-      workers, train_seconds, most: see `workers_of_groups`.
+      workers, train_seconds, fewest: see `workers_of_groups`.
       slots, pass_seconds: see `group_seconds`.
+      most: most workers of a group; None is four times an even share.
       outliers: share of each group's longest responses, but the last group's, that will be decoded elsewhere.
     """
     kept = [sorted(lengths)[: math.ceil((1 - outliers) * len(lengths))] for lengths in groups[:-1]]
     kept.append(list(groups[-1]))
     means = [sum(lengths) / len(lengths) for lengths in kept]
     of_mean = dict(zip(means, kept, strict=True))
+    most = max(1, 4 * workers // len(groups)) if most is None else most
 
     @functools.cache
     def time(mean: float, count: int) -> float:
         return group_seconds(of_mean[mean], count, slots, pass_seconds)
 
-    return workers_of_groups(means, workers, time, train_seconds, most=most)
+    return workers_of_groups(means, workers, time, train_seconds, fewest, most)

@@ -31,6 +31,15 @@ def config_with(tmp_path):
         ("cluster.pipe=ranks", "cluster.pipe: "),
         ("cluster.migration=true", "cluster.migration: moves what outgrows its group; set cluster.pipe"),
         ("cluster.pipe_groups=2", "cluster.pipe_groups: are those of cluster.pipe, which is off"),
+        ("cluster.pipe_max_workers=2", "cluster.pipe_max_workers: sizes the groups of"),
+        (
+            "cluster={workers: 3, pipe: two_tiers, pipe_groups: 2, pipe_min_workers: 2}",
+            "cluster.pipe_min_workers: 2 for each of 2 ranking groups are more than cluster.workers: 3",
+        ),
+        (
+            "cluster={workers: 6, pipe: two_tiers, pipe_groups: 2, pipe_min_workers: 2, pipe_max_workers: 1}",
+            "cluster.pipe_max_workers: 1 is less than cluster.pipe_min_workers: 2",
+        ),
         ("cluster.resources_per_worker={TPU: 0}", "cluster.resources_per_worker.TPU: "),
     ],
 )

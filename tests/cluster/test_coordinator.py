@@ -125,7 +125,7 @@ def test_a_dead_workers_requests_go_on_from_the_ledger():
 def test_who_is_lost_between_two_rollouts_keeps_no_part_of_the_next_one():
     """Each worker has a part of the requests of its own, until it is lost."""
     coordinator = started(2, 4)
-    coordinator.rollouts.router = RankedQueues(2, dict)
+    coordinator.rollouts.router = RankedQueues(2, None)
     coordinator.on(Begin(1, 0, make_requests(8)), 0.0)
     for name in coordinator.workers():
         (decode,) = coordinator.on(Status(name, NUMERICS, 4, 0), 0.0)

@@ -47,7 +47,7 @@ def test_two_tiers_of_a_case_by_hand():
     below, the last group needs 4 of them.
     """
     lengths = [10.0, 20.0, 40.0, 80.0]
-    assert workers_of_groups(lengths, 8, linear, 10.0, precision=0.01) == [1, 2, 2, 3]
+    assert workers_of_groups(lengths, 8, linear, 10.0) == [1, 2, 2, 3]
 
 
 def test_the_shortest_group_is_not_given_all_that_it_can_use():
@@ -55,7 +55,7 @@ def test_the_shortest_group_is_not_given_all_that_it_can_use():
     one take 80 seconds. Two steps take as long as the first and the last group together.
     """
     lengths = [10.0, 20.0, 40.0, 80.0]
-    assert workers_of_groups(lengths, 8, linear, precision=0.01) == [1, 2, 2, 3]
+    assert workers_of_groups(lengths, 8, linear) == [1, 2, 2, 3]
     slow = lambda length, workers: 1000.0 * length / workers  # noqa: E731
     assert workers_of_groups([1.0, 1.0], 6, slow, most=5) == [3, 3]
 
@@ -74,6 +74,13 @@ def test_spare_workers_go_where_they_help_most():
     assert workers_of_groups([1.0, 100.0], 4, linear, train_seconds=1000.0) == [1, 3]
     # No group takes more than MAX, and what is left over stays so.
     assert workers_of_groups([1.0, 1.0], 9, linear, most=2) == [2, 2]
+
+
+@pytest.mark.parametrize("second", [1000.0, 1.0, 0.001])
+def test_groups_that_are_nearly_equal_get_as_many_workers(second):
+    """Whatever the unit: a precision of a second would be all of the slope where groups take a second."""
+    seconds = lambda length, workers: second * length / workers  # noqa: E731
+    assert workers_of_groups([1.0, 1.01, 1.02], 6, seconds) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("workers", range(4, 20))

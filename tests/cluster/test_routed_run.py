@@ -6,6 +6,7 @@ from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.cluster.racing import Racing
+from rljax.cluster.routing import RolloutHistory
 from rljax.speculation.managers import expected as expected_manager
 from rljax.training import loop
 from tests.cluster.same_run import differences
@@ -28,7 +29,9 @@ def commands(monkeypatch):
 
 @pytest.fixture
 def rankings(monkeypatch):
-    """Of each training rollout that began: step, prompts of each ranking group, and how long these were."""
+    """Of each training rollout that began: step, prompts of each ranking group, how long these were, and the
+    workers of each.
+    """
     every, honest = [], RankedQueues.begin
 
     def begin(self, requests):
@@ -36,7 +39,8 @@ def rankings(monkeypatch):
         first = next(iter(requests.values()))
         if first.training:
             groups = {(group, requests[key].prompt_ids) for key, group in self.group_of.items()}
-            every.append((first.step, sorted(groups), self.longest))
+            workers = [self._groups.count(group) for group in range(len(self.longest))]
+            every.append((first.step, sorted(groups), self.longest, workers))
 
     monkeypatch.setattr(RankedQueues, "begin", begin)
     return every
@@ -44,16 +48,23 @@ def rankings(monkeypatch):
 
 def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, commands, rankings):
     """A prompt's lengths are known from the second step on, and what is alone takes half of what is not. A
-    run that is killed in the second step knows them as well when it goes on.
+    run that is killed in the second step knows them as well when it goes on. Where a pass takes as long as it
+    has rows, the longer prompt gets two of three workers; ranking groups of equal sizes would give it one.
     """
-    pipe = ("cluster.pipe=two_tiers", "cluster.pipe_groups=2", "cluster.migration=true", "cluster.balance=2")
+    by_rows = lambda self, max_batch: lambda running, cached: float(running)  # noqa: E731
+    monkeypatch.setattr(RolloutHistory, "token_seconds", by_rows)
+    no_time = property(lambda self: 0.0, lambda self, seconds: None)
+    monkeypatch.setattr(RolloutHistory, "train_seconds", no_time)
+    pipe = ("cluster.workers=3", "cluster.pipe=two_tiers", "cluster.pipe_groups=2")
+    pipe += ("cluster.migration=true", "cluster.balance=2")
     clustered, _ = local_run(world, "piped", monkeypatch, "rollout.staleness=1", *pipe, steps=3)
     assert not differences(stale_alone, clustered)
     assert any(isinstance(command, Withdraw) for command in commands)
     assert sum(line.get("cluster/migrations", 0) for line in clustered.metrics) > 0
 
     undisturbed = list(rankings)
-    assert [step for step, _, _ in undisturbed] == [0, 1, 2]
+    assert [step for step, *_ in undisturbed] == [0, 1, 2]
+    assert [workers for *_, workers in undisturbed] == [[], [1, 2], [1, 2]]  # none in the first epoch
     honest = loop.learn
 
     def learn(run, groups):

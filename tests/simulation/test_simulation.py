@@ -118,7 +118,7 @@ def machines(workers, slots=1, train=2.0, **more):
 
 
 def dealt_out(places):
-    return RankedQueues(places, dict)
+    return RankedQueues(places, None)
 
 
 def test_orders_of_steps_by_hand():
