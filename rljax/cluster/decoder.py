@@ -147,6 +147,7 @@ class ClusterDecoder:
         self._rollout = self._next_key = 0
         self._finished = 0.0  # when the last rollout was
         self._renewed: int | None = None  # the rollout whose responses go on under newer weights
+        self._together: list[Begin] | None = None  # see `together`
         self._drafters: Any = None  # reference to the newest weights of those that are trained here
         self._outcomes: dict[int, Any] = {}  # references to lists of `Outcome`, by number
         self._num_outcomes = 0
@@ -281,9 +282,26 @@ class ClusterDecoder:
             if renewed:
                 self._renewed = number
         begin = Begin(number, version, by_key, renewed, known)
-        self._do(self.coordinator.on(begin, self._fabric.now()))
+        if self._together is None:
+            self._do(self.coordinator.on(begin, self._fabric.now()))
+        else:
+            self._together.append(begin)
         keys = tuple(range(first, first + len(requests)))
         return BegunRollout(number, keys, requests, params, time.perf_counter(), RunningRequests())
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Context in which `begin` adds to a rollout that is renewed. The coordinator gets all at its end, so
+        that its router ranks the prompts of a step together.
+        """
+        self._together = []
+        yield
+        begins, self._together = self._together, None
+        if begins:
+            requests = {key: request for begin in begins for key, request in begin.requests.items()}
+            partials = {key: partial for begin in begins for key, partial in begin.partials.items()}
+            whole = dataclasses.replace(begins[0], requests=requests, partials=partials)
+            self._do(self.coordinator.on(whole, self._fabric.now()))
 
     @property
     def decoding(self) -> int:

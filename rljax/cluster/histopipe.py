@@ -108,7 +108,7 @@ class RankedQueues:
       groups: number of ranking groups; None for one a place.
 
     Attributes:
-      group_of: ranking group by request.
+      group_of: ranking group by request, of the newest step, as are the other two.
       longest: largest of each group's prompts' lengths in the previous epoch.
       members: number of responses of each group.
     """
@@ -133,8 +133,14 @@ class RankedQueues:
         self.members: list[int] = []
 
     def begin(self, requests: Mapping[Key, Request]) -> None:
-        self._requests, self._shared = requests, GroupQueue()
-        self._parts, self._groups, self.group_of, self.longest, self.members = [], [], {}, [], []
+        self._requests, self._shared = {}, GroupQueue()
+        self._parts = [GroupQueue() for _ in range(self._places)]
+        self.add(requests)
+
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        """The requests of a step, which wait behind those of the steps before."""
+        self._requests = {**self._requests, **requests}
+        self._groups, self.group_of, self.longest, self.members = [], {}, [], []
         prompts = by_prompt(requests, requests)
         texts = [requests[keys[0]].prompt_ids for keys in prompts]
         history = {} if self._history is None else self._history()
@@ -156,7 +162,6 @@ class RankedQueues:
         ]
         self.longest = [max(each, default=float("inf")) for each in medians]
         self.members = [sum(len(prompts[place]) for place in group) for group in groups]
-        self._parts = [GroupQueue() for _ in self._groups]
         for number, group in enumerate(groups):
             own = [place for place, each in enumerate(self._groups) if each == number]
             # Long ones first: none of them should wait for a slot.
@@ -164,10 +169,6 @@ class RankedQueues:
             for place, part in zip(own, parts, strict=True):
                 self._parts[place].add(part)
             self.group_of |= {key: number for place in group for key in prompts[place]}
-
-    def add(self, requests: Mapping[Key, Request]) -> None:
-        self._requests = {**self._requests, **requests}
-        self._shared.add(by_prompt(requests, requests))
 
     def put_back(self, keys: Iterable[Key]) -> None:
         self._shared.add(by_prompt(keys, self._requests), first=True)

@@ -108,8 +108,8 @@ class ClusterConfig(Section):
         "off",
         description="Who decodes which prompts (RhymeRL's HistoPipe): ranked by the lengths of their last"
         " responses, ascending in odd steps and descending in even ones, so that a worker's long step follows"
-        " a short one; two_tiers gives long ones more workers. Needs rollout.staleness: 1. Set it where"
-        " prompts come again in many epochs and their lengths stay alike.",
+        " a short one; two_tiers gives long ones more workers. Needs rollout.staleness: 1, or into_next_step."
+        " Set it where prompts come again in many epochs and their lengths stay alike.",
     )
     pipe_groups: Count | None = Field(
         None,

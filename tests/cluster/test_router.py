@@ -128,6 +128,18 @@ def test_ranking_groups_go_up_in_odd_steps_and_down_in_even_ones():
     assert sorted(again["worker-1"]) == sorted(work["worker-0"])
 
 
+def test_a_step_that_is_added_is_ranked_and_waits_behind_the_last_one():
+    """In a rollout that does not end, each worker has its part of both steps, the second one's in reverse."""
+    router = ranked(2)
+    router.begin(make_requests(20, step=1))
+    router.add(make_requests(20, first=20, step=2))
+    assert router.waiting("a") and router.waiting("b")
+    given = router.take(WorkerLoad("a", 40, 0), 40)
+    assert sorted(key // 20 for key in given) == [0] * 10 + [1] * 10
+    lengths = [[history()[7, key % 20 // 2][0] for key in given if key // 20 == step] for step in (0, 1)]
+    assert max(lengths[0]) <= 3 <= min(lengths[1])
+
+
 def test_a_lost_workers_group_does_not_wait_for_it():
     coordinator, work = begun(ranked(2), slots=2, count=20)
     assert len(work["worker-0"]) == 2
