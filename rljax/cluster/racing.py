@@ -36,7 +36,7 @@ def assign(
     most: int,
     had: Mapping[Key, Collection[str]],
 ) -> list[Copy]:
-    """Returns who decodes copies of what (Algorithm 3).
+    """Returns who decodes copies of what (Algorithm 3). Drafters that all requests have had are left out.
 
     Args:
       acceptances: acceptance by request, of those under way.
@@ -46,17 +46,18 @@ def assign(
       most: b_max, requests of a worker up to which it takes copies.
       had: drafters that decode a request already; none of them is given to it twice.
     """
-    workers = {drafter: list(names) for drafter, names in using.items()}
-    for worker in free:
+    slowest, copies = sorted(acceptances, key=lambda key: acceptances[key]), []
+    waiting = {drafter: [key for key in slowest if drafter not in had.get(key, ())] for drafter in using}
+    workers = {drafter: list(using[drafter]) for drafter, keys in waiting.items() if keys}
+    for worker in free if workers else ():
         rarest = min(workers, key=lambda drafter: len(workers[drafter]))
         workers[rarest].append(worker)
-    slowest, copies = sorted(acceptances, key=lambda key: acceptances[key]), []
     for drafter, names in workers.items():
-        waiting = [key for key in slowest if drafter not in had.get(key, ())]
+        keys = waiting[drafter]
         for worker in names:
             room = max(most - loads.get(worker, 0), 0)
-            copies += [Copy(key, worker, drafter) for key in waiting[:room]]
-            waiting = waiting[room:]
+            copies += [Copy(key, worker, drafter) for key in keys[:room]]
+            keys = keys[room:]
     return copies
 
 

@@ -156,6 +156,12 @@ def test_free_workers_take_the_least_accepted_with_the_rarest_drafter():
     assert again == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram")]
 
 
+def test_a_drafter_that_all_have_had_is_left_out():
+    using, had = {"ngram": [], "srt": []}, {1: ["ngram"], 2: ["ngram"]}
+    assert assign({1: 0.5, 2: 0.1}, using, ["w"], {}, 1, had) == [Copy(2, "w", "srt")]
+    assert assign({1: 0.5}, using, ["w"], {}, 1, {1: ["srt", "ngram"]}) == []
+
+
 def test_workers_with_copies_are_filled_up():
     """Line 6 of Algorithm 3 goes over all workers of a drafter, not those alone that have become free."""
     acceptances, had = {1: 0.9, 2: 0.1, 3: 0.5}, {2: ["srt"]}

@@ -93,7 +93,7 @@ def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monke
     race = (*DRAFTS, "speculation.others={prompt_lookup: {}}", "cluster.workers=2", "cluster.race=2")
     clustered = run(world, "ray_race", *race)
     assert not differences(alone, clustered)
-    assert {each.drafter for each in copies} == {"prompt_lookup"}
+    assert copies and {each.drafter for each in copies} <= {"srt", "prompt_lookup"}
 
 
 @pytest.mark.ray
