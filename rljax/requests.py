@@ -142,6 +142,7 @@ class DecodeStatistics:
       tokens: response tokens sampled and kept.
       steps: forward passes.
       rows: tokens computed by them: of plain steps the batch bucket.
+      cached_tokens: tokens of prompts and responses that they read from the cache, padding not counted.
       prefilled_tokens: prompt tokens prefilled, padding not counted.
       host_syncs: number of host syncs.
       verified: forward passes that verified drafts.
@@ -173,6 +174,7 @@ class DecodeStatistics:
     tokens: int = 0
     steps: int = 0
     rows: int = 0
+    cached_tokens: int = 0
     prefilled_tokens: int = 0
     host_syncs: int = 0
     verified: int = 0

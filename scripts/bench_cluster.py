@@ -47,8 +47,7 @@ from cluster_benchmarks.turns import sharing_rows, spot_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row, speed_row
 from rljax.cluster.coordinator import Coordinator, Limits
-from rljax.cluster.facts import facts
-from rljax.cluster.messages import Arrived, Begin, Decode, Piece, Pieces, Status, Tick
+from rljax.cluster.messages import Arrived, Begin, Decode, Facts, Piece, Pieces, Status, Tick
 from rljax.cluster.weights import WeightChannel, fetch_parts, make_channel
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError, UserError
@@ -75,7 +74,7 @@ def simulate(workers: int, slots: int, requests: int) -> tuple[int, float]:
       slots: responses that each decodes at a time.
       requests: number of responses, eight of each prompt.
     """
-    coordinator = Coordinator(workers, facts(), Limits(), None)
+    coordinator = Coordinator(workers, Facts(), Limits(), None)
     events, spent, now = 0, 0.0, 0.0
     decoding: dict[str, dict[int, int]] = {}
 
@@ -92,7 +91,7 @@ def simulate(workers: int, slots: int, requests: int) -> tuple[int, float]:
 
     tell(Tick())
     for name in coordinator.workers():
-        tell(Arrived(name, facts()))
+        tell(Arrived(name, Facts()))
         tell(Status(name, None, slots, 0))
     keys = np.zeros(2, np.uint32)
     tell(Begin(1, 0, {i: Request((i // 8,), keys, _LENGTH) for i in range(requests)}))

@@ -2,8 +2,8 @@
 
 coordinator.py   which worker decodes what: a pure state machine. Read this one first
 rollouts.py      the rollouts under way, and which one a worker works on
-router.py        who decodes what of one; pipe.py, migration.py, racing.py plan, and
-                 ranked_queues.py, moving_routers.py carry it out; routing.py makes the router of a run
+router.py        who decodes what of one; routing.py makes the router of a run. Of papers are
+                 histopipe.py, two_tiers.py (RhymeRL) and racing.py (SpecActor)
 messages.py      events, commands and orders
 ledger.py        every token that was sampled; the same one twice must be the same bits
 decoder.py       the driver's side: what the collector calls instead of a `Scheduler`
@@ -13,8 +13,7 @@ worker.py        a worker's side, around the decode loop
 weights/         versions of the weights, by three channels; used only if their digest is the published one
 publisher.py     publishes them in the background, and knows whom a channel has failed
 timeline.py      what everyone did when, for reports
-wish.py          how many workers are wished for while a run goes on
-facts.py         what driver and workers must have in common
+desired_workers.py  the number of workers as a file, while a run goes on
 fabric.py        what carries messages; a local one for tests
 ray_fabric.py    the fabric on Ray, and the only import of it
 """

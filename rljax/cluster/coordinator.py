@@ -24,6 +24,7 @@ from rljax.cluster.messages import (
     Build,
     Command,
     Decode,
+    DesiredWorkers,
     Died,
     End,
     Event,
@@ -34,7 +35,6 @@ from rljax.cluster.messages import (
     Heard,
     Key,
     Load,
-    Missing,
     Piece,
     Pieces,
     Prepared,
@@ -46,12 +46,12 @@ from rljax.cluster.messages import (
     Stop,
     Tick,
     Trained,
-    Wish,
+    UnknownRequests,
     Withdraw,
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
-from rljax.cluster.router import Board, Router, Seat, SharedQueue
-from rljax.cluster.spot import Scene, SpotTraining
+from rljax.cluster.router import QueueState, Router, SharedQueue, WorkerLoad
+from rljax.cluster.spot import ClusterSnapshot, SpotTraining
 from rljax.errors import NumericsError
 
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
@@ -122,7 +122,7 @@ class Coordinator:
     """See the module's docstring.
 
     Args:
-      wish: number of workers to keep running.
+      desired: number of workers to keep running.
       facts: the driver's, which a worker's must equal.
       limits: see `Limits`.
       fingerprint: of the driver's numerics; None where it is not measured. It may be set until the first
@@ -145,7 +145,7 @@ class Coordinator:
 
     def __init__(
         self,
-        wish: int,
+        desired: int,
         facts: Facts,
         limits: Limits = Limits(),
         fingerprint: str | None = None,
@@ -153,7 +153,7 @@ class Coordinator:
         router: Router | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        self.wish, self.facts, self.limits = wish, facts, limits
+        self.desired, self.facts, self.limits = desired, facts, limits
         self.fingerprint, self.strict = fingerprint, strict
         self.ledger, self.counts = Ledger(strict) if ledger is None else ledger, Counts()
         self.rollouts = Rollouts(SharedQueue() if router is None else router)
@@ -162,12 +162,12 @@ class Coordinator:
         self.spot: SpotTraining | None = None
         self._workers: dict[str, _Worker] = {}
         self._started = self._orders = 0
-        self._useless = 0  # workers lost in a row without a token
+        self._losses_in_a_row = 0  # of workers, without a token between them
         self._last_reason = ""
-        self._life: float | None = None  # when any worker was last heard
+        self._last_heard: float | None = None  # when any worker was
         self._holders: dict[Key, list[str]] = {}  # workers that decode a request, the first one first
         self._reached: dict[tuple[Key, str], int] = {}  # tokens that each has, of requests with several
-        self._drafts: dict[Key, tuple[int, int]] = {}  # drafted and accepted ones of a request
+        self._drafts: dict[Key, dict[str, tuple[int, int]]] = {}  # drafted and accepted ones, by worker
         self._moved: set[Key] = set()
 
     # -- what the driver asks ------------------------------------------------------------------------------
@@ -217,11 +217,11 @@ class Coordinator:
         commands = self._take(event, now)
         if self.spot is None or isinstance(event, Heard):
             return commands
-        return commands + self.spot.direct(self._scene(), now)
+        return commands + self.spot.direct(self._snapshot(), now)
 
     def _take(self, event: Event, now: float) -> list[Command]:
-        if self._life is None:
-            self._life = now
+        if self._last_heard is None:
+            self._last_heard = now
         if isinstance(event, Begin):
             return self._begin(event, now)
         if isinstance(event, End):
@@ -231,8 +231,8 @@ class Coordinator:
             return self._direct(list(self._workers), now)
         if isinstance(event, Tick):
             return self._tick(now)
-        if isinstance(event, Wish):
-            return self._wish(event.workers, now)
+        if isinstance(event, DesiredWorkers):
+            return self._keep(event.workers, now)
         worker = self._workers.get(event.worker)
         if isinstance(event, Pieces):
             return self._pieces(event, worker, now)
@@ -240,13 +240,13 @@ class Coordinator:
             return []
         if isinstance(event, Died):
             return self._lose(event.worker, event.reason, now)
-        worker.heard = self._life = now
+        worker.heard = self._last_heard = now
         if isinstance(event, Arrived):
             return self._arrived(event, worker, now)
         if isinstance(event, Status):
             return self._status(event, worker, now)
-        if isinstance(event, Missing):
-            return self._missing(event, worker, now)
+        if isinstance(event, UnknownRequests):
+            return self._unknown(event, worker, now)
         if isinstance(event, FetchFailed):
             return self._fetch_failed(event, worker, now)
         if isinstance(event, Failed):
@@ -299,12 +299,12 @@ class Coordinator:
     def _refuse(self, event: Status) -> list[Command]:
         """A worker computes other bits: it is not used, nor another one in its place."""
         del self._workers[event.worker]
-        self.wish -= 1
+        self.desired -= 1
         line = (
             f"cluster: {event.worker} is refused: its numerics have the fingerprint {event.fingerprint}, here"
             f" it is {self.fingerprint}; use one kind of processor, or set cluster.numerics=warn"
         )
-        if not self.wish:
+        if not self.desired:
             return [Stop(event.worker), Fail("NumericsError", line)]
         return [Stop(event.worker), Say(line)]
 
@@ -329,18 +329,18 @@ class Coordinator:
         self.ready -= worker.slots > 0
         self.counts.restarts += 1
         self._last_reason = reason
-        self._useless = 0 if worker.useful else self._useless + 1
-        if self._useless > 2 * self.wish + 2:
+        self._losses_in_a_row = 0 if worker.useful else self._losses_in_a_row + 1
+        if self._losses_in_a_row > 2 * self.desired + 2:
             return [
                 Stop(name),
                 Fail(
                     "ClusterError",
-                    f"cluster: {self._useless} workers in a row ended before they decoded anything, the last"
-                    f" because {reason}",
+                    f"cluster: {self._losses_in_a_row} workers in a row ended before they decoded anything,"
+                    f" the last because {reason}",
                 ),
             ]
-        if self._useless:
-            self.next_start = max(self.next_start, now + min(2.0**self._useless, _MOST_BACKOFF))
+        if self._losses_in_a_row:
+            self.next_start = max(self.next_start, now + min(2.0**self._losses_in_a_row, _MOST_BACKOFF))
         commands: list[Command] = [Stop(name), Say(f"cluster: {name} is lost: {reason}")]
         self._take_back(name, worker)
         return commands + self._start(now) + self._direct(list(self._workers), now)
@@ -359,11 +359,11 @@ class Coordinator:
         for number, lost in self.rollouts.by_rollout(keys).items():
             self.rollouts.open[number].router.put_back(lost)
 
-    def _wish(self, workers: int, now: float) -> list[Command]:
+    def _keep(self, workers: int, now: float) -> list[Command]:
         """Keeps another number of workers: starts some, or lets go of those that have done least, the newest
         first.
         """
-        self.wish, commands = workers, []
+        self.desired, commands = workers, []
         newest_first = list(self._workers)[::-1]
         least = sorted(newest_first, key=lambda name: bool(self._workers[name].slots))
         for name in least[: max(len(self._workers) - workers, 0)]:
@@ -374,9 +374,9 @@ class Coordinator:
         return commands + self._start(now) + self._direct(list(self._workers), now)
 
     def _start(self, now: float) -> list[Command]:
-        """Starts workers as far as some are wished for."""
+        """Starts workers as far as some are missing."""
         commands: list[Command] = []
-        while len(self._workers) < self.wish and now >= self.next_start:
+        while len(self._workers) < self.desired and now >= self.next_start:
             name = f"worker-{self._started}"
             self._started += 1
             self._workers[name] = _Worker(now, now)
@@ -388,7 +388,7 @@ class Coordinator:
     def _begin(self, event: Begin, now: float) -> list[Command]:
         self.ledger.open(event.requests, event.version, event.renewed, event.partials)
         self.rollouts.begin(event)
-        self._life = now
+        self._last_heard = now
         for worker in self._workers.values():
             worker.heard = now  # nobody may have listened for a while
         return self._direct(list(self._workers), now)
@@ -416,7 +416,7 @@ class Coordinator:
 
     def _pieces(self, event: Pieces, worker: _Worker | None, now: float) -> list[Command]:
         if worker is not None:
-            worker.heard = self._life = now
+            worker.heard = self._last_heard = now
         rollout = self.rollouts.open.get(event.rollout)
         if rollout is not None and event.statistics is not None:
             known = rollout.statistics.get(event.worker)
@@ -439,13 +439,13 @@ class Coordinator:
             if not grown and not self.ledger.has_gap(piece.key) and begun == (entry.ending is None):
                 self.counts.late += bool(piece.tokens)
             if grown and worker is not None:
-                worker.useful, self._useless = True, 0
+                worker.useful, self._losses_in_a_row = True, 0
             if holds:
                 worker.holds[piece.key] = now
                 if self.ledger.has_gap(piece.key):
                     gaps.append((piece.key, len(entry.tokens)))
-            if piece.drafted:
-                self._drafts[piece.key] = piece.drafted, piece.accepted
+            if holds:
+                self._drafts.setdefault(piece.key, {})[event.worker] = piece.drafted, piece.accepted
             if begun and entry.ending is not None:
                 commands += self._finish(piece.key, event.worker)
                 ended = True
@@ -472,7 +472,7 @@ class Coordinator:
             self._reached.pop((key, name), None)
         return [Withdraw(name, rollout.number, (key,)) for name in holders if name != by]
 
-    def _missing(self, event: Missing, worker: _Worker, now: float) -> list[Command]:
+    def _unknown(self, event: UnknownRequests, worker: _Worker, now: float) -> list[Command]:
         rollout = self.rollouts.open.get(event.rollout)
         if rollout is None or worker.rollout != event.rollout or worker.version != rollout.version:
             return []
@@ -490,7 +490,7 @@ class Coordinator:
                 continue
             if worker.holds:
                 # It gets no more while an earlier rollout waits for a worker.
-                candidates = [] if self._lonely(name, worker) else [self.rollouts.open[worker.rollout]]
+                candidates = [] if self._must_stay(name, worker) else [self.rollouts.open[worker.rollout]]
             else:
                 candidates = self.rollouts.for_free(name)
             for rollout in candidates:
@@ -500,7 +500,7 @@ class Coordinator:
                         commands.append(self._load(name, worker, rollout.version, now))
                     break
                 share = -(-rollout.unfinished // self.ready)
-                keys = rollout.router.take(Seat(name, worker.slots, len(worker.holds)), share)
+                keys = rollout.router.take(WorkerLoad(name, worker.slots, len(worker.holds)), share)
                 if keys:
                     worker.rollout = rollout.number
                     moved = self._moved.intersection(keys)
@@ -520,7 +520,7 @@ class Coordinator:
         orders = {key: entry.order for key, entry in entries.items() if entry.renewed}
         return Ask(name, worker.rollout, positions, worker.more, orders)
 
-    def _lonely(self, name: str, worker: _Worker) -> bool:
+    def _must_stay(self, name: str, worker: _Worker) -> bool:
         """Whether an earlier rollout than a worker's has requests for it, and nobody works on that."""
         if next(iter(self.rollouts.open), worker.rollout) >= worker.rollout:
             return False
@@ -559,16 +559,16 @@ class Coordinator:
         return commands
 
     def _rearrange_one(self, rollout: Rollout, now: float) -> list[Command]:
-        seats = [
-            Seat(name, worker.slots, len(worker.holds))
+        loads = [
+            WorkerLoad(name, worker.slots, len(worker.holds))
             for name, worker in self._workers.items()
             if worker.slots and worker.version == rollout.version and worker.rollout == rollout.number
         ]
         holders_of = {key: names for key, names in self._holders.items() if key in rollout.requests}
-        board = Board(seats, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
+        state = QueueState(loads, holders_of, lambda key: len(self.ledger[key].tokens), self._acceptance)
         taken: dict[str, list[Key]] = {}
         given: dict[tuple[str, str | None], list[Key]] = {}
-        for move in rollout.router.moves(board):
+        for move in rollout.router.moves(state):
             holders = self._holders.get(move.key)
             if holders is None or move.worker in holders or move.worker not in self._workers:
                 continue
@@ -590,8 +590,10 @@ class Coordinator:
         return commands
 
     def _acceptance(self, key: Key) -> float:
-        drafted, accepted = self._drafts.get(key, (0, 0))
-        return accepted / drafted if drafted else 1.0
+        """See `QueueState`."""
+        known, holders = self._drafts.get(key, {}), self._holders[key]
+        counts = [counts for name, counts in known.items() if name in holders]
+        return max((accepted / max(drafted, 1) for drafted, accepted in counts), default=1.0)
 
     def _catch_up(self, name: str, piece: Piece, now: float) -> list[Command]:
         """The longest copy counts: one that is far behind goes on from there, or is given up on a worker that
@@ -614,7 +616,7 @@ class Coordinator:
                 commands.append(self._decode(other, worker, [key], now))
         return commands
 
-    def _scene(self) -> Scene:
+    def _snapshot(self) -> ClusterSnapshot:
         """What spot training goes by."""
         idle = {
             name: worker.version
@@ -625,7 +627,7 @@ class Coordinator:
         def sample(rollout: Rollout, key: Key) -> Sample:
             return tuple(rollout.requests[key].prompt_ids), tuple(self.ledger[key].tokens)
 
-        return Scene(self._workers, idle, self.rollouts.open, sample)
+        return ClusterSnapshot(self._workers, idle, self.rollouts.open, sample)
 
     # -- time ----------------------------------------------------------------------------------------------
 
@@ -640,7 +642,7 @@ class Coordinator:
         if any(isinstance(command, Fail) for command in commands):
             return commands
         commands += self._start(now)
-        if now - self._life > limits.patience:
+        if now - self._last_heard > limits.patience:
             last = f" (the last was lost because {self._last_reason})" if self._last_reason else ""
             message = (
                 f"cluster.patience_seconds: no worker has been there for {limits.patience:g} seconds{last};"

@@ -32,33 +32,31 @@ from rljax.assembly.checkpoint import ROUTING
 from rljax.assembly.policy import Policy
 from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_training
 from rljax.cluster.coordinator import Coordinator, Limits
+from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import Fabric
-from rljax.cluster.facts import facts
+from rljax.cluster.histopipe import OutlierRule, equal_groups, rank
 from rljax.cluster.messages import (
     Begin,
     Build,
     Command,
-    Delivery,
+    DesiredWorkers,
     End,
+    Facts,
     Fail,
     FetchFailed,
     Key,
-    Lead,
     Load,
     Pieces,
-    Plan,
     Renew,
     Say,
     Spawn,
     Status,
     Stop,
     Tick,
+    TrainDrafter,
     Trained,
     Weights,
-    Wish,
 )
-from rljax.cluster.migration import OutlierRule
-from rljax.cluster.pipe import equal_groups, rank
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
 from rljax.cluster.routing import RolloutHistory, make_router
@@ -66,7 +64,6 @@ from rljax.cluster.spot import SpotCounts, SpotRule, SpotTraining
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
-from rljax.cluster.wish import WishFile
 from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.engine.invariance import Invariance
@@ -123,7 +120,7 @@ class ClusterDecoder:
       config: keys of the cluster.
       say: shows a line to the user.
       versions: versions of the weights that are kept.
-      wish: says that another number of workers is wished for than `cluster.workers`; None for never.
+      desired: says that another number of workers is desired than `cluster.workers`; None for never.
 
     Raises:
       ClusterError: of what is known at once.
@@ -135,12 +132,12 @@ class ClusterDecoder:
         config: ClusterConfig,
         say: Callable[[str], None],
         versions: int = 2,
-        wish: WishFile | None = None,
+        desired: DesiredWorkersFile | None = None,
     ) -> None:
         self._fabric, self._say = fabric, say
         limits = Limits(config.lease_seconds, config.patience_seconds)
         strict = config.numerics == "refuse"
-        self.coordinator = Coordinator(config.workers, facts(), limits, strict=strict)
+        self.coordinator = Coordinator(config.workers, Facts(), limits, strict=strict)
         self._scheduler: Scheduler | None = None
         self._blueprint: Any = None
         channel = make_channel(config, fabric.put)
@@ -150,12 +147,13 @@ class ClusterDecoder:
         self._rollout = self._next_key = 0
         self._finished = 0.0  # when the last rollout was
         self._renewed: int | None = None  # the rollout whose responses go on under newer weights
+        self._together: list[Begin] | None = None  # see `together`
         self._drafters: Any = None  # reference to the newest weights of those that are trained here
-        self._lessons: dict[int, Any] = {}  # references, by number
-        self._num_lessons = 0
-        self._taught: dict[str, int] = {}  # number of lessons that each worker has
-        self._sent: dict[str, tuple[Delivery, int]] = {}  # and those with what was sent last
-        self._wish, self._timeline, self._decodes = wish, Timeline(fabric.now()), False
+        self._outcomes: dict[int, Any] = {}  # references to lists of `Outcome`, by number
+        self._num_outcomes = 0
+        self._taught: dict[str, int] = {}  # number of these that each worker has
+        self._sent: dict[str, tuple[Load, int]] = {}  # and those with what was sent last
+        self._desired_file, self._timeline, self._decodes = desired, Timeline(fabric.now()), False
         self._history = RolloutHistory()
         self._spot: WorkerTraining | None = None  # what workers train
         self._trained: Trained | None = None  # with a head that the driver has not taken over
@@ -172,7 +170,7 @@ class ClusterDecoder:
         Raises:
           ClusterError: one has another code or JAX, or none comes within `cluster.patience_seconds`.
         """
-        while self.coordinator.arrived < min(self.coordinator.wish, max(self._fabric.room(), 1)):
+        while self.coordinator.arrived < min(self.coordinator.desired, max(self._fabric.room(), 1)):
             self.listen()
 
     def build(
@@ -206,8 +204,7 @@ class ClusterDecoder:
         self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy, serves))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
-        drafters = list(config.speculation.kinds)
-        router = make_router(config.cluster, drafters, scheduler.max_slots, self._history)
+        router = make_router(config.cluster, config.speculation, scheduler.max_slots, self._history)
         self.coordinator.rollouts.router = router
         self._do(self.coordinator.build(self._fabric.now()))
 
@@ -285,9 +282,26 @@ class ClusterDecoder:
             if renewed:
                 self._renewed = number
         begin = Begin(number, version, by_key, renewed, known)
-        self._do(self.coordinator.on(begin, self._fabric.now()))
+        if self._together is None:
+            self._do(self.coordinator.on(begin, self._fabric.now()))
+        else:
+            self._together.append(begin)
         keys = tuple(range(first, first + len(requests)))
         return BegunRollout(number, keys, requests, params, time.perf_counter(), RunningRequests())
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Context in which `begin` adds to a rollout that is renewed. The coordinator gets all at its end, so
+        that its router ranks the prompts of a step together.
+        """
+        self._together = []
+        yield
+        begins, self._together = self._together, None
+        if begins:
+            requests = {key: request for begin in begins for key, request in begin.requests.items()}
+            partials = {key: partial for begin in begins for key, partial in begin.partials.items()}
+            whole = dataclasses.replace(begins[0], requests=requests, partials=partials)
+            self._do(self.coordinator.on(whole, self._fabric.now()))
 
     @property
     def decoding(self) -> int:
@@ -321,7 +335,7 @@ class ClusterDecoder:
         """
         prompts, lengths = [each.requests[0].prompt_ids for each in begun], self._history.lengths
         rule, found = OutlierRule(beyond=self._history.growth), []
-        for members in equal_groups(rank(prompts, lengths), self.coordinator.wish):
+        for members in equal_groups(rank(prompts, lengths), self.coordinator.desired):
             known = [statistics.median(lengths[prompts[i]]) for i in members if prompts[i] in lengths]
             entries = {key: self.coordinator.ledger[key] for i in members for key in begun[i].keys}
             running = {key: len(each.tokens) for key, each in entries.items() if each.ending is None}
@@ -396,7 +410,7 @@ class ClusterDecoder:
             self._spot.adopt(self._trained.head, self._trained.metrics)
             self._trained = self._drafters = None
 
-    def _lead(self, lead: Lead) -> Lead:
+    def _lead(self, lead: TrainDrafter) -> TrainDrafter:
         """A session, with the head that it goes on from."""
         if self._head is None:
             saved = self._spot.saved()
@@ -465,12 +479,12 @@ class ClusterDecoder:
         """
         if not self._scheduler.speculator.drafters:
             return
-        self._lessons[self._num_lessons] = self._fabric.put(list(outcomes))
-        self._num_lessons += 1
+        self._outcomes[self._num_outcomes] = self._fabric.put(list(outcomes))
+        self._num_outcomes += 1
         self._drafters = None  # they have learned
         known = [self._taught[name] for name in self.coordinator.workers() if name in self._taught]
-        for number in [number for number in self._lessons if number < min(known, default=0)]:
-            del self._lessons[number]
+        for number in [number for number in self._outcomes if number < min(known, default=0)]:
+            del self._outcomes[number]
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns the arrays that a checkpoint keeps: what decides who decodes what. `ROUTING` begins their
@@ -538,29 +552,31 @@ class ClusterDecoder:
         """Sends a worker what it needs for a version; later, where that is still being published."""
         name, version = load.worker, load.version
         sent = self._sent.get(name)
-        if sent is not None and sent[0].weights.version == version:  # the same again
+        if sent is not None and sent[0].version == version:  # the same again
             self._fabric.send(name, dataclasses.replace(sent[0], carry=load.carry))
             return
         weights = self._publisher.weights(name, version)
         if weights is None:
             self._loads[name] = load
             return
-        delivery = self._delivery(load, weights)
-        self._sent[name] = delivery, self._num_lessons
-        self._fabric.send(name, delivery)
+        whole = self._whole(load, weights)
+        self._sent[name] = whole, self._num_outcomes
+        self._fabric.send(name, whole)
 
-    def _delivery(self, load: Load, weights: Weights) -> Delivery:
+    def _whole(self, load: Load, weights: Weights) -> Load:
         """Returns an order to load weights, with what drafters have learned since the worker's last."""
         name = load.worker
-        state, known = None, self._taught.get(name, self._num_lessons)
+        state, known = None, self._taught.get(name, self._num_outcomes)
         speculator = self._scheduler.speculator
         if speculator.drafters and name not in self._taught:
             state = self._fabric.put(speculator.state(to_share=True))
         if self._drafters is None:
             drafters = speculator.weights()
             self._drafters = self._fabric.put(drafters) if drafters else None
-        lessons = [self._lessons[number] for number in range(known, self._num_lessons)]
-        return Delivery(weights, state, lessons, self._drafters, load.carry)
+        outcomes = [self._outcomes[number] for number in range(known, self._num_outcomes)]
+        return dataclasses.replace(
+            load, weights=weights, state=state, outcomes=outcomes, drafters=self._drafters
+        )
 
     # -- events and commands -------------------------------------------------------------------------------
 
@@ -573,9 +589,9 @@ class ClusterDecoder:
             self._deliver(load)
         for event in self._fabric.receive(min(seconds, _SHORT_WAIT) if self._loads else seconds):
             if isinstance(event, Status) and event.worker in self._sent:
-                delivery, lessons = self._sent[event.worker]
-                if event.version == delivery.weights.version:
-                    self._taught[event.worker] = lessons
+                load, outcomes = self._sent[event.worker]
+                if event.version == load.version:
+                    self._taught[event.worker] = outcomes
             if isinstance(event, FetchFailed):
                 self._sent.pop(event.worker, None)
                 self._publisher.failed(event.worker, event.version)
@@ -585,9 +601,9 @@ class ClusterDecoder:
             if isinstance(event, Trained) and event.head is not None and spot.takes(event):
                 self._trained, self._head = event, self._fabric.put(event.head)
             self._do(self.coordinator.on(event, self._fabric.now()))
-        wished = None if self._wish is None else self._wish.changed(self._fabric.now())
-        if wished is not None:
-            self._do(self.coordinator.on(Wish(wished), self._fabric.now()))
+        workers = None if self._desired_file is None else self._desired_file.changed(self._fabric.now())
+        if workers is not None:
+            self._do(self.coordinator.on(DesiredWorkers(workers), self._fabric.now()))
         self._do(self.coordinator.on(Tick(), self._fabric.now()))
         self._observe()
 
@@ -606,10 +622,10 @@ class ClusterDecoder:
                     self._sent.pop(command.worker, None)
                     self._loads.pop(command.worker, None)
                 case Build():
-                    self._fabric.send(command.worker, Plan(self._blueprint))
+                    self._fabric.send(command.worker, Build(command.worker, self._blueprint))
                 case Load():
                     self._deliver(command)
-                case Lead():
+                case TrainDrafter():
                     self._fabric.send(command.worker, self._lead(command))
                 case _:
                     self._fabric.send(command.worker, command)

@@ -5,17 +5,24 @@
 
 Events and commands may be lost, late, doubled and out of order, except between coordinator and driver, which
 are one process. So each says a state rather than a change of one: a `Piece` has the position where it begins,
-a `Status` has the version of the weights that are loaded.
+a `Status` has the version of the weights that are loaded. `worker` is the name of a worker.
 """
 
 import dataclasses
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
+from rljax.provenance import source_digest
 from rljax.requests import DecodeStatistics, PartialResponse, Request
 
 Key = int
 """A request; keys are never used again within a session."""
+
+ALL_DRAFTERS = ""
+"""In the place of a drafter's name: a worker chooses among all that it has, as in the beginning."""
 
 Sample = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and response ids, to train drafters on."""
@@ -23,7 +30,7 @@ Sample = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What must be equal in driver and workers, and where a worker is.
+    """What must be equal in driver and workers, and where a worker is; the default is this process.
 
     Attributes:
       code: digest of the source of `rljax` and `drafters`.
@@ -32,10 +39,10 @@ class Facts:
       pid: process id there.
     """
 
-    code: str
-    jax: str
-    host: str = ""
-    pid: int = 0
+    code: str = dataclasses.field(default_factory=lambda: source_digest()[:8])
+    jax: str = dataclasses.field(default_factory=lambda: metadata.version("jax"))
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    pid: int = dataclasses.field(default_factory=os.getpid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +96,6 @@ class Status:
     """A worker has its engine.
 
     Attributes:
-      worker: the worker.
       fingerprint: of its numerics (`Invariance.fingerprint`).
       slots: responses that it decodes at a time.
       version: version of the weights that it has loaded; None before the first.
@@ -118,7 +124,7 @@ class Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class Missing:
+class UnknownRequests:
     """A worker does not know requests that it was asked for: the command was lost."""
 
     worker: str
@@ -140,7 +146,6 @@ class Failed:
     """A worker met an error that is the user's to mend: it would come back anywhere.
 
     Attributes:
-      worker: the worker.
       kind: name of the class in `rljax.errors`.
       message: the line for the user.
     """
@@ -195,7 +200,7 @@ class Renew:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class DesiredWorkers:
     """Another number of workers is to be kept running from now on."""
 
     workers: int
@@ -211,7 +216,6 @@ class Prepared:
     """A worker has computed the policy's features of some samples.
 
     Attributes:
-      worker: the worker.
       batch: number of the `Prepare`.
       features: reference to them; None where the leader keeps its own.
       seconds: that it took.
@@ -230,7 +234,6 @@ class Trained:
     """What a leader has done in a session so far.
 
     Attributes:
-      worker: the worker.
       session: number of the session.
       updates: of the head in the session.
       training: whether the session goes on; the last event of a session says that it does not.
@@ -255,14 +258,14 @@ Event = (
     | Heard
     | Status
     | Pieces
-    | Missing
+    | UnknownRequests
     | FetchFailed
     | Failed
     | Died
     | Begin
     | End
     | Renew
-    | Wish
+    | DesiredWorkers
     | Tick
     | Prepared
     | Trained
@@ -287,24 +290,54 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """Build the engine on a worker, and compile."""
+    """Build the engine on a worker, and compile.
+
+    Attributes:
+      blueprint: reference to the `Blueprint`, which the driver adds.
+    """
 
     worker: str
+    blueprint: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A version of the weights, published once.
+
+    Attributes:
+      version: its number.
+      digest: of names, shapes, types and bytes.
+      where: where they are, for the channel that published them (`rljax/cluster/weights`).
+      nbytes: size.
+    """
+
+    version: int
+    digest: str
+    where: Any
+    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Fetch weights on a worker.
+    """Fetch weights on a worker. The driver adds where they are, and what drafters get with them.
 
     Attributes:
-      worker: the worker.
       version: the version to load.
       carry: whether its responses go on under that version; False forgets them.
+      weights: the weights.
+      state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
+      outcomes: references to lists of `Outcome` that they learn then, in this order.
+      drafters: reference to the newest weights of drafters that the driver trains (`Speculator.weights`);
+        None where it trains none.
     """
 
     worker: str
     version: int
     carry: bool = False
+    weights: Weights | None = None
+    state: Any = None
+    outcomes: Sequence[Any] = ()
+    drafters: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,11 +345,10 @@ class Decode:
     """Decode requests on a worker. One that it decodes already is left as it is, unless this has more of it.
 
     Attributes:
-      worker: the worker.
       rollout, version: of all these requests.
       work: (key, request, the response so far) of each.
       more: whether others may follow in this rollout: while they may, the worker keeps its slots.
-      drafter: name of the drafter to use from now on; None leaves it to the worker.
+      drafter: name of the one to draft with from now on; `ALL_DRAFTERS` for all again; None changes nothing.
       number: of this order, ascending; pieces say by which one they came about.
     """
 
@@ -345,7 +377,6 @@ class Ask:
     """Send again what a worker has of these requests, from a position on.
 
     Attributes:
-      worker: the worker.
       rollout: of the requests.
       positions: (key, position) of each.
       more: see `Decode`.
@@ -361,11 +392,10 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lead:
+class TrainDrafter:
     """Train the head until something else is asked for.
 
     Attributes:
-      worker: the worker.
       session: number of the session, ascending.
       version: of the policy that the worker has to have.
       updates: at most.
@@ -387,7 +417,6 @@ class Prepare:
     """Compute the policy's features of samples.
 
     Attributes:
-      worker: the worker.
       batch: number of the batch, ascending.
       version: of the policy that the worker has to have.
       samples: prompt and response ids of each.
@@ -400,7 +429,7 @@ class Prepare:
 
 
 @dataclasses.dataclass(frozen=True)
-class Feed:
+class TrainingData:
     """Train on features that another worker has computed, by the number of their batch."""
 
     worker: str
@@ -409,7 +438,7 @@ class Feed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Halt:
+class StopTraining:
     """Train no longer, and say how far it went."""
 
     worker: str
@@ -431,57 +460,10 @@ class Say:
     message: str
 
 
-SpotOrder = Lead | Prepare | Feed | Halt
+SpotOrder = TrainDrafter | Prepare | TrainingData | StopTraining
 """What a worker without requests is told to do (`spot.py`)."""
 
-Command = Spawn | Stop | Build | Load | Decode | Withdraw | Ask | SpotOrder | Fail | Say
-
-# -- what the driver adds to commands for workers ------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """A version of the weights, published once.
-
-    Attributes:
-      version: its number.
-      digest: of names, shapes, types and bytes.
-      where: where they are, for the channel that published them (`rljax/cluster/weights`).
-      nbytes: size.
-    """
-
-    version: int
-    digest: str
-    where: Any
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Delivery:
-    """A `Load` with what the worker needs for it.
-
-    Attributes:
-      weights: the weights.
-      state: reference to the arrays that drafters begin with (`Speculator.state`); None if they go on.
-      lessons: references to lists of `Outcome` that they learn then, in this order.
-      drafters: reference to the newest weights of drafters that the driver trains (`Speculator.weights`);
-        None where it trains none.
-      carry: see `Load`.
-    """
-
-    weights: Weights
-    state: Any = None
-    lessons: Sequence[Any] = ()
-    drafters: Any = None
-    carry: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A `Build` with what the worker is built from: a reference to a `Blueprint` in the fabric's store."""
-
-    blueprint: Any
-
-
-Order = Plan | Delivery | Decode | Withdraw | Ask | SpotOrder
+Order = Build | Load | Decode | Withdraw | Ask | SpotOrder
 """What a worker receives."""
+
+Command = Spawn | Stop | Order | Fail | Say

@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rljax.cluster.facts import facts
 from rljax.cluster.messages import Arrived, Died, Event, Facts, Heard, Order
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
@@ -177,7 +176,7 @@ class WorkerProcess:
         """Returns what the driver compares, and the node's id."""
         import ray
 
-        return facts(), ray.get_runtime_context().get_node_id()
+        return Facts(), ray.get_runtime_context().get_node_id()
 
     def receive(self, order: Order) -> None:
         """Takes an order."""

@@ -1,9 +1,10 @@
 """Who decodes what: the part of the coordinator that policies replace.
 
     SharedQueue    every worker takes the next group of requests as it has room: the default
-    RankedQueues   each worker has its own ranking group of them (`ranked_queues.py`)
-    Balancing, Migrating, Racing
-                   around either: requests move to other workers, or are copied (`moving_routers.py`)
+    RankedQueues   each worker has its own ranking group of them (`histopipe.py`)
+    Balancing      around either: a worker without requests takes half of another one's
+    Migrating      around ranking groups: what outgrows its group moves (`histopipe.py`)
+    Racing         around any: workers without requests decode copies (`racing.py`)
 
 A router decides times, never tokens. It is as pure as the coordinator, and what it forgets costs nothing but
 time: a request that it never gives out is one that the coordinator's own list of unfinished ones still has,
@@ -13,6 +14,7 @@ so `take` must give every waiting request to somebody as long as somebody asks.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy as copied
 from typing import Protocol
 
 from rljax.cluster.messages import Key
@@ -24,7 +26,7 @@ CATCH_UP = 256  # tokens: a copy prefills its whole response to go on from there
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class WorkerLoad:
     """A worker that has the weights, as a router sees it.
 
     Attributes:
@@ -59,7 +61,7 @@ class Move:
       key: the request.
       worker: who decodes it.
       copies: whether those that have it go on.
-      drafter: name of the drafter that `worker` uses for it; None leaves it to the worker.
+      drafter: see `Decode`.
     """
 
     key: Key
@@ -69,24 +71,25 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
-class Board:
+class QueueState:
     """What is under way.
 
     Attributes:
-      seats: workers that have the weights.
+      workers: those that have the weights.
       holders: workers that decode each unfinished request, the first one first.
       length: tokens of a request so far.
-      acceptance: share of a request's drafts that were accepted so far; 1 before any were.
+      acceptance: share of a request's drafts that were accepted so far, on the worker where it is largest:
+        the longest copy counts; 0 where none was drafted for it, 1 before anything is known.
     """
 
-    seats: Sequence[Seat]
+    workers: Sequence[WorkerLoad]
     holders: Mapping[Key, Sequence[str]]
     length: Callable[[Key], int]
     acceptance: Callable[[Key], float]
 
     def held(self) -> dict[str, list[Key]]:
         """Requests by worker."""
-        held: dict[str, list[Key]] = {seat.name: [] for seat in self.seats}
+        held: dict[str, list[Key]] = {worker.name: [] for worker in self.workers}
         for key, holders in self.holders.items():
             for name in holders:
                 if name in held:
@@ -128,15 +131,15 @@ class Router(Protocol):
     def ran_empty(self) -> bool:
         """Whether requests that somebody waited for have run out since the last call."""
 
-    def take(self, seat: Seat, share: int) -> list[Key]:
+    def take(self, worker: WorkerLoad, share: int) -> list[Key]:
         """Returns requests for a worker, which wait no longer.
 
         Args:
-          seat: the worker.
+          worker: the worker.
           share: requests that it should have at most, an even share of the unfinished ones.
         """
 
-    def moves(self, board: Board) -> list[Move]:
+    def moves(self, state: QueueState) -> list[Move]:
         """Returns requests that others than those that have them should decode."""
 
 
@@ -226,8 +229,87 @@ class SharedQueue:
     def ran_empty(self) -> bool:
         return self._queue.ran_empty()
 
-    def take(self, seat: Seat, share: int) -> list[Key]:
-        return self._queue.take(seat.room(share, len(self._queue))) if self._queue else []
+    def take(self, worker: WorkerLoad, share: int) -> list[Key]:
+        return self._queue.take(worker.room(share, len(self._queue))) if self._queue else []
 
-    def moves(self, board: Board) -> list[Move]:
+    def moves(self, state: QueueState) -> list[Move]:
         return []
+
+
+class Around:
+    """A router that adds moves to another one's."""
+
+    def __init__(self, inner: Router) -> None:
+        self.inner, self.mobile, self.catch_up = inner, True, inner.catch_up
+
+    def __copy__(self) -> "Around":
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, inner=copied(self.inner))
+        return new
+
+    def begin(self, requests: Mapping[Key, Request]) -> None:
+        self.inner.begin(requests)
+
+    def add(self, requests: Mapping[Key, Request]) -> None:
+        self.inner.add(requests)
+
+    def put_back(self, keys: Iterable[Key]) -> None:
+        self.inner.put_back(keys)
+
+    def discard(self, key: Key) -> None:
+        self.inner.discard(key)
+
+    def leave(self, worker: str) -> None:
+        self.inner.leave(worker)
+
+    def waiting(self, worker: str) -> bool:
+        return self.inner.waiting(worker)
+
+    def ran_empty(self) -> bool:
+        return self.inner.ran_empty()
+
+    def take(self, worker: WorkerLoad, share: int) -> list[Key]:
+        return self.inner.take(worker, share)
+
+
+class Balancing(Around):
+    """Workers without requests take half of those of the worker that has most.
+
+    Args:
+      inner: the router.
+      least: requests of a worker from which on half of them go; with fewer, its passes are not faster.
+    """
+
+    def __init__(self, inner: Router, least: int) -> None:
+        super().__init__(inner)
+        self._least = least
+
+    def moves(self, state: QueueState) -> list[Move]:
+        held = state.held()
+        idle = [name for name, keys in held.items() if not keys and not self.inner.waiting(name)]
+        if not idle:
+            return self.inner.moves(state)
+        busy = {name: keys for name, keys in held.items() if keys}
+        return self.inner.moves(state) + [Move(key, to) for key, to in halves(busy, idle, self._least)]
+
+
+def halves(held: Mapping[str, Sequence[int]], idle: Sequence[str], least: int) -> list[tuple[int, str]]:
+    """Returns (request, worker) such that workers without work take half of the requests of those that have
+    most, as long as these have at least `least`.
+
+    Args:
+      held: requests under way by worker.
+      idle: workers without any.
+      least: below so many requests a worker's pass is not faster with half of them.
+    """
+    left = {name: list(keys) for name, keys in held.items()}
+    moves = []
+    for taker in idle:
+        giver = max(left, key=lambda name: len(left[name]), default=None)
+        if giver is None or len(left[giver]) < max(least, 2):
+            break
+        half = left[giver][len(left[giver]) // 2 :]
+        left[giver] = left[giver][: len(left[giver]) // 2]
+        left[taker] = half
+        moves += [(key, taker) for key in half]
+    return moves

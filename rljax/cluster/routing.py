@@ -1,24 +1,44 @@
 """The router of a run, from its config, and what it learns from rollouts."""
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from rljax.assembly.checkpoint import ROUTING
-from rljax.cluster.migration import OutlierRule
-from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.pipe import growth_factor, tier_sizes
-from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Router, SharedQueue
+from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import Balancing, Router, SharedQueue
+from rljax.cluster.two_tiers import tier_sizes
 from rljax.config.cluster import ClusterConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.requests import Completion, DecodeStatistics, Request
 
 _MOST_PROMPTS = 100_000  # those decoded last are remembered
-_MOST_PASSES = 64  # measurements, the latest
+_MOST_WORK = 64  # measurements, the latest
 
 Prompt = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a worker did in a rollout; all but the last are of `DecodeStatistics`.
+
+    Attributes:
+      seconds: in which it decoded, drafting on the device and training of drafters left out.
+    """
+
+    steps: float
+    rows: float
+    cached_tokens: float
+    verified: float
+    verified_slots: float
+    verified_rows: float
+    accepted: float
+    draft_seconds: float
+    seconds: float
 
 
 @dataclasses.dataclass
@@ -34,7 +54,7 @@ class RolloutHistory:
     lengths: dict[Prompt, list[int]] = dataclasses.field(default_factory=dict)
     train_seconds: float = 0.0
     _growth: dict[Prompt, tuple[float, float]] = dataclasses.field(default_factory=dict)
-    _passes: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)
+    _work: list[Work] = dataclasses.field(default_factory=list)
 
     def learn(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
         """Takes the responses of a training rollout."""
@@ -53,11 +73,16 @@ class RolloutHistory:
                 del table[next(iter(table))]  # type: ignore[attr-defined]
 
     def measure(self, by_worker: Mapping[str, tuple[DecodeStatistics, float]]) -> None:
-        """Takes what workers counted in a rollout: passes, rows, and seconds in which they were busy."""
-        self._passes += [
-            (counts.steps, counts.rows, busy) for counts, busy in by_worker.values() if counts.steps
+        """Takes what workers counted in a rollout, and the seconds in which they were busy."""
+        names = [field.name for field in dataclasses.fields(Work)][:-1]
+        self._work += [
+            Work(
+                *(getattr(counts, name) for name in names), busy - counts.draft_seconds - counts.train_seconds
+            )
+            for counts, busy in by_worker.values()
+            if counts.steps
         ]
-        del self._passes[:-_MOST_PASSES]
+        del self._work[:-_MOST_WORK]
 
     @property
     def growth(self) -> float:
@@ -65,15 +90,30 @@ class RolloutHistory:
         before = {prompt: pair[0] for prompt, pair in self._growth.items()}
         return growth_factor(before, {prompt: pair[1] for prompt, pair in self._growth.items()})
 
-    def pass_seconds(self, running: int, tokens: float) -> float:
-        """Seconds of a token of so many responses: affine in the rows, fitted to what workers measured."""
-        if not self._passes:
-            return 1.0
-        steps, rows, busy = np.asarray(self._passes).T
-        (each, row), *_ = np.linalg.lstsq(np.stack([steps, rows], 1), busy, rcond=None)
-        if each <= 0 or row < 0:  # rollouts that are all alike tell the mean alone
-            each, row = float(busy.sum() / steps.sum()), 0.0
-        return float(each + row * running)
+    def token_seconds(self, max_batch: int) -> Callable[[int, float], float]:
+        """Returns (running responses, tokens of all of them in the cache) -> seconds of a token of each.
+
+        As the simulator has it (`rljax.simulation.drafting`): a pass is affine in its rows and in the tokens
+        that it reads from the cache; drafts add rows, take their time, and bring tokens. What is
+        faster counts, as managers choose.
+
+        Args:
+          max_batch: responses up to which a worker drafts; 0 for never.
+        """
+        if not self._work:
+            return lambda running, cached: 1.0
+        table = np.asarray([dataclasses.astuple(work) for work in self._work])
+        fixed, row, of_cache = _nonnegative(table[:, :3], table[:, -1])
+        *_, verified, slots, rows, accepted, drafting, _ = table.sum(axis=0).tolist()
+
+        def seconds(running: int, cached: float) -> float:
+            plain = fixed + row * running + of_cache * cached
+            if running > max_batch or not slots:
+                return plain
+            passes = fixed + row * running * rows / slots + of_cache * cached + drafting / verified
+            return min(plain, passes / (1 + accepted / slots))
+
+        return seconds
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns the arrays that a checkpoint keeps: `ROUTING` begins their names."""
@@ -85,7 +125,9 @@ class RolloutHistory:
             "lengths": np.asarray([each for lengths in self.lengths.values() for each in lengths], np.int64),
             "group_sizes": np.asarray([len(lengths) for lengths in self.lengths.values()], np.int64),
             "growth": np.asarray(growth, np.float64).reshape(-1, 2),
-            "passes": np.asarray(self._passes, np.float64).reshape(-1, 3),
+            "work": np.asarray([dataclasses.astuple(work) for work in self._work], np.float64).reshape(
+                -1, len(dataclasses.fields(Work))
+            ),
             "train_seconds": np.asarray(self.train_seconds, np.float64),
         }
         return {ROUTING + name: array for name, array in arrays.items()}
@@ -100,7 +142,8 @@ class RolloutHistory:
         self.lengths = dict(zip(prompts, lengths, strict=True))
         growth = zip(prompts, arrays["growth"].tolist(), strict=True)
         self._growth = {prompt: (before, now) for prompt, (before, now) in growth if before == before}
-        self._passes = [(steps, rows, busy) for steps, rows, busy in arrays["passes"].tolist()]
+        # Checkpoints from before cached tokens and drafts were counted have "passes", which say too little.
+        self._work = [Work(*row) for row in arrays["work"].tolist()] if "work" in arrays else []
         self.train_seconds = float(arrays["train_seconds"])
 
 
@@ -110,14 +153,30 @@ def _cut(flat: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
     return [flat[begin:end].tolist() for begin, end in zip([0, *ends[:-1]], ends, strict=False)]
 
 
+def _nonnegative(columns: np.ndarray, target: np.ndarray) -> list[float]:
+    """Returns the factors of columns [n, k] that add up to a target [n] with the least squares, none of them
+    below 0; of several choices the one with the fewest, and first, columns.
+    """
+    scale = np.where(columns.any(axis=0), np.linalg.norm(columns, axis=0), 1.0)
+    columns, best, least = columns / scale, np.zeros(columns.shape[1]), np.inf
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in map(list, itertools.combinations(range(columns.shape[1]), count)):
+            factors, _, rank, _ = np.linalg.lstsq(columns[:, chosen], target, rcond=1e-6)
+            rest = float(np.sum((columns[:, chosen] @ factors - target) ** 2))
+            if rank == count and (factors >= 0).all() and rest < least * (1 - 1e-6) - 1e-12:
+                best, least = np.zeros(columns.shape[1]), rest
+                best[chosen] = factors
+    return (best / scale).tolist()
+
+
 def make_router(
-    config: ClusterConfig, drafters: Sequence[str], slots: int, history: RolloutHistory
+    config: ClusterConfig, speculation: SpeculationConfig, slots: int, history: RolloutHistory
 ) -> Router:
     """Returns the router that the keys of a run ask for.
 
     Args:
       config: keys of the cluster.
-      drafters: names of the run's drafters.
+      speculation: keys of speculation.
       slots: responses that a worker decodes at a time.
       history: what rollouts were like, read whenever a rollout begins.
     """
@@ -126,8 +185,14 @@ def make_router(
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
             outliers = OutlierRule().last if config.migration else 0.0
-            seconds, update = history.pass_seconds, history.train_seconds
-            return tier_sizes(groups, config.workers, slots, seconds, update, outliers=outliers)
+            prompt = statistics.fmean(map(len, history.lengths))
+            of_token = history.token_seconds(speculation.max_batch if speculation.kinds else 0)
+
+            def seconds(running: int, tokens: float) -> float:
+                return of_token(running, tokens + running * prompt)
+
+            workers, fewest, most = config.workers, config.pipe_min_workers, config.pipe_max_workers
+            return tier_sizes(groups, workers, slots, seconds, history.train_seconds, fewest, most, outliers)
 
         two_tiers = sizes if config.pipe == "two_tiers" else None
         router = RankedQueues(config.workers, lambda: history.lengths, two_tiers, config.pipe_groups)
@@ -136,5 +201,5 @@ def make_router(
     if config.balance:
         router = Balancing(router, config.balance)
     if config.race:
-        router = Racing(router, drafters, config.race)
+        router = Racing(router, list(speculation.kinds), config.race)
     return router

@@ -8,7 +8,7 @@ was saved last.
 
 The part of the coordinator that decides this is here, as pure as the rest of it:
 
-    commands = spot.direct(scene, now)     # after every event
+    commands = spot.direct(snapshot, now)     # after every event
     commands = spot.on(event, now)         # Prepared, Trained
 
 A lost message costs data or time: what is not answered is sent again, what a worker computed and lost with
@@ -19,7 +19,17 @@ import collections
 import dataclasses
 from collections.abc import Callable, Container, Mapping
 
-from rljax.cluster.messages import Command, Feed, Halt, Key, Lead, Prepare, Prepared, Sample, Trained
+from rljax.cluster.messages import (
+    Command,
+    Key,
+    Prepare,
+    Prepared,
+    Sample,
+    StopTraining,
+    TrainDrafter,
+    Trained,
+    TrainingData,
+)
 from rljax.cluster.rollouts import Rollout
 
 
@@ -47,7 +57,7 @@ class SpotRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class ClusterSnapshot:
     """What is under way.
 
     Attributes:
@@ -192,7 +202,7 @@ class SpotTraining:
         if session is None or event.worker == session.leader:
             return []
         self.counts.joined += len(batch.samples)
-        return [Feed(session.leader, number, {event.batch: event.features})]
+        return [TrainingData(session.leader, number, {event.batch: event.features})]
 
     def _trained(self, event: Trained, now: float) -> None:
         session = self._sessions.get(event.session)
@@ -212,16 +222,16 @@ class SpotTraining:
 
     # -- decisions -------------------------------------------------------------------------------------------
 
-    def direct(self, scene: Scene, now: float) -> list[Command]:
-        """Begins, feeds and halts sessions as the scene asks for."""
-        self._idle = [name for name in self._idle if name in scene.idle]
-        self._idle += [name for name in scene.idle if name not in self._idle]
-        self._follow(scene)
-        commands = self._halt(scene, now)
+    def direct(self, snapshot: ClusterSnapshot, now: float) -> list[Command]:
+        """Begins, feeds and halts sessions as the snapshot asks for."""
+        self._idle = [name for name in self._idle if name in snapshot.idle]
+        self._idle += [name for name in snapshot.idle if name not in self._idle]
+        self._follow(snapshot)
+        commands = self._halt(snapshot, now)
         if self._rollout is None:
             return commands
-        self._collect(scene)
-        able = [name for name in self._idle if scene.idle[name] == self._rollout.version]
+        self._collect(snapshot)
+        able = [name for name in self._idle if snapshot.idle[name] == self._rollout.version]
         if self.settled and self._may_begin(able):
             commands += self._lead(able[0], now)
         number, session = self._current()
@@ -236,15 +246,15 @@ class SpotTraining:
         """The session that has not been halted, with its number."""
         return next((each for each in self._sessions.items() if not each[1].halted), (0, None))
 
-    def _follow(self, scene: Scene) -> None:
+    def _follow(self, snapshot: ClusterSnapshot) -> None:
         """Turns to the earliest rollout that has not ended, and keeps what was too late in the last one."""
-        rollout = next((each for each in scene.rollouts.values() if not each.done), None)
+        rollout = next((each for each in snapshot.rollouts.values() if not each.done), None)
         if rollout is not None and not self._trains_in(rollout):
             rollout = None
         if rollout is self._rollout:
             return
-        if self._rollout is not None and scene.rollouts.get(self._rollout.number) is self._rollout:
-            self._keep_long(self._rollout, scene)
+        if self._rollout is not None and snapshot.rollouts.get(self._rollout.number) is self._rollout:
+            self._keep_long(self._rollout, snapshot)
         self._rollout = rollout
         if rollout is not None:
             self._taken, self._seen, self._batches = set(), 0, {}
@@ -258,13 +268,13 @@ class SpotTraining:
         first = next((request for request in rollout.requests.values() if request.training), None)
         return first is not None and first.step % self.rule.every == 0
 
-    def _keep_long(self, rollout: Rollout, scene: Scene) -> None:
+    def _keep_long(self, rollout: Rollout, snapshot: ClusterSnapshot) -> None:
         """A session sees the short responses of its rollout, which end first. So the next one begins with
         long responses of this one (TLT's one-step offset), for half of its tokens at most.
         """
         keys = [key for key in rollout.ended if key not in self._taken and rollout.requests[key].training]
         tokens = 0
-        for sample in sorted((scene.sample(rollout, key) for key in keys), key=_length, reverse=True):
+        for sample in sorted((snapshot.sample(rollout, key) for key in keys), key=_length, reverse=True):
             tokens += _length(sample)
             if tokens > self.rule.tokens // 2:
                 return
@@ -274,7 +284,7 @@ class SpotTraining:
         self._tokens += _length(sample)
         self._waiting.append(sample)
 
-    def _collect(self, scene: Scene) -> None:
+    def _collect(self, snapshot: ClusterSnapshot) -> None:
         """Takes responses that have ended, as far as there is room."""
         rollout = self._rollout
         while self._seen < len(rollout.ended) and self._tokens < self.rule.tokens:
@@ -282,25 +292,25 @@ class SpotTraining:
             self._seen += 1
             if rollout.requests[key].training:
                 self._taken.add(key)
-                self._queue(scene.sample(rollout, key))
+                self._queue(snapshot.sample(rollout, key))
 
-    def _halt(self, scene: Scene, now: float) -> list[Command]:
+    def _halt(self, snapshot: ClusterSnapshot, now: float) -> list[Command]:
         """Halts sessions whose rollout has ended or whose leader is needed, asks those again that do not say
         how far they went, and forgets those of workers that are gone.
         """
         commands: list[Command] = []
         for number, session in list(self._sessions.items()):
-            if session.leader not in scene.workers:
+            if session.leader not in snapshot.workers:
                 del self._sessions[number]
                 continue
             if session.halted:
                 due = now - session.heard >= self.rule.retry
             else:
                 due = self._rollout is None or session.rollout != self._rollout.number
-                due = due or session.leader not in scene.idle
+                due = due or session.leader not in snapshot.idle
             if due:
                 session.halted, session.heard = True, now
-                commands.append(Halt(session.leader, number))
+                commands.append(StopTraining(session.leader, number))
         return commands
 
     def _may_begin(self, able: list[str]) -> bool:
@@ -322,13 +332,13 @@ class SpotTraining:
     def _orders(self, number: int, session: _Session) -> list[Command]:
         """What a leader has to know. What of it comes again changes nothing."""
         left = self.rule.updates - self._updates + session.updates
-        lead = Lead(session.leader, number, self._rollout.version, left, self.rule.save_every)
+        lead = TrainDrafter(session.leader, number, self._rollout.version, left, self.rule.save_every)
         features = {
             batch_number: batch.features
             for batch_number, batch in self._batches.items()
             if batch.features is not None
         }
-        return [lead, Feed(session.leader, number, features)] if features else [lead]
+        return [lead, TrainingData(session.leader, number, features)] if features else [lead]
 
     def _share(self, joiners: list[str], leader: str, now: float) -> list[Command]:
         """Gives samples to those who prepare: joiners, or the leader itself where there are none."""

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from drafters.training import TrainingSession, WorkerTraining
-from rljax.cluster.messages import Event, Feed, Halt, Lead, Prepare, Prepared, SpotOrder, Trained
+from rljax.cluster.messages import (
+    Event,
+    Prepare,
+    Prepared,
+    SpotOrder,
+    StopTraining,
+    TrainDrafter,
+    Trained,
+    TrainingData,
+)
 from rljax.models.transformer import Params
 
 
@@ -33,7 +42,7 @@ class SpotWorker:
     ) -> None:
         self._name, self._training, self._get, self._put = name, training, get, put
         self._prepares: collections.deque[Prepare] = collections.deque()
-        self._lead: Lead | None = None  # the session that goes on
+        self._lead: TrainDrafter | None = None  # the session that goes on
         self._newest = 0  # number of the newest session that it has heard of
         self._session: TrainingSession | None = None
         self._fed: set[int] = set()  # batches that the session has
@@ -62,11 +71,11 @@ class SpotWorker:
             if not known and order.version == version:
                 self._prepares.append(order)
             return []
-        if isinstance(order, Feed):
+        if isinstance(order, TrainingData):
             return self._feed(order)
         if self._lead is not None and self._lead.session == order.session:
-            return [self._report(True)] if isinstance(order, Lead) else self._end()
-        if isinstance(order, Halt) or order.session <= self._newest or order.version != version:
+            return [self._report(True)] if isinstance(order, TrainDrafter) else self._end()
+        if isinstance(order, StopTraining) or order.session <= self._newest or order.version != version:
             self._newest = max(self._newest, order.session)  # if it comes late, it does not begin
             waits = self._saving is not None and self._saving[0].session == order.session
             return [] if waits else [Trained(self._name, order.session, 0, False)]
@@ -106,7 +115,7 @@ class SpotWorker:
 
     # -- a session -------------------------------------------------------------------------------------------
 
-    def _begin(self, lead: Lead, params: Params) -> list[Event]:
+    def _begin(self, lead: TrainDrafter, params: Params) -> list[Event]:
         self._newest = lead.session
         try:
             saved = None if lead.head is None else self._get(lead.head)
@@ -117,7 +126,7 @@ class SpotWorker:
         self._seconds = self._delay = 0.0
         return [self._report(True)]
 
-    def _feed(self, feed: Feed) -> list[Event]:
+    def _feed(self, feed: TrainingData) -> list[Event]:
         if self._lead is None or feed.session != self._lead.session:
             return []
         for batch, reference in feed.features.items():

@@ -1,6 +1,6 @@
 """A rollout worker: the decode loop, driven by orders, that says what it has sampled.
 
-    worker.receive(order)       # Plan: build the engine. Delivery: load weights. Decode, Ask
+    worker.receive(order)       # Build the engine, Load weights, Decode, Ask
     events = worker.turn()      # up to the next host sync
 
 It has no thread and no network of its own: a fabric gives it turns. One decode loop serves one rollout under
@@ -18,23 +18,23 @@ from typing import Any
 import numpy as np
 
 from rljax.cluster.blueprint import Blueprint, Built, build
-from rljax.cluster.facts import facts
 from rljax.cluster.messages import (
     Arrived,
     Ask,
+    Build,
     Decode,
-    Delivery,
     Event,
+    Facts,
     Failed,
     FetchFailed,
     Key,
-    Missing,
+    Load,
     Order,
     Piece,
     Pieces,
-    Plan,
     SpotOrder,
     Status,
+    UnknownRequests,
     Withdraw,
 )
 from rljax.cluster.spot_worker import SpotWorker
@@ -114,7 +114,7 @@ class RolloutWorker:
         except UserError as error:
             return [*events, Failed(self.name, type(error).__name__, str(error))]
         if self._built is None:
-            return [*events, Arrived(self.name, facts())]
+            return [*events, Arrived(self.name, Facts())]
         if self._pieces:
             pieces, self._pieces = tuple(self._pieces), []
             events.append(self._report(pieces))
@@ -123,7 +123,7 @@ class RolloutWorker:
     # -- orders --------------------------------------------------------------------------------------------
 
     def _carry_out(self, order: Order) -> list[Event]:
-        if isinstance(order, Plan):
+        if isinstance(order, Build):
             if self._built is None:
                 self._blueprint = self._get(order.blueprint)
                 self._built = build(self._blueprint, self.name)
@@ -134,7 +134,7 @@ class RolloutWorker:
             return []
         if isinstance(order, SpotOrder):
             return [] if self._spot is None else self._spot.take(order, self._params, self._version)
-        if isinstance(order, Delivery):
+        if isinstance(order, Load):
             return self._load(order)
         if isinstance(order, Decode):
             return self._begin(order)
@@ -151,35 +151,35 @@ class RolloutWorker:
         slots = self._scheduler.max_slots
         return Status(self.name, self._built.fingerprint, slots, self._version, self._fetch_seconds)
 
-    def _load(self, delivery: Delivery) -> list[Event]:
-        weights, speculator = delivery.weights, self._scheduler.speculator
-        late = delivery.carry and weights.version < (self._version or 0)
+    def _load(self, load: Load) -> list[Event]:
+        weights, speculator = load.weights, self._scheduler.speculator
+        late = load.carry and weights.version < (self._version or 0)
         if weights.version == self._version or late:
             return [self._status()]
         start = time.perf_counter()
         try:
             limit = self._blueprint.config.cluster.fetch_seconds
             params = fetch(weights, self._get, self._blueprint.policy, limit)
-            state = None if delivery.state is None else self._get(delivery.state)
-            drafters = None if delivery.drafters is None else self._get(delivery.drafters)
-            lessons = [self._get(lesson) for lesson in delivery.lessons]
+            state = None if load.state is None else self._get(load.state)
+            drafters = None if load.drafters is None else self._get(load.drafters)
+            outcomes = [self._get(reference) for reference in load.outcomes]
         except WeightsError as error:
             return [FetchFailed(self.name, weights.version, str(error))]
         except Exception as error:  # whatever the store raises
             reason = f"what drafters learn did not come: {type(error).__name__}"
             return [FetchFailed(self.name, weights.version, reason)]
         events: list[Event] = [] if self._spot is None else self._spot.stop()
-        carried = self._unfinished() if delivery.carry else []
+        carried = self._unfinished() if load.carry else []
         self.loop = None
         self._params = self._scheduler.engine.load_params(params)
         self._version = weights.version
         if state is not None:
             speculator.load_state(state)
-        for lesson in lessons:
-            speculator.learn(lesson)
+        for responses in outcomes:
+            speculator.learn(responses)
         if drafters is not None:
             speculator.load_weights(drafters)
-        if lessons and self._built.directories:
+        if outcomes and self._built.directories:
             speculator.state()  # with it, a history deletes files that are out of date
         if carried:
             self._start()
@@ -220,7 +220,7 @@ class RolloutWorker:
             self._start()
         self.loop.expects_more = order.more
         if order.drafter is not None:
-            self._scheduler.speculator.prefer(order.drafter)
+            self._scheduler.speculator.prefer(order.drafter or None)
         self._take(order)
         return events
 
@@ -272,7 +272,7 @@ class RolloutWorker:
 
     def _answer(self, order: Ask) -> list[Event]:
         if order.rollout != self._rollout or self.loop is None:
-            return [Missing(self.name, order.rollout, tuple(key for key, _ in order.positions))]
+            return [UnknownRequests(self.name, order.rollout, tuple(key for key, _ in order.positions))]
         self.loop.expects_more = order.more
         missing = tuple(
             key
@@ -283,7 +283,7 @@ class RolloutWorker:
             response = None if key in missing else self._responses[key]
             if response is not None and (position < len(response.tokens) or response.ending is not None):
                 self._say(key, response, min(position, len(response.tokens)))
-        return [Missing(self.name, order.rollout, missing)] if missing else []
+        return [UnknownRequests(self.name, order.rollout, missing)] if missing else []
 
     # -- what is sampled -----------------------------------------------------------------------------------
 
@@ -301,6 +301,7 @@ class RolloutWorker:
     def _pieces_of(self, key: Key, response: LiveResponse, begin: int, order: int) -> list[Piece]:
         """Returns a response's tokens from a position on: a piece for each version of the weights."""
         length, pieces = len(response.tokens), []
+        drafted, accepted = self.loop.slots.drafts_of(response)
         cuts = [at for at, _ in response.versions if begin < at < length]
         for first, end in itertools.pairwise([begin, *cuts, length]):
             ended = response.ending is not None and end == length
@@ -311,8 +312,8 @@ class RolloutWorker:
                 tuple(response.tokens[first:end]),
                 tuple(np.asarray(response.logprobs[first:end], np.float32).tolist()),
                 response.ending if ended else None,
-                response.drafted if ended else 0,
-                response.accepted if ended else 0,
+                drafted,
+                accepted,
                 tuple(answer for answer in response.tool_answers if first <= answer[0] < end),
                 order,
             )

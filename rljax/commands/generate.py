@@ -142,11 +142,11 @@ def _generate(arguments: argparse.Namespace) -> None:
     skip_absent()
     # JAX takes seconds to import, so the command line is checked first.
     from rljax.requests import Episode
+    from rljax.serving.jobs import Job
     from rljax.serving.policy import Options, open_policy
     from rljax.serving.programs import compiling_lines
     from rljax.serving.prompts import chat_ids, text_ids
     from rljax.serving.text import TextStream
-    from rljax.serving.worker import Job
 
     options = Options(
         arguments.step,

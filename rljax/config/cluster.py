@@ -108,13 +108,24 @@ class ClusterConfig(Section):
         "off",
         description="Who decodes which prompts (RhymeRL's HistoPipe): ranked by the lengths of their last"
         " responses, ascending in odd steps and descending in even ones, so that a worker's long step follows"
-        " a short one; two_tiers gives long ones more workers. Needs rollout.staleness: 1. Set it where"
-        " prompts come again in many epochs and their lengths stay alike.",
+        " a short one; two_tiers gives long ones more workers. Needs rollout.staleness: 1, or into_next_step."
+        " Set it where prompts come again in many epochs and their lengths stay alike.",
     )
     pipe_groups: Count | None = Field(
         None,
         description="Number of ranking groups; null for one a worker. Set fewer than workers for two_tiers,"
         " such as half of them.",
+    )
+    pipe_min_workers: Count = Field(
+        1,
+        description="Fewest workers of a ranking group with two_tiers (RhymeRL's MIN_WKS). Raise it where"
+        " the short groups' batches do not fit one worker.",
+    )
+    pipe_max_workers: Count | None = Field(
+        None,
+        description="Most workers of a ranking group with two_tiers (RhymeRL's MAX_WKS); null is four times"
+        " an even share. Lower it where more workers no longer shorten a group, raise it where a few long"
+        " responses decide how long a step takes.",
     )
     migration: bool = Field(
         False,
@@ -146,6 +157,21 @@ class ClusterConfig(Section):
         " pay, and several workers.",
     )
 
+    def _check_tiers(self) -> None:
+        fewest, most, groups = self.pipe_min_workers, self.pipe_max_workers, self.pipe_groups or self.workers
+        if self.pipe != "two_tiers" and (fewest, most) != (1, None):
+            key = "pipe_max_workers" if fewest == 1 else "pipe_min_workers"
+            raise ValueError(f"cluster.{key}: sizes the groups of cluster.pipe: two_tiers; set that")
+        if self.workers and fewest * min(groups, self.workers) > self.workers:
+            raise ValueError(
+                f"cluster.pipe_min_workers: {fewest} for each of {groups} ranking groups are more than"
+                f" cluster.workers: {self.workers}; lower it, or cluster.pipe_groups"
+            )
+        if most is not None and most < fewest:
+            raise ValueError(
+                f"cluster.pipe_max_workers: {most} is less than cluster.pipe_min_workers: {fewest}; raise it"
+            )
+
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
         if self.workers and self.spot.idle >= self.workers:
@@ -157,6 +183,7 @@ class ClusterConfig(Section):
             raise ValueError("cluster.migration: moves what outgrows its group; set cluster.pipe")
         if self.pipe_groups is not None and self.pipe == "off":
             raise ValueError("cluster.pipe_groups: are those of cluster.pipe, which is off")
+        self._check_tiers()
         address = self.address
         if address is None or address == "auto":
             return self

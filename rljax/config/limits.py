@@ -68,10 +68,15 @@ def check_with_workers(config: ExperimentConfig) -> None:
     """
     if not config.cluster.workers:
         return
-    if config.cluster.pipe != "off" and not config.rollout.staleness:
+    if config.cluster.pipe != "off" and not (config.rollout.staleness or config.cluster.into_next_step):
         raise ConfigError(
             "cluster.pipe: every step would wait for the worker with the longest responses; set"
-            " rollout.staleness to 1"
+            " rollout.staleness to 1, or cluster.into_next_step"
+        )
+    if config.cluster.migration and config.rollout.max_staleness:
+        raise ConfigError(
+            "cluster.migration: a response that goes on under newer weights stays with its worker; set false:"
+            " cluster.into_next_step moves outliers into the next step"
         )
     if config.cluster.into_next_step and config.rollout.max_staleness != 2:
         raise ConfigError(

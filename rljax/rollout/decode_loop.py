@@ -184,6 +184,7 @@ class DecodeLoop:
         self.running_over_time.add(len(self.running))
         statistics.steps += result.steps
         statistics.rows += result.rows
+        statistics.cached_tokens += result.steps * sum(self.slots.responses[slot].positions for slot in slots)
         statistics.host_syncs += 1
         self.idle.passed(self.slots, result.steps)
         if not np.isfinite(result.logprobs[slots]).all():

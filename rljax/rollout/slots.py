@@ -216,6 +216,10 @@ class Slots:
         for _, response in self._decoded():
             response.use_version(version)
 
+    def drafts_of(self, response: LiveResponse) -> tuple[int, int]:
+        """Returns the draft nodes that were verified for a response so far, and the tokens from them."""
+        return response.drafted, response.accepted
+
     # -- leaving ---------------------------------------------------------------------------------------------
 
     def free(self, responses: Sequence[LiveResponse]) -> None:

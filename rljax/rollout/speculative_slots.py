@@ -99,10 +99,15 @@ class SpeculativeSlots(Slots):
     def _take_counts(self, responses: Sequence[LiveResponse]) -> None:
         """Adds the drafts of the present registration, and ends it."""
         for response in responses:
-            if response.number is not None:
-                response.drafted += int(self._decoder.drafted[response.number])
-                response.accepted += int(self._decoder.accepted[response.number])
-                response.number = None
+            response.drafted, response.accepted = self.drafts_of(response)
+            response.number = None
+
+    def drafts_of(self, response: LiveResponse) -> tuple[int, int]:
+        drafted, accepted = super().drafts_of(response)
+        if response.number is None:
+            return drafted, accepted
+        decoder, number = self._decoder, response.number
+        return drafted + int(decoder.drafted[number]), accepted + int(decoder.accepted[number])
 
     def _start(self, slots: int, longest: int) -> None:
         super()._start(slots, longest)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rljax.models.tokenizer import Decode, Tokenizer
+from rljax.rollout.live_response import Ending
+from rljax.serving.jobs import Piece
 from rljax.serving.protocol import Body, ChatBody
 from rljax.serving.scoring import Scores
 from rljax.serving.text import TextStream
-from rljax.serving.worker import Ending, Piece
 
 _REASONS: dict[Ending, str] = {"eos": "stop", "stop": "stop", "length": "length"}
 

@@ -9,8 +9,6 @@ workers that decode others. A worker that is lost changes no token. Drafters of 
 has taught them, and learn nothing from what is served.
 """
 
-import collections
-import threading
 from collections.abc import Callable, Sequence
 
 from rljax.cluster.decoder import ClusterDecoder
@@ -18,15 +16,13 @@ from rljax.cluster.messages import Key
 from rljax.engine.engine import DecodeEngine
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, accumulate
-from rljax.rollout.decode_loop import check_request
-from rljax.rollout.live_response import Ending
-from rljax.serving.worker import Closed, Job, Piece, QueueFull
+from rljax.serving.jobs import JobThread, Piece
 
 _LOOK = 0.02  # seconds that a new request waits for the thread, at most
 
 
-class ClusterWorker:
-    """See the module's docstring. What is not described here is as in `EngineWorker`.
+class ClusterWorker(JobThread):
+    """See the module's docstring.
 
     Args:
       cluster: its workers build, or have built, what this process's engine is.
@@ -38,8 +34,6 @@ class ClusterWorker:
 
     Attributes:
       params: see the arguments.
-      endings: number of ended jobs, by ending.
-      error: exception that ended the thread, or None.
     """
 
     def __init__(
@@ -51,16 +45,9 @@ class ClusterWorker:
         max_waiting: int = 256,
         end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engine, self.max_waiting = engine, max_waiting
-        self.endings: collections.Counter[Ending] = collections.Counter()
-        self.error: BaseException | None = None
-        self._cluster, self.params, self._slots, self._end = cluster, params, slots, end
-        self._changed = threading.Lock()
-        self._waiting: list[list[Job]] = []  # as they were submitted; not yet in the rollout
-        self._live: dict[Key, Job] = {}
+        super().__init__("cluster", engine, max_waiting)
+        self._cluster, self.params, self._slots, self._stop = cluster, params, slots, end
         self._rollout = 0  # its number, once there is one
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="cluster", daemon=True)
 
     @property
     def statistics(self) -> DecodeStatistics:
@@ -76,11 +63,6 @@ class ClusterWorker:
         return self._slots * max(self._cluster.coordinator.ready, 1)
 
     @property
-    def alive(self) -> bool:
-        """Whether jobs are accepted."""
-        return self.error is None and not self._closing
-
-    @property
     def active(self) -> int:
         """Number of jobs that are decoded, or are on their way."""
         return min(len(self._live), self.max_slots)
@@ -88,89 +70,38 @@ class ClusterWorker:
     @property
     def waiting(self) -> int:
         """Number of jobs that wait for a slot."""
-        return sum(map(len, self._waiting)) + len(self._live) - self.active
-
-    # -- from other threads ----------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Adds jobs, all or none; raises as `EngineWorker.submit`."""
-        for job in jobs:
-            check_request(job.request, self.engine.buckets)
-            self.engine.check_sampling(job.request.sampling)
-        with self._changed:
-            if self.error is not None:
-                raise Closed(f"decoding has failed: {self.error}")
-            if self._closing:
-                raise Closed("the server is shutting down")
-            if self.waiting + len(jobs) > self.max_waiting + self.max_slots - self.active:
-                raise QueueFull(f"{self.waiting} requests are waiting already")
-            self._waiting.append(list(jobs))
-
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """Cancels jobs that have not ended."""
-        with self._changed:
-            for job in jobs:
-                job.cancelled = True
+        return len(self._waiting) + len(self._live) - self.active
 
     def close(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """Accepts no more jobs, ends the thread and the workers; returns whether the thread has ended.
-        Arguments as of `EngineWorker.close`.
-        """
-        with self._changed:
-            self._closing = True
-            if not drain:
-                for job in (*self._live.values(), *(job for jobs in self._waiting for job in jobs)):
-                    job.cancelled = True
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        ended = not self._thread.is_alive()
+        """As of `JobThread`; with the thread, the workers end."""
+        ended = super().close(drain, timeout)
         if ended:
-            self._end()
+            self._stop()
         return ended
-
-    def wait(self) -> BaseException | None:
-        """Waits until the thread has ended; returns the exception that ended it, or None after `close`."""
-        self._thread.join()
-        return self.error
 
     # -- the thread ------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        try:
-            while self._take():
-                self._cluster.listen(_LOOK)
-                self._deliver()
-        except BaseException as error:
-            with self._changed:
-                self.error = error
-                left = [*self._live.values(), *(job for jobs in self._waiting for job in jobs)]
-                self._live, self._waiting = {}, []
-            for job in left:
-                job.deliver(error)
+    def _step(self) -> None:
+        self._cluster.listen(_LOOK)
+        self._deliver()
 
     def _take(self) -> bool:
-        """Hands new jobs to the cluster, and gives up those that are cancelled; returns False at the end."""
         with self._changed:  # so that `close` finds every job among those that wait or those that are live
             if self._closing and not (self._waiting or self._live):
                 return False
             given_up = {key: job for key, job in self._live.items() if job.cancelled}
-            dropped = [job for jobs in self._waiting for job in jobs if job.cancelled]
-            while self._waiting:
-                wanted = [job for job in self._waiting[0] if not job.cancelled]
-                if wanted:
-                    begun = self._cluster.begin(
-                        self.params, [job.request for job in wanted], version=0, renewed=True
-                    )
-                    self._rollout = begun.number
-                    self._live |= dict(zip(begun.keys, wanted, strict=True))
-                del self._waiting[0]  # now that nothing can go wrong with it
+            dropped = [job for job in self._waiting if job.cancelled]
+            wanted = [job for job in self._waiting if not job.cancelled]
+            if wanted:
+                requests = [job.request for job in wanted]
+                begun = self._cluster.begin(self.params, requests, version=0, renewed=True)
+                self._rollout = begun.number
+                self._live |= dict(zip(begun.keys, wanted, strict=True))
+            self._waiting.clear()  # now that nothing can go wrong with them
         self._release(given_up)
         for job in (*dropped, *given_up.values()):
-            self._ended(job, [], [], "cancelled")
+            job.response.ending = "cancelled"
+            self._end(job, [], [], "cancelled")
         return True
 
     def _deliver(self) -> None:
@@ -194,8 +125,9 @@ class ClusterWorker:
             else:
                 over[key] = job, *piece, ending
         self._release(over)
-        for job, *rest in over.values():
-            self._ended(job, *rest)
+        for job, tokens, logprobs, ending in over.values():
+            job.response.ending = ending
+            self._end(job, tokens, logprobs, ending)
 
     def _release(self, keys: Sequence[Key]) -> None:
         if keys:
@@ -204,8 +136,3 @@ class ClusterWorker:
             with self._changed:
                 for key in keys:
                     del self._live[key]
-
-    def _ended(self, job: Job, tokens: list[int], logprobs: list[float], ending: Ending) -> None:
-        job.response.ending = ending
-        self.endings[ending] += 1
-        job.deliver(Piece(tokens, logprobs, ending))

@@ -18,9 +18,10 @@ from rljax.errors import UserError
 from rljax.models.tokenizer import Decode, Tokenizer
 from rljax.rollout.stop_strings import StopStrings
 from rljax.serving.answers import Answer, Writer
+from rljax.serving.jobs import Closed, Job, Piece, QueueFull
 from rljax.serving.protocol import Body, RequestError, parse
 from rljax.serving.scoring import Scores
-from rljax.serving.worker import Closed, EngineWorker, Job, Piece, QueueFull
+from rljax.serving.worker import EngineWorker
 
 MOST_BYTES = 4 << 20  # of a request's body
 CLIENT_IS_GONE = 499  # status for logs; no client receives it

@@ -385,7 +385,8 @@ def _fitting(rollout: RolloutConfig, options: Options, most: int, say: Say) -> R
 def _cluster(config: ClusterConfig, options: Options) -> ClusterConfig:
     """Returns the section of workers that serve: what it says of rollouts has no meaning for them."""
     changes = {"workers": options.workers or 0, "address": options.ray or config.address}
-    routes = {"pipe", "pipe_groups", "migration", "into_next_step", "balance", "race"}
+    routes = {"pipe", "pipe_groups", "pipe_min_workers", "pipe_max_workers", "migration", "into_next_step"}
+    routes |= {"balance", "race"}
     kept = config.model_dump(exclude=routes | {"spot", "replay"})
     try:
         return ClusterConfig.model_validate(kept | changes)

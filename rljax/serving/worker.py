@@ -6,14 +6,12 @@
     worker.load_params(new_params, version=1)  # later tokens are sampled by the new weights
     worker.close()                             # finishes the jobs that were submitted
 
-`rljax/rollout/decode_loop.py` decodes. The worker adds the thread, a bounded queue, the delivery of pieces as
-they are sampled, and an error for every job if decoding fails.
+`rljax/rollout/decode_loop.py` decodes, in the thread of `jobs.py`. The worker adds the delivery of pieces as
+they are sampled, and newer weights.
 """
 
 import collections
-import dataclasses
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,77 +19,13 @@ from drafters.base import Outcome
 from rljax.engine.engine import DecodeEngine
 from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
-from rljax.requests import DecodeStatistics, Request
-from rljax.rollout.decode_loop import LoopPolicy, check_request
-from rljax.rollout.live_response import Ending, LiveResponse
+from rljax.requests import DecodeStatistics
+from rljax.rollout.decode_loop import LoopPolicy
+from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import PLAIN, open_loop
-from rljax.rollout.stop_strings import StopStrings
+from rljax.serving.jobs import JobThread, Piece
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
-
-
-class QueueFull(Exception):
-    """The queue has no free places for the requests."""
-
-
-class Closed(Exception):
-    """The worker no longer accepts requests; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Tokens of a response since the last piece.
-
-    Attributes:
-      tokens: token ids, including the one that ended the response.
-      logprobs: logprobs of the tokens, under the sampling distribution.
-      ending: reason of the response's end; None if further pieces follow.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    ending: Ending | None = None
-
-
-class Job:
-    """A response to be sampled.
-
-    Args:
-      request: the request.
-      deliver: called from the worker's thread with every `Piece`, or with the exception that ended the
-        worker.
-      stop: texts that end the response.
-
-    Attributes:
-      response: the response so far.
-      cancelled: whether its client has left; see `EngineWorker.cancel`.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        deliver: Callable[[Piece | BaseException], None],
-        stop: StopStrings | None = None,
-    ) -> None:
-        self.request, self.deliver = request, deliver
-        self.response = LiveResponse(request, stop)
-        self._delivered = 0
-        self.cancelled = False
-
-    @property
-    def tokens(self) -> list[int]:
-        """Token ids sampled so far."""
-        return self.response.tokens
-
-    @property
-    def drafted(self) -> int:
-        """Number of draft nodes verified for the response; valid once it has ended."""
-        return self.response.drafted
-
-    @property
-    def accepted(self) -> int:
-        """Number of tokens accepted from drafts; valid once the response has ended."""
-        return self.response.accepted
 
 
 class _Finished:
@@ -118,7 +52,7 @@ class _Finished:
         return complete
 
 
-class EngineWorker:
+class EngineWorker(JobThread):
     """Decodes jobs as they arrive.
 
     Args:
@@ -139,8 +73,6 @@ class EngineWorker:
 
     Attributes:
       loop: the decode loop, used by the thread alone.
-      endings: number of ended jobs, by ending.
-      error: exception that ended the worker, or None.
     """
 
     def __init__(
@@ -156,8 +88,8 @@ class EngineWorker:
         version: int = 0,
         environment: EnvironmentUse | None = None,
     ) -> None:
-        self.engine, self.speculator = engine, speculator
-        self.max_slots, self.max_waiting = max_slots, max_waiting
+        super().__init__("engine", engine, max_waiting)
+        self.speculator, self.max_slots = speculator, max_slots
         policy = LoopPolicy(sync_at_every_ending=True, most_steps=steps_per_sync)
         self.loop = open_loop(
             engine,
@@ -170,14 +102,7 @@ class EngineWorker:
             version=version,
         )
         self._learns = learns and bool(speculator.drafters)
-        self.endings: collections.Counter[Ending] = collections.Counter()
-        self.error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._waiting: collections.deque[Job] = collections.deque()
-        self._live: dict[LiveResponse, Job] = {}  # the jobs in the loop
         self._new_params: tuple[Params, int] | None = None  # with their version; not yet in the loop
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._finished = _Finished(learned_together or {})
 
     @property
@@ -191,36 +116,6 @@ class EngineWorker:
         return self.loop.slots.params
 
     # -- from other threads ----------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Adds jobs, all or none. Jobs of one call with the same prompt share a prefill.
-
-        Raises:
-          ValueError: a request that cannot fit, or sampling settings that the engine does not take.
-          QueueFull: too many jobs are waiting.
-          Closed: the worker is closing or has failed.
-        """
-        for job in jobs:
-            check_request(job.request, self.engine.buckets)
-            self.engine.check_sampling(job.request.sampling)
-        with self._changed:
-            self._check_open()
-            free = self.max_slots - self.active
-            if len(self._waiting) + len(jobs) > self.max_waiting + free:
-                raise QueueFull(f"{len(self._waiting)} requests are waiting already")
-            self._waiting.extend(jobs)
-            self._changed.notify()
-
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """Cancels jobs that have not ended; their slots become free at the next host sync."""
-        with self._changed:
-            for job in jobs:
-                job.cancelled = True
-            self._changed.notify()
 
     def load_params(self, params: Params, version: int) -> None:
         """Swaps the weights at the next host sync; does not wait for it.
@@ -242,63 +137,15 @@ class EngineWorker:
             self._changed.notify()
 
     def close(self, drain: bool = True, timeout: float | None = None) -> bool:
-        """Accepts no more jobs and ends the thread; returns whether the thread has ended.
-
-        Args:
-          drain: finish the jobs of the worker; False cancels them.
-          timeout: seconds to wait for the thread; None for no limit.
-        """
-        with self._changed:
-            self._closing = True
-            if not drain:
-                for job in (*self._waiting, *self._live.values()):
-                    job.cancelled = True
-            self._changed.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
+        ended = super().close(drain, timeout)
         if self._learns:
             self.speculator.close()
-        return not self._thread.is_alive()
-
-    def wait(self) -> BaseException | None:
-        """Waits until the thread has ended; returns the exception that ended it, or None after `close`."""
-        self._thread.join()
-        return self.error
-
-    @property
-    def alive(self) -> bool:
-        """Whether jobs are accepted."""
-        return self.error is None and not self._closing
-
-    @property
-    def active(self) -> int:
-        """Number of jobs that are decoded."""
-        return len(self._live)
-
-    @property
-    def waiting(self) -> int:
-        """Number of jobs that wait for a slot."""
-        return len(self._waiting)
-
-    def _check_open(self) -> None:
-        if self.error is not None:
-            raise Closed(f"decoding has failed: {self.error}")
-        if self._closing:
-            raise Closed("the server is shutting down")
+        return ended
 
     # -- the thread ------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        try:
-            while self._take():
-                self.loop.step()
-        except BaseException as error:
-            with self._changed:
-                self.error = error
-                left = [*self._live.values(), *self._waiting]
-                self._live, self._waiting = {}, collections.deque()
-            for job in left:
-                job.deliver(error)
+    def _step(self) -> None:
+        self.loop.step()
 
     def _take(self) -> bool:
         """Waits for work, and passes jobs, cancellations and weights to the loop; returns False at the
@@ -346,7 +193,3 @@ class EngineWorker:
                 ids = np.asarray(response.tokens, np.int32)
                 self._finished.add(Outcome(job.request.prompt_ids, ids, 0.0))
             self._end(job, tokens, logprobs, response.ending)
-
-    def _end(self, job: Job, tokens: list[int], logprobs: list[float], ending: Ending) -> None:
-        self.endings[ending] += 1
-        job.deliver(Piece(tokens, logprobs, ending))

@@ -257,7 +257,7 @@ def predicted(run: RecordedRun, seconds: Seconds, cores: float) -> Figures:
         cores=cores,
         cores_of_worker=seconds.cores,
     )
-    router = make_router(config.cluster, [], config.engine.max_slots, RolloutHistory())
+    router = make_router(config.cluster, config.speculation, config.engine.max_slots, RolloutHistory())
     cluster = Cluster(machines, "on-policy", router, spans=True)
     prompts = itertools.count()
     steps = [

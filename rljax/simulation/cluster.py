@@ -348,7 +348,12 @@ class Cluster:
                 place = self.places.get(command.worker)
                 if place is not None:
                     self._tell(messages.Status(command.worker, None, place.worker.slots, None))
-            case messages.Lead() | messages.Prepare() | messages.Feed() | messages.Halt():
+            case (
+                messages.TrainDrafter()
+                | messages.Prepare()
+                | messages.TrainingData()
+                | messages.StopTraining()
+            ):
                 if command.worker in self.places:
                     self._spot.take(command, self.now)
             case messages.Fail():

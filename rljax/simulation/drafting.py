@@ -8,9 +8,9 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from rljax.cluster.window_costs import Mode
 from rljax.simulation.costs import PassCosts
 from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
+from rljax.speculation.window_costs import Mode
 
 LEVELS = 20  # acceptance is rounded to twentieths, so that requests of a level advance together
 

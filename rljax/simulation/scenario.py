@@ -17,12 +17,11 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 import numpy as np
 
-from rljax.cluster.migration import OutlierRule
-from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.pipe import growth_factor, tier_sizes
-from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Router, SharedQueue
+from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import Balancing, Router, SharedQueue
 from rljax.cluster.spot import SpotRule
+from rljax.cluster.two_tiers import tier_sizes
 from rljax.errors import ConfigError, known_names
 from rljax.planning.hardware import known_hardware
 from rljax.planning.rollout import scale_to_mean
@@ -52,6 +51,8 @@ class Scenario:
         " HistoPipe's ranking groups; two-tiers: with more workers for long ones",
     ] = "shared"
     groups: Annotated[int, "ranking groups; 0 for one a worker"] = 0
+    min_workers: Annotated[int, "fewest workers of a ranking group with two-tiers"] = 1
+    max_workers: Annotated[int, "most of them; 0 for four times an even share"] = 0
     migration: Annotated[bool, "move outliers of ranking groups (RhymeRL, section 6.3)"] = False
     balance: Annotated[
         int, "free workers take half of a worker that has at least so many responses; 0 never"
@@ -125,6 +126,11 @@ class Scenario:
         ranked = self.router in ("ranked", "two-tiers")
         if self.migration and not ranked:
             raise ConfigError("migration: outliers are those of ranking groups; set router=ranked")
+        groups = min(self.groups or self.workers, self.workers)
+        if not 1 <= self.min_workers <= self.workers // groups:
+            raise ConfigError(f"min_workers: {self.min_workers} for each of {groups} groups are too many")
+        if self.max_workers and self.max_workers < self.min_workers:
+            raise ConfigError(f"max_workers: {self.max_workers} are fewer than min_workers")
         if self.race and not self.drafters:
             raise ConfigError("race: copies need another drafter; set drafters")
         if ranked and self.order != "pipe":
@@ -199,8 +205,10 @@ class Scenario:
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
             outliers = OutlierRule().last if self.migration else 0.0
-            most = max(1, 4 * self.workers // len(groups))
-            return tier_sizes(groups, self.workers, self.slots, pass_seconds, self.train, most, outliers)
+            limits = self.min_workers, self.max_workers or None
+            return tier_sizes(
+                groups, self.workers, self.slots, pass_seconds, self.train, *limits, outliers=outliers
+            )
 
         made: Router
         if self.router in ("ranked", "two-tiers"):
@@ -211,13 +219,14 @@ class Scenario:
             if self.migration:
                 made = Migrating(made, lambda: OutlierRule(0.1, workload.growth))
         elif self.router == "static":
-            made = RankedQueues(self.workers, dict)
+            made = RankedQueues(self.workers, None)
         else:
             made = SharedQueue()
         if self.balance:
             made = Balancing(made, self.balance)
         if self.race:
-            made = Racing(made, list(self.drafters_of()), self.race)
+            drafters = list(self.drafters_of())
+            made = Racing(made, drafters, self.race, initial=drafters[0])
         return made
 
     def run(self, spans: bool = False) -> Cluster:

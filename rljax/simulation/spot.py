@@ -9,7 +9,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rljax.cluster.messages import Feed, Halt, Lead, Prepare, Prepared, SpotOrder, Trained
+from rljax.cluster.messages import (
+    Prepare,
+    Prepared,
+    SpotOrder,
+    StopTraining,
+    TrainDrafter,
+    Trained,
+    TrainingData,
+)
 from rljax.cluster.spot import SpotRule
 
 
@@ -41,7 +49,7 @@ class _Trainee:
       doing: number of that; 0 for none.
     """
 
-    lead: Lead | None = None
+    lead: TrainDrafter | None = None
     fed: bool = False
     updates: int = 0
     seconds: float = 0.0
@@ -72,12 +80,12 @@ class SimulatedSpot:
         match order:
             case Prepare():
                 trainee.prepares.append(order)
-            case Feed():
+            case TrainingData():
                 trainee.fed = True
-            case Lead():
+            case TrainDrafter():
                 trainee.lead, trainee.fed = order, False
                 trainee.updates, trainee.seconds = 0, 0.0
-            case Halt():
+            case StopTraining():
                 self._end(order.worker, trainee, now)
         self._go_on(order.worker, trainee, now)
 

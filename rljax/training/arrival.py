@@ -259,12 +259,15 @@ class ArrivingBatches(_Noted, Extra):
             (problem,) = self.next_problems(1)
             arrivals.create(int(problem), state.step)
         samples = self._config.rollout.samples_per_prompt
-        for number, each in arrivals.open.items():
-            if number not in self._under_way:
-                step = number // arrivals.size
-                wanted = WantedGroups("train", [each.problem], samples, TRAINING, step, version=state.step)
-                weights = state.versions[state.step]
-                self._under_way[number] = self._collector.begin(weights, wanted, renewed=True)
+        with self._cluster.together():
+            for number, each in arrivals.open.items():
+                if number not in self._under_way:
+                    step = number // arrivals.size
+                    wanted = WantedGroups(
+                        "train", [each.problem], samples, TRAINING, step, version=state.step
+                    )
+                    weights = state.versions[state.step]
+                    self._under_way[number] = self._collector.begin(weights, wanted, renewed=True)
 
     def _renew(self) -> None:
         """What is under way goes on under the newest weights."""

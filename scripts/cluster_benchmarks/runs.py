@@ -37,7 +37,7 @@ def in_turns(kind: type[ClusterDecoder]) -> Callable[..., Any]:
     """Returns what takes the place of `session.cluster_of`: workers that take turns in this process."""
 
     @contextlib.contextmanager
-    def cluster_of(config: ExperimentConfig, say: Any, wished: Any = None) -> Iterator[ClusterDecoder]:
+    def cluster_of(config: ExperimentConfig, say: Any, directory: Any = None) -> Iterator[ClusterDecoder]:
         with contextlib.closing(kind(LocalFabric(RolloutWorker), config.cluster, say)) as cluster:
             cluster.gather()
             yield cluster

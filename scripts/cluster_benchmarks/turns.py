@@ -13,7 +13,7 @@ import numpy as np
 from cluster_benchmarks.runs import in_turns, most_rows, step_metrics
 from rljax.benchmarking import Row, counted_row
 from rljax.cluster.decoder import ClusterDecoder
-from rljax.cluster.messages import Delivery, Load, Weights
+from rljax.cluster.messages import Load, Weights
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import expected as expected_manager
@@ -49,13 +49,12 @@ class _Alone(ClusterDecoder):
     def learn(self, outcomes: Any) -> None:
         super().learn(list(zip(self.writers, outcomes, strict=True)))
 
-    def _delivery(self, load: Load, weights: Weights) -> Delivery:
-        delivery, name = super()._delivery(load, weights), load.worker
-        own = []
-        for lesson in delivery.lessons:
-            written = pickle.loads(lesson)
-            own.append(pickle.dumps([outcome for writer, outcome in written if writer == name]))
-        return dataclasses.replace(delivery, lessons=own)
+    def _whole(self, load: Load, weights: Weights) -> Load:
+        whole, own = super()._whole(load, weights), []
+        for reference in whole.outcomes:
+            written = pickle.loads(reference)
+            own.append(pickle.dumps([outcome for writer, outcome in written if writer == load.worker]))
+        return dataclasses.replace(whole, outcomes=own)
 
 
 def accept_length(workers: int, shares: bool, steps: int) -> float:

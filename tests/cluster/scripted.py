@@ -13,13 +13,13 @@ from rljax.cluster.messages import (
     Facts,
     Fail,
     Load,
-    Missing,
     Piece,
     Pieces,
     Spawn,
     Status,
     Stop,
     Tick,
+    UnknownRequests,
     Withdraw,
 )
 from rljax.requests import DecodeStatistics, Request
@@ -168,7 +168,7 @@ class ScriptedWorker:
             known = len(self.at[key])
             if known > position or known == length_of(key):
                 pieces += self.pieces(key, min(position, known))
-        events = [Missing(self.name, order.rollout, missing)] if missing else []
+        events = [UnknownRequests(self.name, order.rollout, missing)] if missing else []
         return events + ([Pieces(self.name, self.rollout, tuple(pieces))] if pieces else [])
 
 

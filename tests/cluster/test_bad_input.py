@@ -31,6 +31,15 @@ def config_with(tmp_path):
         ("cluster.pipe=ranks", "cluster.pipe: "),
         ("cluster.migration=true", "cluster.migration: moves what outgrows its group; set cluster.pipe"),
         ("cluster.pipe_groups=2", "cluster.pipe_groups: are those of cluster.pipe, which is off"),
+        ("cluster.pipe_max_workers=2", "cluster.pipe_max_workers: sizes the groups of"),
+        (
+            "cluster={workers: 3, pipe: two_tiers, pipe_groups: 2, pipe_min_workers: 2}",
+            "cluster.pipe_min_workers: 2 for each of 2 ranking groups are more than cluster.workers: 3",
+        ),
+        (
+            "cluster={workers: 6, pipe: two_tiers, pipe_groups: 2, pipe_min_workers: 2, pipe_max_workers: 1}",
+            "cluster.pipe_max_workers: 1 is less than cluster.pipe_min_workers: 2",
+        ),
         ("cluster.resources_per_worker={TPU: 0}", "cluster.resources_per_worker.TPU: "),
     ],
 )
@@ -68,6 +77,10 @@ def test_what_workers_do_not_support(config_with, overrides, key):
 def test_routers_that_need_more(config_with):
     for overrides, message in (
         (["cluster.pipe=ranked"], "cluster.pipe: every step would wait for the worker with the longest"),
+        (
+            ["cluster={pipe: ranked, migration: true, into_next_step: true}", "rollout.max_staleness=2"],
+            "cluster.migration: a response that goes on under newer weights stays with its worker",
+        ),
         (["cluster.race=2", "speculation.drafter=srt"], "cluster.race: copies need another drafter"),
         (["cluster.race=2", "speculation.drafter=srt", _OTHER, _TOOLS], "cluster.race: a copy would"),
     ):
@@ -77,6 +90,8 @@ def test_routers_that_need_more(config_with):
     enough = ["cluster.pipe=two_tiers", "rollout.staleness=1", "cluster.race=2", "speculation.drafter=srt"]
     enough += [_OTHER, "cluster.workers=2"]
     check_with_workers(config_with(*enough))
+    both = "cluster={workers: 2, pipe: two_tiers, into_next_step: true}"
+    check_with_workers(config_with(both, "rollout.max_staleness=2"))
 
 
 def test_training_in_idle_time_that_cannot_be(config_with):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import LocalFabric
+from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import (
     Arrived,
     Ask,
@@ -22,7 +23,6 @@ from rljax.cluster.messages import (
     FetchFailed,
     Heard,
     Load,
-    Missing,
     Piece,
     Pieces,
     Renew,
@@ -31,8 +31,8 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
+    UnknownRequests,
 )
-from rljax.cluster.ranked_queues import RankedQueues
 from tests.cluster.scripted import (
     FACTS,
     NUMERICS,
@@ -125,7 +125,7 @@ def test_a_dead_workers_requests_go_on_from_the_ledger():
 def test_who_is_lost_between_two_rollouts_keeps_no_part_of_the_next_one():
     """Each worker has a part of the requests of its own, until it is lost."""
     coordinator = started(2, 4)
-    coordinator.rollouts.router = RankedQueues(2, dict)
+    coordinator.rollouts.router = RankedQueues(2, None)
     coordinator.on(Begin(1, 0, make_requests(8)), 0.0)
     for name in coordinator.workers():
         (decode,) = coordinator.on(Status(name, NUMERICS, 4, 0), 0.0)
@@ -249,7 +249,7 @@ def test_what_is_not_confirmed_is_sent_again():
     coordinator.on(Status("worker-0", NUMERICS, 4, 0), 6.0)
     assert coordinator.on(Tick(), 10.0) == []
     assert coordinator.on(Tick(), 11.0) == [Ask("worker-0", 1, ((0, 0), (1, 0)), False)]
-    (decode,) = coordinator.on(Missing("worker-0", 1, (1,)), 11.5)
+    (decode,) = coordinator.on(UnknownRequests("worker-0", 1, (1,)), 11.5)
     assert [key for key, *_ in decode.work] == [1]
     assert coordinator.on(Pieces("worker-0", 1, (whole(0, 2, 3),)), 12.0) == [
         Ask("worker-0", 1, ((0, 0),), False)

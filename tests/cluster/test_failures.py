@@ -2,7 +2,7 @@
 
 import pytest
 
-from rljax.cluster.messages import Delivery
+from rljax.cluster.messages import Load
 from rljax.cluster.weights import ObjectStore
 from rljax.errors import ConfigError
 from tests.cluster.same_run import differences
@@ -15,9 +15,7 @@ def test_workers_lost_as_they_fetch_and_weights_that_come_damaged(world, alone, 
 
     def interfere(fabric):
         for name, worker in list(fabric.workers.items()):
-            fetches = any(
-                isinstance(order, Delivery) and order.weights.version == 1 for order in worker._orders
-            )
+            fetches = any(isinstance(order, Load) and order.version == 1 for order in worker._orders)
             if fetches and not hit:
                 hit.append(name)
                 fabric.kill(name)

@@ -4,18 +4,18 @@ import itertools
 
 import pytest
 
-from rljax.cluster.migration import OutlierRule, halves, less_loaded
-from rljax.cluster.pipe import (
+from rljax.cluster.histopipe import (
+    OutlierRule,
+    dealt,
     equal_groups,
-    group_of,
-    group_seconds,
+    groups_of_places,
     growth_factor,
+    less_loaded,
     rank,
-    seats,
-    workers_of_groups,
 )
 from rljax.cluster.racing import Copy, assign
-from rljax.cluster.ranked_queues import dealt
+from rljax.cluster.router import halves
+from rljax.cluster.two_tiers import group_seconds, workers_of_groups
 
 PROMPTS = [(1,), (2,), (3,), (4,)]
 
@@ -33,8 +33,8 @@ def test_groups_are_of_equal_size():
 
 
 def test_odd_steps_go_up_and_even_steps_down():
-    assert seats([1, 1, 2], 1) == [0, 1, 2, 2]
-    assert seats([1, 1, 2], 2) == [2, 2, 1, 0]
+    assert groups_of_places([1, 1, 2], 1) == [0, 1, 2, 2]
+    assert groups_of_places([1, 1, 2], 2) == [2, 2, 1, 0]
 
 
 def linear(length, workers):
@@ -47,7 +47,7 @@ def test_two_tiers_of_a_case_by_hand():
     below, the last group needs 4 of them.
     """
     lengths = [10.0, 20.0, 40.0, 80.0]
-    assert workers_of_groups(lengths, 8, linear, 10.0, precision=0.01) == [1, 2, 2, 3]
+    assert workers_of_groups(lengths, 8, linear, 10.0) == [1, 2, 2, 3]
 
 
 def test_the_shortest_group_is_not_given_all_that_it_can_use():
@@ -55,7 +55,7 @@ def test_the_shortest_group_is_not_given_all_that_it_can_use():
     one take 80 seconds. Two steps take as long as the first and the last group together.
     """
     lengths = [10.0, 20.0, 40.0, 80.0]
-    assert workers_of_groups(lengths, 8, linear, precision=0.01) == [1, 2, 2, 3]
+    assert workers_of_groups(lengths, 8, linear) == [1, 2, 2, 3]
     slow = lambda length, workers: 1000.0 * length / workers  # noqa: E731
     assert workers_of_groups([1.0, 1.0], 6, slow, most=5) == [3, 3]
 
@@ -74,6 +74,13 @@ def test_spare_workers_go_where_they_help_most():
     assert workers_of_groups([1.0, 100.0], 4, linear, train_seconds=1000.0) == [1, 3]
     # No group takes more than MAX, and what is left over stays so.
     assert workers_of_groups([1.0, 1.0], 9, linear, most=2) == [2, 2]
+
+
+@pytest.mark.parametrize("second", [1000.0, 1.0, 0.001])
+def test_groups_that_are_nearly_equal_get_as_many_workers(second):
+    """Whatever the unit: a precision of a second would be all of the slope where groups take a second."""
+    seconds = lambda length, workers: second * length / workers  # noqa: E731
+    assert workers_of_groups([1.0, 1.01, 1.02], 6, seconds) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("workers", range(4, 20))
@@ -107,12 +114,11 @@ def test_the_time_of_a_group_is_that_of_its_shrinking_batches():
     assert group_seconds([4, 10, 2], 1, 1, lambda running, tokens: 1.0) == 16
 
 
-def test_growth_and_places():
+def test_growth():
     assert growth_factor({1: 10, 2: 10, 3: 10, 4: 10}, {1: 10, 2: 11, 3: 12, 4: 30}) == 3.0
     assert growth_factor({1: 10, 2: 10, 3: 10, 4: 10}, {1: 9, 2: 10, 3: 12, 4: 10}) == 1.2
     assert growth_factor({1: 10, 2: 10}, {1: 9, 2: 10}) == 1.1
     assert growth_factor({}, {1: 3}) == 1.1
-    assert [group_of(length, [10, 20]) for length in (3, 10, 11, 21)] == [0, 0, 1, 2]
 
 
 def test_requests_are_dealt_out_by_prompt_as_far_as_they_go():
@@ -137,13 +143,30 @@ def test_halves_of_the_fullest_go_to_the_free():
 
 
 def test_free_workers_take_the_least_accepted_with_the_rarest_drafter():
-    """Algorithm 3: the first free worker takes the drafter that nobody has; of two that are as rare, the
-    second one takes the first.
+    """Algorithm 3: the first free worker takes the drafter that nobody has, so does the next, since then two
+    are as rare.
     """
-    acceptances = {1: 0.9, 2: 0.1, 3: 0.5}
-    drafters = {"small": ["w0", "w1"], "ngram": [], "srt": ["w2"]}
-    copies = assign(acceptances, drafters, ["w3", "w4"], 2, {1: ["small"], 2: ["small"], 3: ["small"]})
+    acceptances, had = {1: 0.9, 2: 0.1, 3: 0.5}, {1: ["small"], 2: ["small"], 3: ["small"]}
+    using, loads = {"small": ["w0", "w1"], "ngram": [], "srt": ["w2"]}, {"w0": 9, "w1": 9, "w2": 2}
+    copies = assign(acceptances, using, ["w3", "w4"], loads, 2, had)
     assert copies == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram"), Copy(1, "w4", "ngram")]
     # No request has a drafter twice.
-    again = assign(acceptances, drafters, ["w3"], 9, {1: ["ngram"], 2: [], 3: ["small"]})
+    had = {1: ["ngram"], 3: ["small"]}
+    again = assign(acceptances, using, ["w3"], {"w0": 9, "w1": 9, "w2": 9}, 9, had)
     assert again == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram")]
+
+
+def test_a_drafter_that_all_have_had_is_left_out():
+    using, had = {"ngram": [], "srt": []}, {1: ["ngram"], 2: ["ngram"]}
+    assert assign({1: 0.5, 2: 0.1}, using, ["w"], {}, 1, had) == [Copy(2, "w", "srt")]
+    assert assign({1: 0.5}, using, ["w"], {}, 1, {1: ["srt", "ngram"]}) == []
+
+
+def test_workers_with_copies_are_filled_up():
+    """Line 6 of Algorithm 3 goes over all workers of a drafter, not those alone that have become free."""
+    acceptances, had = {1: 0.9, 2: 0.1, 3: 0.5}, {2: ["srt"]}
+    using, loads = {"ngram": [], "srt": ["w2"]}, {"w2": 1}
+    assert assign(acceptances, using, [], loads, 2, had) == [Copy(3, "w2", "srt")]
+    both = assign(acceptances, using, ["w3"], loads, 2, had)
+    assert both == [Copy(2, "w3", "ngram"), Copy(3, "w3", "ngram"), Copy(3, "w2", "srt")]
+    assert assign(acceptances, using, [], {"w2": 2}, 2, had) == []

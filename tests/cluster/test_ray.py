@@ -13,7 +13,7 @@ import pytest
 
 from rljax.cluster import ray_fabric
 from rljax.cluster.coordinator import Coordinator
-from rljax.cluster.messages import Decode, Delivery, Pieces
+from rljax.cluster.messages import Decode, Load, Pieces
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
@@ -94,7 +94,7 @@ def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monke
     race = (*DRAFTS, "speculation.others={prompt_lookup: {}}", "cluster.workers=2", "cluster.race=2")
     clustered = run(world, "ray_race", *race)
     assert not differences(alone, clustered)
-    assert {each.drafter for each in copies} == {"prompt_lookup"}
+    assert copies and {each.drafter for each in copies} <= {"srt", "prompt_lookup"}
 
 
 @pytest.mark.ray
@@ -153,7 +153,7 @@ def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
 
     def kill(fabric, worker, order):
         send(fabric, worker, order)
-        fetches = isinstance(order, Delivery) and order.weights.version == 1
+        fetches = isinstance(order, Load) and order.version == 1
         if fetches and "gone" in done and "killed" not in done and fabric._nodes[worker] != done["new"]:
             os.kill(fabric.facts[worker].pid, signal.SIGKILL)
             done["killed"] = worker

@@ -3,11 +3,13 @@
 import pytest
 
 from rljax.cluster.coordinator import Coordinator
+from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import Decode, Withdraw
-from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.racing import Racing
+from rljax.cluster.routing import RolloutHistory
 from rljax.training import loop
 from tests.cluster.same_run import differences
-from tests.cluster.turns import local_run
+from tests.cluster.turns import Turns, local_run
 
 
 @pytest.fixture
@@ -26,7 +28,9 @@ def commands(monkeypatch):
 
 @pytest.fixture
 def rankings(monkeypatch):
-    """Of each training rollout that began: step, prompts of each ranking group, and how long these were."""
+    """Of each training rollout that began: step, prompts of each ranking group, how long these were, and the
+    workers of each.
+    """
     every, honest = [], RankedQueues.begin
 
     def begin(self, requests):
@@ -34,24 +38,33 @@ def rankings(monkeypatch):
         first = next(iter(requests.values()))
         if first.training:
             groups = {(group, requests[key].prompt_ids) for key, group in self.group_of.items()}
-            every.append((first.step, sorted(groups), self.longest))
+            workers = [self._groups.count(group) for group in range(len(self.longest))]
+            every.append((first.step, sorted(groups), self.longest, workers))
 
     monkeypatch.setattr(RankedQueues, "begin", begin)
     return every
 
 
 def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, commands, rankings):
-    """A prompt's lengths are known from the second step on, and what is alone takes half of what is not. A
-    run that is killed in the second step knows them as well when it goes on.
+    """A prompt's lengths are known once a step has ended, and what is alone takes half of what is not. A
+    run that is killed in the second step knows them as well when it goes on. Where a pass takes as long as it
+    has rows, the longer prompt gets two of three workers; ranking groups of equal sizes would give it one.
     """
-    pipe = ("cluster.pipe=two_tiers", "cluster.pipe_groups=2", "cluster.migration=true", "cluster.balance=2")
+    by_rows = lambda self, max_batch: lambda running, cached: float(running)  # noqa: E731
+    monkeypatch.setattr(RolloutHistory, "token_seconds", by_rows)
+    no_time = property(lambda self: 0.0, lambda self, seconds: None)
+    monkeypatch.setattr(RolloutHistory, "train_seconds", no_time)
+    pipe = ("cluster.workers=3", "cluster.pipe=two_tiers", "cluster.pipe_groups=2")
+    pipe += ("cluster.migration=true", "cluster.balance=2")
     clustered, _ = local_run(world, "piped", monkeypatch, "rollout.staleness=1", *pipe, steps=3)
     assert not differences(stale_alone, clustered)
     assert any(isinstance(command, Withdraw) for command in commands)
     assert sum(line.get("cluster/migrations", 0) for line in clustered.metrics) > 0
 
     undisturbed = list(rankings)
-    assert [step for step, _, _ in undisturbed] == [0, 1, 2]
+    assert [step for step, *_ in undisturbed] == [0, 1, 2]
+    # None in the first epoch: the second step's rollout begins before the first one's has ended.
+    assert [workers for *_, workers in undisturbed] == [[], [], [1, 2]]
     honest = loop.learn
 
     def learn(run, groups):
@@ -70,15 +83,67 @@ def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, com
     assert rankings[-1][2] < [float("inf")] * 2  # they were known
 
 
-def test_copies_race_with_other_drafters(world, alone, monkeypatch, commands, verifies_always):
-    race = (
-        "speculation.drafter=srt",
-        "speculation.others={prompt_lookup: {}}",
-        "speculation.verify_buckets=[16]",
-        "speculation.max_drafts=3",
-    )
-    clustered, _ = local_run(world, "raced", monkeypatch, *race, "cluster.race=2")
+RACE = (
+    "speculation.drafter=srt",
+    "speculation.others={prompt_lookup: {}}",
+    "speculation.verify_buckets=[16]",
+    "speculation.max_drafts=3",
+)
+
+
+def test_copies_race_with_any_drafter(world, alone, monkeypatch, commands, verifies_always):
+    """The first one, too: nobody knows which a straggler had, since its worker chooses before every pass."""
+    clustered, _ = local_run(world, "raced", monkeypatch, *RACE, "cluster.race=2")
     assert not differences(alone, clustered)
     copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
-    assert {command.drafter for command in copies} == {"prompt_lookup"}
+    assert "srt" in {command.drafter for command in copies}
     assert any(partial.tokens for command in copies for _, _, partial in command.work)
+
+
+def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_always):
+    """Algorithm 3, line 5, by what workers say of responses that go on: those that get a copy are accepted no
+    more than any that could have had it. Once all events of a turn are taken, the acceptance is that of the
+    workers' own counts.
+    """
+    looks, compared, honest_moves, honest_tick = [], [], Racing.moves, Coordinator._tick
+    turns, ticks = Turns(), []
+
+    def tick(self, now):
+        ticks.append(now)
+        commands = honest_tick(self, now)
+        ticks.pop()
+        return commands
+
+    def moves(self, state):
+        seen = {key: state.acceptance(key) for key, holders in state.holders.items() if holders}
+        for key in seen if ticks else ():
+            workers = [turns.fabrics[-1].workers[name] for name in state.holders[key]]
+            counted = [
+                worker.loop.slots.drafts_of(worker._responses[key])
+                for worker in workers
+                if key in worker._responses and worker._responses[key].tokens
+            ]
+            if counted:
+                accepted = max(accepted / max(drafted, 1) for drafted, accepted in counted)
+                compared.append((seen[key], accepted))
+        had = {key: set(copies) for key, copies in self._copies.items()}
+        found = honest_moves(self, state)
+        looks.append((seen, had, found))
+        return found
+
+    monkeypatch.setattr(Coordinator, "_tick", tick)
+    monkeypatch.setattr(Racing, "moves", moves)
+    clustered, _ = local_run(world, "least", monkeypatch, *RACE, "cluster.race=1", turns=turns)
+    assert not differences(alone, clustered)
+    assert all(seen == accepted for seen, accepted in compared)
+    assert len({accepted for _, accepted in compared}) > 10
+    could_differ = 0
+    for seen, had, found in looks:
+        for drafter in {move.drafter for move in found}:
+            given = [seen[move.key] for move in found if move.drafter == drafter]
+            keys = {move.key for move in found if move.drafter == drafter}
+            others = [seen[key] for key in seen if drafter not in had.get(key, ()) and key not in keys]
+            if others:
+                assert max(given) <= min(others)
+                could_differ += max(given) < max(others)
+    assert could_differ

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import LocalFabric
+from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues
 from rljax.cluster.messages import (
     Arrived,
     Begin,
@@ -19,10 +20,8 @@ from rljax.cluster.messages import (
     Tick,
     Withdraw,
 )
-from rljax.cluster.migration import OutlierRule
-from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import Move, Seat, SharedQueue
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import Balancing, Move, SharedQueue, WorkerLoad
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, whole
 from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
@@ -45,8 +44,8 @@ def test_the_last_waiting_requests_are_given_out_one_by_one():
     def given(requests, held, waiting):
         router = SharedQueue()
         router.begin(make_requests(requests, 1))
-        router.take(Seat("w", 64, 0), requests - waiting)
-        return len(router.take(Seat("w", 64, held), waiting + held))
+        router.take(WorkerLoad("w", 64, 0), requests - waiting)
+        return len(router.take(WorkerLoad("w", 64, held), waiting + held))
 
     assert given(84, held=79, waiting=4) == 1
     assert given(84, held=70, waiting=4) == 4
@@ -63,11 +62,11 @@ class Restless(SharedQueue):
         super().__init__()
         self.random = random.Random(seed)
 
-    def moves(self, board):
-        names = [seat.name for seat in board.seats]
+    def moves(self, state):
+        names = [worker.name for worker in state.workers]
         return [
             Move(key, self.random.choice(names), self.random.random() < 0.5)
-            for key in sorted(board.holders)
+            for key in sorted(state.holders)
             if names and self.random.random() < 0.3
         ]
 
@@ -129,6 +128,18 @@ def test_ranking_groups_go_up_in_odd_steps_and_down_in_even_ones():
     assert sorted(again["worker-1"]) == sorted(work["worker-0"])
 
 
+def test_a_step_that_is_added_is_ranked_and_waits_behind_the_last_one():
+    """In a rollout that does not end, each worker has its part of both steps, the second one's in reverse."""
+    router = ranked(2)
+    router.begin(make_requests(20, step=1))
+    router.add(make_requests(20, first=20, step=2))
+    assert router.waiting("a") and router.waiting("b")
+    given = router.take(WorkerLoad("a", 40, 0), 40)
+    assert sorted(key // 20 for key in given) == [0] * 10 + [1] * 10
+    lengths = [[history()[7, key % 20 // 2][0] for key in given if key // 20 == step] for step in (0, 1)]
+    assert max(lengths[0]) <= 3 <= min(lengths[1])
+
+
 def test_a_lost_workers_group_does_not_wait_for_it():
     coordinator, work = begun(ranked(2), slots=2, count=20)
     assert len(work["worker-0"]) == 2
@@ -156,7 +167,7 @@ def test_a_free_worker_takes_half_of_the_fullest_ones():
 
 def raced(count):
     """A coordinator in which worker-0 has a copy of worker-1's first request, which has one token."""
-    coordinator, work = begun(Racing(SharedQueue(), ["srt", "ngram"], 1, catch_up=2), count=count, slots=2)
+    coordinator, work = begun(Racing(SharedQueue(), ["ngram", "srt"], 1, catch_up=2), count=count, slots=2)
     slow = work["worker-1"][0]
     coordinator.on(Pieces("worker-1", 1, (whole(slow, 0, 1),)), 0.5)
     commands = []

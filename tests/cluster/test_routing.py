@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 
-from rljax.cluster.moving_routers import Balancing, Migrating, Racing
-from rljax.cluster.ranked_queues import RankedQueues
-from rljax.cluster.router import SharedQueue
+from rljax.assembly.checkpoint import ROUTING
+from rljax.cluster.histopipe import Migrating, RankedQueues
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import Balancing, SharedQueue, WorkerLoad
 from rljax.cluster.routing import RolloutHistory, make_router
 from rljax.config.cluster import ClusterConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.requests import Completion, DecodeStatistics, Request
+
+DRAFTS = SpeculationConfig(drafter="srt", others={"prompt_lookup": {}})
 
 
 def rollout(lengths, training=True):
@@ -27,18 +31,41 @@ def test_lengths_of_the_last_group_and_their_growth():
     assert (history.lengths, history.growth) == ({(1,): [12, 12], (2,): [10, 10]}, 2.0)
 
 
-def test_seconds_of_a_pass_are_fitted_to_what_workers_measured():
+def measured(*counts, **drafts):
+    """A history of (steps, rows, cached tokens, seconds) of workers, with counts of drafts."""
     history = RolloutHistory()
-    assert history.pass_seconds(3, 0.0) == 1.0
-    counted = lambda steps, rows: DecodeStatistics(steps=steps, rows=rows)  # noqa: E731
-    history.measure({"a": (counted(10, 20), 10 * 0.5 + 20 * 0.1), "b": (DecodeStatistics(), 0.0)})
-    history.measure({"a": (counted(10, 80), 10 * 0.5 + 80 * 0.1)})
-    assert history.pass_seconds(4, 0.0) == pytest.approx(0.5 + 4 * 0.1)
-    slower = RolloutHistory()
-    slower.measure({"a": (counted(10, 20), 9.0), "b": (counted(10, 80), 3.0)})
-    assert slower.pass_seconds(4, 0.0) == pytest.approx(
-        12.0 / 20
-    )  # a pass is not quicker for having more rows
+    for steps, rows, cached, seconds in counts:
+        counted = DecodeStatistics(steps=steps, rows=rows, cached_tokens=cached, **drafts)
+        history.measure({"a": (counted, seconds), "b": (DecodeStatistics(), 0.0)})
+    return history
+
+
+def test_seconds_of_a_token_are_fitted_to_what_workers_measured():
+    assert RolloutHistory().token_seconds(0)(3, 0.0) == 1.0
+    seconds = measured((10, 20, 0, 10 * 0.5 + 20 * 0.1), (10, 80, 0, 10 * 0.5 + 80 * 0.1)).token_seconds(0)
+    assert seconds(4, 0.0) == pytest.approx(0.5 + 4 * 0.1)
+    slower = measured((10, 20, 0, 9.0), (10, 80, 0, 3.0)).token_seconds(0)
+    assert slower(4, 0.0) == pytest.approx(12.0 / 20)  # a pass is not quicker for having more rows
+
+
+def test_seconds_of_a_token_grow_with_the_cache():
+    work = [(10, 20, 1_000), (10, 80, 3_000), (10, 40, 9_000)]
+    history = measured(*((*each, 10 * 0.5 + each[1] * 0.1 + each[2] * 1e-4) for each in work))
+    assert history.token_seconds(0)(4, 500.0) == pytest.approx(0.5 + 4 * 0.1 + 500 * 1e-4)
+
+
+def test_drafts_count_where_workers_draft_and_it_pays():
+    """A pass takes 1 second whatever it computes. 40 slots were verified in 20 passes, of four rows each, and
+    got two tokens more: a third of a pass a token, and the drafting.
+    """
+    drafts = {"verified": 20, "verified_slots": 40, "verified_rows": 160, "accepted": 80}
+    history = measured((20, 160, 0, 20.0), **drafts)
+    assert history.token_seconds(max_batch=2)(2, 0.0) == pytest.approx(1 / 3)
+    assert history.token_seconds(max_batch=2)(3, 0.0) == pytest.approx(1.0)
+    slow = measured((20, 160, 0, 20.0 + 10.0), draft_seconds=10.0, **drafts)
+    assert slow.token_seconds(max_batch=2)(2, 0.0) == pytest.approx(1.5 / 3)
+    dear = measured((20, 160, 0, 20.0 + 60.0), draft_seconds=60.0, **drafts)
+    assert dear.token_seconds(max_batch=2)(2, 0.0) == pytest.approx(1.0)  # the manager would not draft
 
 
 def test_a_resumed_run_knows_what_its_rollouts_were_like():
@@ -54,11 +81,15 @@ def test_a_resumed_run_knows_what_its_rollouts_were_like():
     fresh.load_state(RolloutHistory().state())
     fresh.load_state({})  # of a run without workers
     assert fresh == RolloutHistory()
+    before = history.state()
+    del before[ROUTING + "work"]
+    resumed.load_state(before | {ROUTING + "passes": np.ones((1, 3))})  # as they once were
+    assert (resumed.lengths, resumed.token_seconds(0)(1, 0.0)) == (history.lengths, 1.0)
 
 
 def test_keys_make_routers():
     def router(**keys):
-        return make_router(ClusterConfig(workers=4, **keys), ["srt", "prompt_lookup"], 8, RolloutHistory())
+        return make_router(ClusterConfig(workers=4, **keys), DRAFTS, 8, RolloutHistory())
 
     assert type(router()) is SharedQueue
     assert type(router(pipe="ranked")) is RankedQueues
@@ -67,14 +98,48 @@ def test_keys_make_routers():
     assert (type(both), type(both.inner)) == (Racing, Balancing)
 
 
-@pytest.mark.parametrize("pipe, workers", [("ranked", [2, 2]), ("two_tiers", [1, 3])])
-def test_two_tiers_give_long_groups_more_workers(pipe, workers):
+def sized(workers, groups, lengths, **keys):
+    """Number of workers of each ranking group in the second epoch."""
     history = RolloutHistory()
-    requests, completions = rollout({1: [4] * 6, 2: [400] * 6})
+    requests, completions = rollout(lengths)
     history.learn(requests, completions)
     history.measure({"a": (DecodeStatistics(steps=10, rows=20), 7.0)})
-    config = ClusterConfig(workers=4, pipe=pipe, pipe_groups=2)
-    router = make_router(config, ["srt"], 1, history)
+    config = ClusterConfig(workers=workers, pipe_groups=groups, **keys)
+    router = make_router(config, DRAFTS, 1, history)
     router.begin(dict(enumerate(requests)))
-    groups = [router.group_of_worker(f"worker-{number}") for number in range(4)]
-    assert [groups.count(0), groups.count(1)] == workers
+    found = [router.group_of_worker(f"worker-{number}") for number in range(workers)]
+    return [found.count(group) for group in range(groups)]
+
+
+@pytest.mark.parametrize("pipe, workers", [("ranked", [2, 2]), ("two_tiers", [1, 3])])
+def test_two_tiers_give_long_groups_more_workers(pipe, workers):
+    assert sized(4, 2, {1: [4] * 6, 2: [400] * 6}, pipe=pipe) == workers
+
+
+def test_the_fewest_and_the_most_workers_of_a_group_are_keys():
+    two = {1: [4] * 12, 2: [400] * 12}
+    assert sized(8, 2, two, pipe="two_tiers") == [2, 6]
+    assert sized(8, 2, two, pipe="two_tiers", pipe_min_workers=3) == [4, 4]
+    assert sized(8, 2, two, pipe="two_tiers", pipe_max_workers=5) == [4, 4]
+    eight = {prompt: [4] * 9 for prompt in range(7)} | {9: [4000] * 90}
+    assert sized(16, 8, eight, pipe="two_tiers")[-1] == 8  # four times an even share
+    assert sized(16, 8, eight, pipe="two_tiers", pipe_max_workers=9)[-1] == 9
+
+
+def test_the_first_epoch_has_no_ranking_groups():
+    """As long as most prompts are new, every worker takes the next ones (RhymeRL, section 6.2)."""
+    history = RolloutHistory()
+    router = make_router(ClusterConfig(workers=2, pipe="ranked"), DRAFTS, 4, history)
+    requests, completions = rollout({prompt: [prompt] * 2 for prompt in range(1, 9)})
+    epoch = dict(enumerate(requests))
+
+    def begun():
+        router.begin(epoch)
+        return len(router.longest), router.take(WorkerLoad("a", 16, 0), 16)
+
+    assert begun() == (0, list(epoch))  # one worker alone gets all that there is
+    history.learn(requests[:6], completions[:6])  # three of eight
+    assert begun() == (0, list(epoch))
+    history.learn(requests[6:8], completions[6:8])
+    groups, given = begun()
+    assert groups == 2 and len(given) == 8  # its own part

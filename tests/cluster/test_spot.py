@@ -12,16 +12,16 @@ from rljax.cluster.messages import (
     Begin,
     Died,
     End,
-    Feed,
-    Halt,
-    Lead,
     Piece,
     Pieces,
     Prepare,
     Prepared,
     Status,
+    StopTraining,
     Tick,
+    TrainDrafter,
     Trained,
+    TrainingData,
 )
 from rljax.cluster.spot import SpotRule, SpotTraining
 from tests.cluster.same_run import differences
@@ -35,7 +35,7 @@ RULE = SpotRule(idle=1, save_every=2, updates=6, tokens=60, batch_tokens=20, ret
 HEAD = {"variant": "eagle", "train_below": 0, "rows": 1, "pack_length": 128, "depths": [2]}
 HEAD |= {"unrolled_steps": 1}
 SUMS = ("sessions", "updates", "samples", "joined", "seconds")
-SPOT = (Lead, Prepare, Feed, Halt)
+SPOT = (TrainDrafter, Prepare, TrainingData, StopTraining)
 
 
 def trained_by(workers, idle=1, **rule):
@@ -61,14 +61,14 @@ def test_the_first_idle_worker_leads_once_enough_are_idle_and_the_others_prepare
     assert not ends(coordinator, work, "worker-2")
     assert coordinator.states()["worker-2"] == "idle"
     lead, prepare = ends(coordinator, work, "worker-1")
-    assert lead == Lead("worker-2", 1, 0, updates=6, save_every=2)
+    assert lead == TrainDrafter("worker-2", 1, 0, updates=6, save_every=2)
     assert (prepare.worker, prepare.batch, prepare.version) == ("worker-1", 1, 0)
     assert 0 < sum(len(ids) for sample in prepare.samples for ids in sample) <= 20
     prompt, response = prepare.samples[0]
     assert (prompt, len(response)) == ((7, work["worker-2"][0] // 2), length_of(work["worker-2"][0]))
     assert coordinator.states()["worker-2"] == coordinator.states()["worker-1"] == "training"
     feed, more = spot(coordinator, Prepared("worker-1", 1, "features", 0.5))
-    assert feed == Feed("worker-2", 1, {1: "features"})
+    assert feed == TrainingData("worker-2", 1, {1: "features"})
     assert (more.worker, more.batch) == ("worker-1", 2)
     counts = coordinator.spot.counts
     assert (counts.sessions, counts.joined, counts.seconds) == (1, len(prepare.samples), 0.5)
@@ -86,7 +86,7 @@ def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came
     coordinator, work = trained_by(2, tokens=40)
     ends(coordinator, work, "worker-0")
     (halt,) = ends(coordinator, work, "worker-1", 2.0)
-    assert halt == Halt("worker-0", 1)
+    assert halt == StopTraining("worker-0", 1)
     assert not coordinator.spot.settled
     assert not spot(coordinator, Trained("worker-0", 1, 3, False, 0.25, 0.5), 3.0)
     assert coordinator.spot.settled
@@ -116,7 +116,7 @@ def test_a_leader_that_is_lost_is_followed_by_another_one():
     # Its last response ends: worker-1 joins, and when the leader dies, leads, with the updates that are left.
     ends(coordinator, {"worker-1": work["worker-1"][-1:]}, "worker-1", 2.5)
     lead, *others = spot(coordinator, Died("worker-0", "of a test"), 3.0)
-    assert lead == Lead("worker-1", 2, 0, updates=2, save_every=2)
+    assert lead == TrainDrafter("worker-1", 2, 0, updates=2, save_every=2)
     more = spot(coordinator, Prepared("worker-1", 2, None), 3.1)
     assert [each.batch for each in (*others, *more)] == [1]  # the features of the first batch are gone
     assert (coordinator.spot.counts.sessions, coordinator.spot.counts.moved) == (2, 1)
@@ -128,8 +128,8 @@ def test_a_leader_that_is_needed_halts_and_another_one_waits_for_its_head():
     ends(coordinator, work, "worker-1")
     assert coordinator.spot.leader == "worker-0"
     halts = spot(coordinator, Died("worker-2", "of a test"), 2.0)  # its requests go to the idle ones
-    assert Halt("worker-0", 1) in halts
-    assert not any(isinstance(each, Lead) for each in halts)
+    assert StopTraining("worker-0", 1) in halts
+    assert not any(isinstance(each, TrainDrafter) for each in halts)
     assert coordinator.states()["worker-0"] == "decoding"
 
 
@@ -137,10 +137,10 @@ def test_silence_is_answered_by_sending_again():
     coordinator, work = trained_by(2)
     ends(coordinator, work, "worker-0")
     again = spot(coordinator, Tick(), 2.5)
-    assert [type(each) for each in again] == [Lead, Prepare]
+    assert [type(each) for each in again] == [TrainDrafter, Prepare]
     ends(coordinator, work, "worker-1", 3.0)
     assert spot(coordinator, Tick(), 3.5) == []
-    assert spot(coordinator, Tick(), 4.5) == [Halt("worker-0", 1)]
+    assert spot(coordinator, Tick(), 4.5) == [StopTraining("worker-0", 1)]
 
 
 def test_what_is_old_is_not_taken():
@@ -189,13 +189,14 @@ class SpotScripted(ScriptedWorker):
     def told(self, order, decodes):
         if isinstance(order, Prepare):
             self.prepares += [order.batch] if order.version == self.version and not decodes else []
-        elif isinstance(order, Feed):
+        elif isinstance(order, TrainingData):
             self.data.update(order.features if self.lead else ())
         elif self.lead and order.session == self.lead.session:
             done = self.head.count(order.session)
-            return self.end() if isinstance(order, Halt) else [Trained(self.name, order.session, done, True)]
+            ends = isinstance(order, StopTraining)
+            return self.end() if ends else [Trained(self.name, order.session, done, True)]
         elif (
-            isinstance(order, Halt)
+            isinstance(order, StopTraining)
             or decodes
             or order.version != self.version
             or order.session <= self.newest
@@ -227,7 +228,7 @@ class SpotDriver(Driver):
     def do(self, commands):
         super().do(
             [
-                dataclasses.replace(each, head=self.head) if isinstance(each, Lead) else each
+                dataclasses.replace(each, head=self.head) if isinstance(each, TrainDrafter) else each
                 for each in commands
             ]
         )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rljax.cluster.messages import Feed, Halt, Lead, Prepare, Prepared, Trained
+from rljax.cluster.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
 from rljax.cluster.spot_worker import SpotWorker
 
 
@@ -63,10 +63,10 @@ SAMPLES = (((1, 2), (3,)),)
 def test_a_leader_updates_and_saves_in_slices_and_stops_when_it_is_needed():
     spot, drafter = worker()
     assert spot.idle
-    (begun,) = spot.take(Lead("w", 1, 0, updates=99, save_every=3), "params", 0)
+    (begun,) = spot.take(TrainDrafter("w", 1, 0, updates=99, save_every=3), "params", 0)
     assert (begun.training, begun.updates) == (True, 0)
     assert turns(spot, 2) == []
-    assert spot.take(Feed("w", 1, {1: "gone", 2: "features"}), "params", 0) == []
+    assert spot.take(TrainingData("w", 1, {1: "gone", 2: "features"}), "params", 0) == []
     assert drafter.trained.data == ["features"]
     (saved,) = turns(spot, 4)
     assert (saved.updates, saved.training, int(saved.head["head"][0])) == (3, True, 3)
@@ -82,8 +82,8 @@ def test_a_leader_updates_and_saves_in_slices_and_stops_when_it_is_needed():
 
 def test_what_is_saved_is_waited_for_only_without_anything_else_to_do():
     spot, _ = worker()
-    spot.take(Lead("w", 1, 0, 99, 1), "params", 0)
-    spot.take(Feed("w", 1, {1: "features"}), "params", 0)
+    spot.take(TrainDrafter("w", 1, 0, 99, 1), "params", 0)
+    spot.take(TrainingData("w", 1, {1: "features"}), "params", 0)
     try:
         Leaf.here = False
         assert turns(spot, 3) == []
@@ -98,18 +98,19 @@ def test_what_is_saved_is_waited_for_only_without_anything_else_to_do():
 
 def test_a_session_goes_on_from_what_was_saved_and_ends_with_its_last_update():
     spot, _ = worker()
-    spot.take(Lead("w", 4, 0, 2, 9, head={"head": np.asarray(7)}), "params", 0)
-    spot.take(Feed("w", 4, {1: "features"}), "params", 0)
+    spot.take(TrainDrafter("w", 4, 0, 2, 9, head={"head": np.asarray(7)}), "params", 0)
+    spot.take(TrainingData("w", 4, {1: "features"}), "params", 0)
     (last,) = turns(spot, 4)
     assert (last.updates, last.training, int(last.head["head"][0])) == (2, False, 9)
     assert last.metrics == {"loss": 9.0}
     # It does not begin again when its order comes twice, nor when it comes behind the order to halt.
     ended = [Trained("w", 4, 0, False)]
-    assert spot.take(Lead("w", 4, 0, 2, 9), "params", 0) == ended
-    assert spot.take(Halt("w", 5), "params", 0) == [Trained("w", 5, 0, False)]
-    assert spot.take(Lead("w", 5, 0, 2, 9), "params", 0) == [Trained("w", 5, 0, False)]
-    assert spot.take(Lead("w", 6, 1, 2, 9), "params", 0) == [Trained("w", 6, 0, False)]  # another policy
-    assert spot.take(Lead("w", 7, 0, 2, 9, head="gone"), "params", 0) == [Trained("w", 7, 0, False)]
+    assert spot.take(TrainDrafter("w", 4, 0, 2, 9), "params", 0) == ended
+    assert spot.take(StopTraining("w", 5), "params", 0) == [Trained("w", 5, 0, False)]
+    assert spot.take(TrainDrafter("w", 5, 0, 2, 9), "params", 0) == [Trained("w", 5, 0, False)]
+    # Of another policy.
+    assert spot.take(TrainDrafter("w", 6, 1, 2, 9), "params", 0) == [Trained("w", 6, 0, False)]
+    assert spot.take(TrainDrafter("w", 7, 0, 2, 9, head="gone"), "params", 0) == [Trained("w", 7, 0, False)]
 
 
 def test_joiners_hand_features_over_and_leaders_keep_them():
@@ -120,7 +121,7 @@ def test_joiners_hand_features_over_and_leaders_keep_them():
     (done,) = turns(spot, 3)
     assert isinstance(done, Prepared)
     assert (done.batch, done.features) == (1, "features of 1")
-    spot.take(Lead("w", 1, 0, 99, 9), "params", 0)
+    spot.take(TrainDrafter("w", 1, 0, 99, 9), "params", 0)
     spot.take(Prepare("w", 3, 0, SAMPLES * 2), "params", 0)
     (kept,) = turns(spot, 2)
     assert (kept.batch, kept.features, drafter.trained.data) == (3, None, ["features of 2"])

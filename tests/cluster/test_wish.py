@@ -1,8 +1,20 @@
 """Workers come and go while a run goes on."""
 
+from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.messages import Arrived, Begin, Decode, Load, Pieces, Say, Spawn, Status, Stop, Tick, Wish
-from rljax.cluster.wish import WishFile
+from rljax.cluster.messages import (
+    Arrived,
+    Begin,
+    Decode,
+    DesiredWorkers,
+    Load,
+    Pieces,
+    Say,
+    Spawn,
+    Status,
+    Stop,
+    Tick,
+)
 from tests.cluster.same_run import differences
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import begun, started, whole
@@ -11,34 +23,34 @@ from tests.cluster.turns import local_run
 
 def test_the_file_is_read_when_it_has_changed(tmp_path):
     said = []
-    wish = WishFile(tmp_path, said.append)
-    assert wish.changed(0.0) is None
+    desired = DesiredWorkersFile(tmp_path, said.append)
+    assert desired.changed(0.0) is None
     (tmp_path / "workers").write_text("4\n")
-    assert wish.changed(0.5) is None  # a second after the last look
-    assert wish.changed(1.0) == 4
-    assert wish.changed(2.0) is None
+    assert desired.changed(0.5) is None  # a second after the last look
+    assert desired.changed(1.0) == 4
+    assert desired.changed(2.0) is None
     (tmp_path / "workers").write_text("many")
-    assert wish.changed(3.0) is None
+    assert desired.changed(3.0) is None
     (tmp_path / "workers").write_text("0")
-    assert wish.changed(4.0) is None
+    assert desired.changed(4.0) is None
     (tmp_path / "workers").write_text("1")
-    assert wish.changed(5.0) == 1
+    assert desired.changed(5.0) == 1
     file = tmp_path / "workers"
     assert said == [
-        f"{file}: 4 workers are wished for",
+        f"{file}: 4 workers are kept running from now on",
         f"{file}: 'many' is no number of workers from 1 on, and changes nothing",
         f"{file}: '0' is no number of workers from 1 on, and changes nothing",
-        f"{file}: 1 workers are wished for",
+        f"{file}: 1 workers are kept running from now on",
     ]
 
 
 def test_more_are_started_and_the_newest_are_let_go():
     coordinator, _ = begun(count=8)
-    assert coordinator.on(Wish(3), 1.0) == [Spawn("worker-2")]
+    assert coordinator.on(DesiredWorkers(3), 1.0) == [Spawn("worker-2")]
     coordinator.on(Pieces("worker-1", 1, (whole(4, 0, 2),)), 2.0)
-    stops = [c for c in coordinator.on(Wish(2), 3.0) if isinstance(c, Stop)]
+    stops = [c for c in coordinator.on(DesiredWorkers(2), 3.0) if isinstance(c, Stop)]
     assert stops == [Stop("worker-2")]  # it had built nothing
-    stop, said, decode = coordinator.on(Wish(1), 4.0)
+    stop, said, decode = coordinator.on(DesiredWorkers(1), 4.0)
     assert (stop, said) == (Stop("worker-1"), Say("cluster: worker-1 is let go"))
     assert (decode.worker, decode.work[0][0], len(decode.work[0][2].tokens)) == ("worker-0", 4, 2)
     assert coordinator.counts.restarts == 0
@@ -49,7 +61,7 @@ def test_one_that_joins_in_mid_rollout_gets_its_share():
     coordinator = started(workers=1)
     coordinator.on(Begin(1, 0, make_requests(20)), 0.0)
     coordinator.on(Status("worker-0", NUMERICS, 4, 0), 0.0)
-    assert coordinator.on(Wish(2), 1.0) == [Spawn("worker-1")]
+    assert coordinator.on(DesiredWorkers(2), 1.0) == [Spawn("worker-1")]
     coordinator.on(Arrived("worker-1", FACTS), 2.0)
     assert coordinator.on(Status("worker-1", NUMERICS, 4, None), 3.0) == [Load("worker-1", 0)]
     (decode,) = coordinator.on(Status("worker-1", NUMERICS, 4, 0), 4.0)
@@ -100,6 +112,6 @@ def test_a_run_whose_workers_come_and_go(world, alone, monkeypatch):
     assert not differences(alone, clustered)
     assert list(wishes.values()) == ["3", "1"]
     said = " ".join(turns.said)
-    assert "3 workers are wished for" in said
+    assert "3 workers are kept running from now on" in said
     assert said.count("is let go") == 2
     assert sum(line.get("cluster/restarts", 0) for line in clustered.metrics) == 0

@@ -5,8 +5,8 @@ import contextlib
 import jax
 
 from rljax.cluster.decoder import ClusterDecoder
+from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.wish import WishFile
 from rljax.cluster.worker import RolloutWorker
 from rljax.training import session
 from tests.cluster.same_run import STEPS, run
@@ -33,7 +33,7 @@ class Turns:
         self.fabrics, self.decoders = [], [] if decoders is None else decoders
 
     @contextlib.contextmanager
-    def cluster_of(self, config, say, wished=None):
+    def cluster_of(self, config, say, directory=None):
         self.said = []
         if not config.cluster.workers:
             yield None
@@ -41,17 +41,17 @@ class Turns:
         fabric = LocalFabric(LenientWorker, self.network)
         fabric.before_turn = self.interfere
         self.fabrics.append(fabric)
-        wish = None if wished is None else WishFile(wished, self.said.append)
-        decoder = ClusterDecoder(fabric, config.cluster, self.said.append, self.versions, wish)
+        desired = None if directory is None else DesiredWorkersFile(directory, self.said.append)
+        decoder = ClusterDecoder(fabric, config.cluster, self.said.append, self.versions, desired)
         with contextlib.closing(decoder) as cluster:
             self.decoders.append(cluster)
             cluster.gather()
             yield cluster
 
 
-def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=STEPS, **options):
+def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=STEPS, turns=None, **options):
     """A run with two workers, or as the overrides say, and its `Turns`."""
-    turns = Turns(**options)
+    turns = turns or Turns(**options)
     monkeypatch.setattr(session, "cluster_of", turns.cluster_of)
     overrides = ("cluster.workers=2", "cluster.lease_seconds=2", *overrides)
     return run(world, name, *overrides, resumes=resumes, steps=steps), turns

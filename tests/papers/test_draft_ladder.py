@@ -6,13 +6,13 @@ import io
 import numpy as np
 import pytest
 
-from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.ladder import (
     AcceptanceHistory,
     Costs,
     Ladder,
     profile,
 )
+from rljax.speculation.window_costs import Affine
 
 GRID = np.linspace(0.0, 1.0, 41)
 
@@ -69,7 +69,9 @@ def random_costs(rng, drafters=3):
     verification = {size: 0.02 * (1.05 + max(size / limit - 1, 0) + 0.001 * size) for size in rows}
     plain = {size: verification[size] / 1.05 for size in (1, 2, 4, 8, 16, 32, 64)}
     costs = {
-        f"d{i}": Affine(base=0.02 * 10 ** rng.uniform(-4, -0.8), each=0.02 * 10 ** rng.uniform(-6, -3))
+        f"d{i}": Affine(
+            fixed=0.02 * 10 ** rng.uniform(-4, -0.8), per_request=0.02 * 10 ** rng.uniform(-6, -3)
+        )
         for i in range(drafters)
     }
     return Costs(costs, plain, verification, max_window=12)

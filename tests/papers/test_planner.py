@@ -2,8 +2,8 @@
 
 import pytest
 
-from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.planner import Profile, largest_window, plan, reconfigure
+from rljax.speculation.window_costs import Affine
 
 # Our constants for Qwen2.5-32B over four Hopper GPUs: a row's arithmetic and a request's cache at about 2,000
 # tokens, and what every pass takes; and for a drafter of 0.5B on one of them.

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.ladder import Costs, profile
 from rljax.papers.specactor.pass_plan import Entry, PassEstimate, give_rows, plan_pass
-from rljax.papers.specactor.races import Field, Races, RequestAcceptance
+from rljax.papers.specactor.races import Races, RaceState, RequestAcceptance
+from rljax.speculation.window_costs import Affine
 
 PASSES = ((8, 7, 1.0), (16, 7, 1.25), (32, 7, 4.0))
 DRAFTING = {"a": 0.0, "b": 0.0, "slow": 0.5}
@@ -97,14 +97,14 @@ def test_a_drafter_that_was_found_is_left_out_where_it_costs_more_than_it_brings
 HISTORY = {"a": 0.8, "b": 0.7, "slow": 0.75}
 
 
-def field_of(acceptance, requests=(0, 1), first="a", slow=0.01, **changes):
+def state_of(acceptance, requests=(0, 1), first="a", slow=0.01, **changes):
     costs = {"a": Affine(0, 0), "b": Affine(0, 0), "slow": Affine(0, slow)}
     verification = {rows: seconds for rows, _, seconds in PASSES}
     ladder = profile(Costs(costs, {len(requests): 1.0}, verification, 7), np.linspace(0, 1, 41))
     of_pass = estimate(len(requests), drafting={name: cost(1) for name, cost in costs.items()})
     entry = None if first is None else Entry(first, HISTORY[first], 2)
     of_pass = dataclasses.replace(of_pass, **changes)
-    return Field(list(requests), acceptance, HISTORY, ladder, of_pass, entry)
+    return RaceState(list(requests), acceptance, HISTORY, ladder, of_pass, entry)
 
 
 def told(counts):
@@ -116,10 +116,10 @@ def told(counts):
     return acceptance
 
 
-def raced(races, field):
+def raced(races, state):
     return {
-        field.requests[slot]: [entry.drafter for entry in entries]
-        for slot, entries in races.wanted(field).items()
+        state.requests[slot]: [entry.drafter for entry in entries]
+        for slot, entries in races.wanted(state).items()
     }
 
 
@@ -136,11 +136,11 @@ def test_acceptance_of_a_request_begins_at_the_history():
 
 def test_requests_that_are_accepted_badly_enter_against_all_that_may_pay():
     acceptance, races = told({("a", 0): (8, 8), ("a", 1): (8, 0)}), Races()
-    races.enter(field_of(acceptance))
-    assert raced(races, field_of(acceptance)) == {1: ["a", "slow", "b"]}  # 0.27 is less than half of 0.8
+    races.enter(state_of(acceptance))
+    assert raced(races, state_of(acceptance)) == {1: ["a", "slow", "b"]}  # 0.27 is less than half of 0.8
     races = Races()
-    races.enter(field_of(acceptance, slow=3.0))  # too slow, were it as good as in history
-    assert raced(races, field_of(acceptance, slow=3.0)) == {1: ["a", "b"]}
+    races.enter(state_of(acceptance, slow=3.0))  # too slow, were it as good as in history
+    assert raced(races, state_of(acceptance, slow=3.0)) == {1: ["a", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -155,45 +155,45 @@ def test_requests_that_are_accepted_badly_enter_against_all_that_may_pay():
     ids=["accepted", "new", "plain", "ahead", "had all"],
 )
 def test_no_race(counts, changes):
-    races, field = Races(), field_of(told(counts), **changes)
-    races.enter(field)
-    assert races.wanted(field) == {} and not races.has_own(1)
+    races, state = Races(), state_of(told(counts), **changes)
+    races.enter(state)
+    assert races.wanted(state) == {} and not races.has_own(1)
 
 
 def test_the_worst_request_gets_rows_first():
     acceptance, races = told({("a", 0): (8, 1), ("a", 1): (8, 0), ("a", 2): (8, 8)}), Races()
-    field = field_of(acceptance, (0, 1, 2))
-    races.enter(field)
-    assert list(races.wanted(field)) == [1, 0]
+    state = state_of(acceptance, (0, 1, 2))
+    races.enter(state)
+    assert list(races.wanted(state)) == [1, 0]
 
 
 def run(acceptance, counts, passes=8, **changes):
     """A race of request 1, in which drafters are accepted as in `told` in every pass."""
-    races, field = Races(), field_of(acceptance, **changes)
-    races.enter(field)
+    races, state = Races(), state_of(acceptance, **changes)
+    races.enter(state)
     begun, ended = [], []
     for _ in range(passes):
-        ended += races.end(field)
-        plan = plan_pass(races.first_come(field), races.wanted(field), field.estimate)
-        begun += races.run(field.requests, plan)
+        ended += races.end(state)
+        plan = plan_pass(races.first_come(state), races.wanted(state), state.estimate)
+        begun += races.run(state.requests, plan)
         for entry in plan[1]:
             judged, accepted = counts[entry.drafter]
             acceptance.ask(entry.drafter, [1], [True])
             acceptance.add(entry.drafter, [1], np.asarray([judged]), np.asarray([accepted]))
-    return races, field, begun, ended + races.end(field)
+    return races, state, begun, ended + races.end(state)
 
 
 def test_a_request_stays_with_the_winner_and_others_keep_theirs():
     counts = {"a": (1, 0), "b": (3, 3), "slow": (2, 1)}
-    races, field, begun, ended = run(told({("a", 1): (8, 0)}), counts)
+    races, state, begun, ended = run(told({("a", 1): (8, 0)}), counts)
     assert begun == ["request 1: a is accepted at 27%; it races slow, b"]
     assert ended == ["request 1 stays with b, accepted: a 16%, slow 55%, b 96%"]
-    plan = plan_pass(races.first_come(field), races.wanted(field), field.estimate)
+    plan = plan_pass(races.first_come(state), races.wanted(state), state.estimate)
     assert [[entry.drafter for entry in entries] for entries in plan] == [["a"], ["b"]]
-    races.enter(field)
-    assert raced(races, field) == {1: ["b"]}  # and does not race again
-    races, field, _, ended = run(told({("a", 1): (8, 0)}), counts, passes=7)
-    assert not ended and raced(races, field) == {1: ["a", "slow", "b"]}
+    races.enter(state)
+    assert raced(races, state) == {1: ["b"]}  # and does not race again
+    races, state, _, ended = run(told({("a", 1): (8, 0)}), counts, passes=7)
+    assert not ended and raced(races, state) == {1: ["a", "slow", "b"]}
 
 
 @pytest.mark.parametrize(("slow", "winner"), [(0.001, "slow"), (0.2, "b")])
@@ -206,7 +206,7 @@ def test_a_slow_drafter_must_win_by_enough(slow, winner):
 def test_a_race_goes_on_with_the_drafter_that_the_request_had():
     """The others' drafter may be chosen anew meanwhile."""
     acceptance, races = told({("a", 1): (8, 0)}), Races()
-    races.enter(field_of(acceptance))
-    field = field_of(acceptance, first="b")
-    assert [[entry.drafter for entry in entries] for entries in races.first_come(field)] == [["b"], ["a"]]
-    assert raced(races, field)[1][0] == "a"
+    races.enter(state_of(acceptance))
+    state = state_of(acceptance, first="b")
+    assert [[entry.drafter for entry in entries] for entries in races.first_come(state)] == [["b"], ["a"]]
+    assert raced(races, state)[1][0] == "a"

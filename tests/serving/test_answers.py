@@ -5,8 +5,8 @@ import functools
 import pytest
 
 from rljax.serving.answers import Answer, Writer
+from rljax.serving.jobs import Piece
 from rljax.serving.protocol import ChatBody, CompletionBody, parse
-from rljax.serving.worker import Piece
 
 
 class Bytes:

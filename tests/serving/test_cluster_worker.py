@@ -11,8 +11,8 @@ import pytest
 from rljax.errors import ConfigError
 from rljax.serving import policy
 from rljax.serving.cluster_worker import ClusterWorker
+from rljax.serving.jobs import Job, QueueFull
 from rljax.serving.policy import Options, open_policy
-from rljax.serving.worker import Job, QueueFull
 from tests.cluster.turns import Turns, in_the_middle
 from tests.serving.tiny_server import make_run
 

@@ -20,7 +20,8 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
-from rljax.serving.worker import Closed, EngineWorker, Job, QueueFull
+from rljax.serving.jobs import Closed, Job, QueueFull
+from rljax.serving.worker import EngineWorker
 from rljax.speculation.speculator import Speculator
 from tests.engines import stored_pool
 from tests.tiny_policy import SLOTS, CheapTimes, make_engine, make_params, make_requests

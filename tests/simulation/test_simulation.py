@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
 from rljax.simulation.cluster import Cluster, Machines, Response
@@ -118,7 +118,7 @@ def machines(workers, slots=1, train=2.0, **more):
 
 
 def dealt_out(places):
-    return RankedQueues(places, dict)
+    return RankedQueues(places, None)
 
 
 def test_orders_of_steps_by_hand():

@@ -24,10 +24,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rljax.cluster.window_costs import Mode
 from rljax.config.decoding import EngineConfig, RolloutConfig
 from rljax.config.section import CountOrOff, Section
 from rljax.config.speculation_keys import SpeculationKeys
+from rljax.speculation.window_costs import Mode
 
 
 class DecoupledConfig(Section):

@@ -17,7 +17,7 @@ from rljax.config.speculation_keys import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor.ladder import AcceptanceHistory, LadderCosts
 from rljax.papers.specactor.pass_plan import Entries, Entry, draft_plan, plan_pass
-from rljax.papers.specactor.races import Field, Races, RequestAcceptance
+from rljax.papers.specactor.races import Races, RaceState, RequestAcceptance
 from rljax.requests import DecodeStatistics
 from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.mixing import Mixer, check_one_tree
@@ -62,24 +62,24 @@ class LadderManager(Manager):
         # Races that are over, and in the tail new ones; then the drafter of all other requests.
         responses = len(active.slots) + active.standing_by
         self._most = max(self._most, responses)
-        field = self._field(state, active)
-        events = self._races.end(field)
+        racing = self._race_state(state, active)
+        events = self._races.end(racing)
         if 2 * responses <= self._most or responses < state.batch:
-            self._races.enter(field)
+            self._races.enter(racing)
         if 2 * responses <= self._chosen_for or responses > self._chosen_for:
             self._choose_first(state.cache.length, active)
-            field = dataclasses.replace(field, first=self._first)
+            racing = dataclasses.replace(racing, first=self._first)
         # Plan the pass.
-        plan = plan_pass(self._races.first_come(field), self._races.wanted(field), field.estimate)
+        plan = plan_pass(self._races.first_come(racing), self._races.wanted(racing), racing.estimate)
         plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
         if not any(plan):
             return state, Choice.plain(self._reason, plain_rate, events=events)
-        events += self._races.run(field.requests, plan)
+        events += self._races.run(racing.requests, plan)
         # Draft by it.
         state, drafted, answers = draft_plan(
             plan, self._proposers, self._mixer, state, active, statistics, self._buckets
         )
-        self._count_answers(field.requests, plan, answers)
+        self._count_answers(racing.requests, plan, answers)
         if not drafted.rows:
             reason = f"{' and '.join(answers)} had nothing to verify ({self._reason})"
             return state, Choice.plain(reason, plain_rate, draft_seconds=drafted.seconds, events=events)
@@ -87,8 +87,8 @@ class LadderManager(Manager):
             drafted.proposal,
             drafted.candidates,
             drafted.rows,
-            "; ".join([self._reason, *self._own_drafters(field.requests, plan)]),
-            expected_rate=field.estimate.rate(plan),
+            "; ".join([self._reason, *self._own_drafters(racing.requests, plan)]),
+            expected_rate=racing.estimate.rate(plan),
             plain_rate=plain_rate,
             draft_seconds=drafted.seconds,
             events=events,
@@ -123,10 +123,10 @@ class LadderManager(Manager):
         shape = f"{rates[best]:.0%} acceptance, {responses} responses"
         self._reason = f"{best} is first on the ladder; at {shape}: {speedup:.2f} times plain decoding"
 
-    def _field(self, state: DecodeState, active: ActiveSlots) -> Field:
+    def _race_state(self, state: DecodeState, active: ActiveSlots) -> RaceState:
         """What is known before a pass."""
         length = state.cache.length
-        return Field(
+        return RaceState(
             active.requests.tolist(),
             self._acceptance,
             self._history.rates,

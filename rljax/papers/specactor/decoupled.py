@@ -17,7 +17,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from drafters.device import AheadDrafting
-from rljax.cluster.window_costs import Affine
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor import SpecActorKeys
 from rljax.papers.specactor.planner import Choice as Planned
@@ -29,6 +28,7 @@ from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.strategies import Strategy
+from rljax.speculation.window_costs import Affine
 
 _TOKENS = 1000  # between two choices, as in the paper
 _PRIOR_DRAFTS = 16.0  # drafts of the mean's acceptance that every request begins with

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rljax.cluster.window_costs import Affine
 from rljax.papers.specactor.pass_plan import PassEstimate
 from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.managers.manager import Setup
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposer
+from rljax.speculation.window_costs import Affine
 
 _ACCEPTANCES = np.linspace(0.0, 1.0, 41)
 

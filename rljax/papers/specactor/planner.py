@@ -16,8 +16,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from rljax.cluster.window_costs import Affine, Mode
 from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
+from rljax.speculation.window_costs import Affine, Mode
 
 Verifier = Callable[[int], Affine]
 """Window -> seconds of a pass that verifies so many drafts a request; 0 for plain decoding."""
@@ -71,7 +71,9 @@ def largest_window(drafter: Affine, verifier: Verifier) -> int:
     """w_max of Algorithm 1: drafting a longer window takes longer than verifying it, at any batch."""
     verify = verifier(1)
     ratios = [
-        top / bottom for top, bottom in ((verify.each, drafter.each), (verify.base, drafter.base)) if bottom
+        top / bottom
+        for top, bottom in zip(dataclasses.astuple(verify), dataclasses.astuple(drafter), strict=True)
+        if bottom
     ]
     return max([math.ceil(ratio) for ratio in ratios], default=1) or 1
 

@@ -85,7 +85,7 @@ class RequestAcceptance:
 
 
 @dataclasses.dataclass(frozen=True)
-class Field:
+class RaceState:
     """The requests of a pass, and what is known of their drafters.
 
     Attributes:
@@ -135,7 +135,7 @@ class Races:
         """Whether a request has found a drafter, or is in a race for one."""
         return request in self._found or request in self._races
 
-    def end(self, field: Field) -> list[str]:
+    def end(self, state: RaceState) -> list[str]:
         """Ends the races that have been run: each request stays with the drafter with which the pass is
         predicted to be fastest.
 
@@ -144,60 +144,60 @@ class Races:
         """
         over = [
             (slot, request)
-            for slot, request in enumerate(field.requests)
+            for slot, request in enumerate(state.requests)
             if request in self._races and not self._races[request].left
         ]
         if not over:
             return []
-        ended, alone = [], self.alone(field)
+        ended, alone = [], self.alone(state)
         for slot, request in over:
             race = self._races[request]
-            best = max(race.drafters, key=lambda name, slot=slot: _worth(slot, name, alone, field))
+            best = max(race.drafters, key=lambda name, slot=slot: _worth(slot, name, alone, state))
             self._found[request] = best
             del self._races[request]
-            accepted = ", ".join(f"{name} {field.rate(slot, name):.0%}" for name in race.drafters)
+            accepted = ", ".join(f"{name} {state.rate(slot, name):.0%}" for name in race.drafters)
             ended.append(f"request {request} stays with {best}, accepted: {accepted}")
         return ended
 
-    def enter(self, field: Field) -> None:
+    def enter(self, state: RaceState) -> None:
         """Enters the requests that are accepted badly into races, against the drafters that they have not had
         and that would pay if they were as good for them as in history.
         """
-        alone = self.alone(field)
-        had = field.estimate.rate(alone)
-        for slot, request in enumerate(field.requests):
-            if request in self._races or not field.estimate.current[slot] or not self._is_poor(slot, field):
+        alone = self.alone(state)
+        had = state.estimate.rate(alone)
+        for slot, request in enumerate(state.requests):
+            if request in self._races or not state.estimate.current[slot] or not self._is_poor(slot, state):
                 continue
             rivals = [
                 name
-                for name in field.ladder.ranking(field.history, len(field.requests))
-                if not field.acceptance.has_drafted(name, request) and _worth(slot, name, alone, field) > had
+                for name in state.ladder.ranking(state.history, len(state.requests))
+                if not state.acceptance.has_drafted(name, request) and _worth(slot, name, alone, state) > had
             ]
             if rivals:
-                self._races[request] = _Race((self._drafter(request, field), *rivals))
+                self._races[request] = _Race((self._drafter(request, state), *rivals))
 
-    def alone(self, field: Field) -> list[Entries]:
+    def alone(self, state: RaceState) -> list[Entries]:
         """The one drafter of every slot: that of a race under way is the one that the request had."""
-        drafters = [self._drafter(request, field) for request in field.requests]
-        return [() if name is None else (field.entry(slot, name),) for slot, name in enumerate(drafters)]
+        drafters = [self._drafter(request, state) for request in state.requests]
+        return [() if name is None else (state.entry(slot, name),) for slot, name in enumerate(drafters)]
 
-    def first_come(self, field: Field) -> list[Entries]:
+    def first_come(self, state: RaceState) -> list[Entries]:
         """As `alone`, without the drafters that requests have found: those get the rows that are left."""
         return [
             () if request in self._found and request not in self._races else entries
-            for request, entries in zip(field.requests, self.alone(field), strict=True)
+            for request, entries in zip(state.requests, self.alone(state), strict=True)
         ]
 
-    def wanted(self, field: Field) -> dict[int, Entries]:
+    def wanted(self, state: RaceState) -> dict[int, Entries]:
         """By slot, the drafters that requests have found, then those that race: first for the request whose
         own drafter is accepted least.
         """
-        slots = {request: slot for slot, request in enumerate(field.requests)}
+        slots = {request: slot for slot, request in enumerate(state.requests)}
         racing = [slots[request] for request in self._races if request in slots]
-        racing.sort(key=lambda slot: field.rate(slot, self._races[field.requests[slot]].drafters[0]))
+        racing.sort(key=lambda slot: state.rate(slot, self._races[state.requests[slot]].drafters[0]))
         found = [slots[request] for request in self._found if request in slots and request not in self._races]
-        return {slot: (field.entry(slot, self._found[field.requests[slot]]),) for slot in found} | {
-            slot: tuple(field.entry(slot, name) for name in self._races[field.requests[slot]].drafters)
+        return {slot: (state.entry(slot, self._found[state.requests[slot]]),) for slot in found} | {
+            slot: tuple(state.entry(slot, name) for name in self._races[state.requests[slot]].drafters)
             for slot in racing
         }
 
@@ -218,21 +218,21 @@ class Races:
             race.left -= 1
         return begun
 
-    def _drafter(self, request: int, field: Field) -> str | None:
+    def _drafter(self, request: int, state: RaceState) -> str | None:
         if request in self._races:
             return self._races[request].drafters[0]
-        return self._found.get(request, field.first and field.first.drafter)
+        return self._found.get(request, state.first and state.first.drafter)
 
-    def _is_poor(self, slot: int, field: Field) -> bool:
+    def _is_poor(self, slot: int, state: RaceState) -> bool:
         """Whether a request is accepted badly by the drafter that it has."""
-        request = field.requests[slot]
-        own = self._drafter(request, field)
-        if own is None or not field.acceptance.has_drafted(own, request):
+        request = state.requests[slot]
+        own = self._drafter(request, state)
+        if own is None or not state.acceptance.has_drafted(own, request):
             return False
-        return field.rate(slot, own) < _POOR * field.history[own]
+        return state.rate(slot, own) < _POOR * state.history[own]
 
 
-def _worth(slot: int, drafter: str, alone: Sequence[Entries], field: Field) -> float:
+def _worth(slot: int, drafter: str, alone: Sequence[Entries], state: RaceState) -> float:
     """Tokens per second of the pass if a slot has this drafter."""
-    plan = give_rows(alone, {slot: (field.entry(slot, drafter),)}, field.estimate)
-    return field.estimate.rate(plan)
+    plan = give_rows(alone, {slot: (state.entry(slot, drafter),)}, state.estimate)
+    return state.estimate.rate(plan)

@@ -1,62 +1,25 @@
-"""HistoPipe: which worker decodes which prompts, so that its long steps follow short ones (RhymeRL, section
-6).
+"""Two tiers: how many workers decode each ranking group of HistoPipe (RhymeRL, section 6.4).
 
-Prompts are ranked by the median length that their group of responses had in the previous epoch, and cut into
-ranking groups of equal size. Odd steps give the groups to workers in ascending order, even steps in
-descending order. A worker begins its part of the next step when it is free, one version of the weights
-behind.
-
-Two tiers: groups of long responses get several workers, so that the groups' times rise linearly and a long
-one in a step complements a short one in the next. The listing of Fig. 12 is mended where it is open:
+Groups of long responses get several workers, so that the groups' times rise linearly and a long one in a step
+complements a short one in the next. The listing of Fig. 12 is mended where it is open:
 
 - `t0` is printed with a misplaced parenthesis: it is max(time of the shortest group on MAX workers, t_train).
   So the shortest group would get MAX workers wherever training is fast. How fast it should be is a choice: of
   all its sizes, the one counts whose first and last group take the least time together, which is the time of
   two steps.
+- Its precision of a second is a share of the longest group's time here: where groups take a second, one of
+  slope is everything.
 - If no plan of the bisection is feasible the listing returns nothing. Here the steepest slope that can help
   is tried first; where even that needs more workers than there are, all groups have the fewest.
 - Workers that a plan leaves over go to the group that would take longest beyond its target.
 """
 
-import bisect
 import functools
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 GroupTime = Callable[[float, int], float]
 """tau(l, k): seconds of a ranking group whose responses have l tokens on average, on k workers."""
-
-
-def rank(
-    prompts: Sequence[tuple[int, ...]],
-    history: Mapping[tuple[int, ...], Sequence[int]],
-    longest_first: bool = False,
-) -> list[int]:
-    """Returns places in `prompts`, by ascending median of the lengths that each had before.
-
-    Args:
-      prompts: token ids.
-      history: lengths of the previous epoch's responses by prompt. One that is not there counts as the
-        median prompt: nothing is known of it.
-      longest_first: descending instead.
-    """
-    known = {prompt: statistics.median(history[prompt]) for prompt in set(prompts) if history.get(prompt)}
-    middle = statistics.median(known.values()) if known else 0.0
-    sign = -1 if longest_first else 1
-    return sorted(range(len(prompts)), key=lambda place: sign * known.get(prompts[place], middle))
-
-
-def equal_groups(ranked: Sequence[int], count: int) -> list[list[int]]:
-    """Cuts ranked places into `count` groups of equal size, the first ones larger by one where needed."""
-    count = max(1, min(count, len(ranked)))
-    size, more = divmod(len(ranked), count)
-    groups, begin = [], 0
-    for group in range(count):
-        end = begin + size + (group < more)
-        groups.append(list(ranked[begin:end]))
-        begin = end
-    return groups
 
 
 def workers_of_groups(
@@ -66,7 +29,7 @@ def workers_of_groups(
     train_seconds: float = 0.0,
     fewest: int = 1,
     most: int | None = None,
-    precision: float = 1.0,
+    precision: float = 1e-3,
 ) -> list[int]:
     """Returns the number of workers of each ranking group (Fig. 12, mended), which add up to `workers`.
 
@@ -76,7 +39,8 @@ def workers_of_groups(
       time: tau.
       train_seconds: time of the last training stage: the shortest group need not be faster.
       fewest, most: MIN and MAX, workers of a group.
-      precision: seconds of slope a group at which the bisection ends.
+      precision: slope a group at which the bisection ends, as a share of the time of the longest group on the
+        fewest workers.
 
     Raises:
       ValueError: there are fewer workers than groups need.
@@ -127,7 +91,7 @@ def _steepness(
     # Beyond this slope every group but the first is in time with the fewest workers.
     low, high = 0.0, max([0.0, *((time(lengths[i], fewest) - start) / i for i in range(1, count))])
     plan = needed(high)
-    while plan and high - low > precision:
+    while plan and high - low > precision * time(lengths[-1], fewest):
         middle = (low + high) / 2
         better = needed(middle)
         low, high, plan = (low, middle, better) if better else (middle, high, plan)
@@ -165,6 +129,7 @@ def tier_sizes(
     slots: int,
     pass_seconds: Callable[[int, float], float],
     train_seconds: float,
+    fewest: int = 1,
     most: int | None = None,
     outliers: float = 0.0,
 ) -> list[int]:
@@ -173,43 +138,19 @@ def tier_sizes(
 
     Args:
       groups: lengths of each group's responses, groups ascending.
-      workers, train_seconds, most: see `workers_of_groups`.
+      workers, train_seconds, fewest: see `workers_of_groups`.
       slots, pass_seconds: see `group_seconds`.
+      most: most workers of a group; None is four times an even share.
       outliers: share of each group's longest responses, but the last group's, that will be decoded elsewhere.
     """
     kept = [sorted(lengths)[: math.ceil((1 - outliers) * len(lengths))] for lengths in groups[:-1]]
     kept.append(list(groups[-1]))
     means = [sum(lengths) / len(lengths) for lengths in kept]
     of_mean = dict(zip(means, kept, strict=True))
+    most = max(1, 4 * workers // len(groups)) if most is None else most
 
     @functools.cache
     def time(mean: float, count: int) -> float:
         return group_seconds(of_mean[mean], count, slots, pass_seconds)
 
-    return workers_of_groups(means, workers, time, train_seconds, most=most)
-
-
-def seats(sizes: Sequence[int], step: int) -> list[int]:
-    """Returns the ranking group of each worker in a step: ascending in odd steps, descending in even ones.
-
-    Args:
-      sizes: number of workers of each group.
-      step: number of the step, from 1.
-    """
-    ascending = [group for group, size in enumerate(sizes) for _ in range(size)]
-    return ascending if step % 2 else ascending[::-1]
-
-
-def growth_factor(before: Mapping[object, float], now: Mapping[object, float]) -> float:
-    """beta: the 75th percentile of the growth of prompts' lengths from one epoch to the next, at least 1.1
-    (section 6.3)."""
-    growth = sorted(now[prompt] / before[prompt] for prompt in now if before.get(prompt))
-    if not growth:
-        return 1.1
-    return max(1.1, growth[min(int(0.75 * len(growth)), len(growth) - 1)])
-
-
-def group_of(length: float, boundaries: Sequence[float]) -> int:
-    """Returns the ranking group into which a length falls, given the largest length of each group but the
-    last (Table 2 compares it with the predicted one)."""
-    return bisect.bisect_left(boundaries, length)
+    return workers_of_groups(means, workers, time, train_seconds, fewest, most)

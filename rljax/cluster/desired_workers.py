@@ -6,7 +6,7 @@ from pathlib import Path
 _EVERY = 1.0  # seconds between two looks
 
 
-class WishFile:
+class DesiredWorkersFile:
     """The file `workers` in a run's directory. As long as there is none, `cluster.workers` counts.
 
     Args:
@@ -19,7 +19,7 @@ class WishFile:
         self._looked, self._text = -_EVERY, ""
 
     def changed(self, now: float) -> int | None:
-        """Returns the number of workers wished for where the file has just got another one, else None."""
+        """Returns the number in the file where that has just changed; else None."""
         if now - self._looked < _EVERY:
             return None
         self._looked = now
@@ -34,5 +34,5 @@ class WishFile:
             if text:  # else it is being written
                 self._say(f"{self.path}: {text!r} is no number of workers from 1 on, and changes nothing")
             return None
-        self._say(f"{self.path}: {int(text)} workers are wished for")
+        self._say(f"{self.path}: {int(text)} workers are kept running from now on")
         return int(text)

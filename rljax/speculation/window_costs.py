@@ -9,10 +9,10 @@ Mode = Literal["plain", "coupled", "decoupled"]
 
 @dataclasses.dataclass(frozen=True)
 class Affine:
-    """Seconds that are affine in the batch: `each` a request, and `base`."""
+    """Seconds that are affine in the batch: `per_request` for each, and `fixed`."""
 
-    each: float
-    base: float
+    per_request: float
+    fixed: float
 
     def __call__(self, batch: float) -> float:
-        return batch * self.each + self.base
+        return batch * self.per_request + self.fixed
