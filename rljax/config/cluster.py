@@ -148,15 +148,6 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
-        if self.workers and self.spot.idle >= self.workers:
-            raise ValueError(
-                f"cluster.spot.idle: {self.spot.idle} of {self.workers} workers are never idle within a"
-                " rollout; set fewer, or more cluster.workers"
-            )
-        if self.migration and self.pipe == "off":
-            raise ValueError("cluster.migration: moves what outgrows its group; set cluster.pipe")
-        if self.pipe_groups is not None and self.pipe == "off":
-            raise ValueError("cluster.pipe_groups: are those of cluster.pipe, which is off")
         address = self.address
         if address is None or address == "auto":
             return self
