@@ -44,7 +44,7 @@ from rljax.training.extras import Extra
 
 
 @dataclasses.dataclass(frozen=True)
-class Created:
+class CreatedGroup:
     """A group that is in no batch yet.
 
     Attributes:
@@ -74,7 +74,7 @@ class Arrivals:
         self.size, self.lag, self.total = size, lag, total
         self._ahead = lag if ahead is None else ahead
         self.created = 0
-        self.open: dict[int, Created] = {}
+        self.open: dict[int, CreatedGroup] = {}
 
     def room(self, step: int) -> int:
         """Returns how many groups may be created at a step."""
@@ -83,7 +83,7 @@ class Arrivals:
     def create(self, problem: int, step: int) -> int:
         """Creates a group at a step, and returns its number."""
         number, self.created = self.created, self.created + 1
-        self.open[number] = Created(problem, step)
+        self.open[number] = CreatedGroup(problem, step)
         return number
 
     def batch(self, step: int, arrived: Sequence[int]) -> list[int] | None:
@@ -139,7 +139,7 @@ class Arrivals:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` returned."""
         self.created = state["created"]
-        self.open = {number: Created(problem, version) for number, problem, version in state["open"]}
+        self.open = {number: CreatedGroup(problem, version) for number, problem, version in state["open"]}
 
 
 Spans = tuple[tuple[int, int], ...]
