@@ -56,7 +56,7 @@ class CreatedGroup:
     version: int
 
 
-class Arrivals:
+class GroupBuffer:
     """Which groups may be created, and which form a batch. Pure: it knows no time.
 
     Args:
@@ -76,7 +76,7 @@ class Arrivals:
         self.created = 0
         self.open: dict[int, CreatedGroup] = {}
 
-    def room(self, step: int) -> int:
+    def free_places(self, step: int) -> int:
         """Returns how many groups may be created at a step."""
         return min((step + self._ahead + 1) * self.size, self.total) - self.created
 
@@ -247,21 +247,21 @@ class ArrivingBatches(_Noted, Extra):
         self._cluster, self._progress, self._parks = cluster, progress, self._config.cluster.into_next_step
         lag, size = rollout.max_staleness, rollout.prompts_per_step
         total = self._config.training.steps * size
-        self._arrivals = Arrivals(size, lag, total, lag - 1 if self._parks else None)
+        self._buffer = GroupBuffer(size, lag, total, lag - 1 if self._parks else None)
         self._under_way: dict[int, BegunGroups] = {}
         self._parked = 0  # groups that the last batch has passed over
 
     def begin(self, round_: int) -> None:
         """Creates the groups that may be created now. After a resume, those that were open begin again."""
         self._renew()
-        state, arrivals = self._state, self._arrivals
-        for _ in range(arrivals.room(state.step)):
+        state, buffer = self._state, self._buffer
+        for _ in range(buffer.free_places(state.step)):
             (problem,) = self.next_problems(1)
-            arrivals.create(int(problem), state.step)
+            buffer.create(int(problem), state.step)
         samples = self._config.rollout.samples_per_prompt
-        for number, each in arrivals.open.items():
+        for number, each in buffer.open.items():
             if number not in self._under_way:
-                step = number // arrivals.size
+                step = number // buffer.size
                 wanted = WantedGroups("train", [each.problem], samples, TRAINING, step, version=state.step)
                 weights = state.versions[state.step]
                 self._under_way[number] = self._collector.begin(weights, wanted, renewed=True)
@@ -277,9 +277,9 @@ class ArrivingBatches(_Noted, Extra):
         while (batch := self._batch()) is None:
             self._cluster.listen()
             running.add(self._cluster.decoding)
-            arrived, needed = len(self._arrived()), self._arrivals.size
+            arrived, needed = len(self._arrived()), self._buffer.size
             self._progress.update("rollout", f"{min(arrived, needed)}/{needed} groups")
-        opened = [self._arrivals.open[number] for number in batch]
+        opened = [self._buffer.open[number] for number in batch]
         begun, completions, statistics = self._take(batch)
         statistics.running[:] = [running.points()]  # of all that is under way, while the step waited
         problems = [problem for each in begun for problem in each.problems]
@@ -301,10 +301,10 @@ class ArrivingBatches(_Noted, Extra):
         """The numbers of the present step's groups, or None while some must be waited for."""
         step, arrived = self._state.step, self._arrived()
         if not self._parks:
-            return self._arrivals.batch(step, arrived)
-        numbers = list(self._arrivals.open)[: self._arrivals.size]
+            return self._buffer.batch(step, arrived)
+        numbers = list(self._buffer.open)[: self._buffer.size]
         waiting = self._cluster.outliers([self._under_way[number].decoding for number in numbers])
-        return self._arrivals.in_order(step, arrived, {numbers[place] for place in waiting})
+        return self._buffer.in_order(step, arrived, {numbers[place] for place in waiting})
 
     def _take(self, batch: Sequence[int]) -> tuple[list[BegunGroups], list[Completion], DecodeStatistics]:
         """What was begun for these groups, their responses, and counts of the work."""
@@ -314,8 +314,8 @@ class ArrivingBatches(_Noted, Extra):
             ended, counts = self._cluster.finish(begun[-1].decoding)
             completions += ended
             accumulate(statistics, counts)
-        self._arrivals.take(batch)
-        self._parked = sum(number < max(batch) for number in self._arrivals.open)
+        self._buffer.take(batch)
+        self._parked = sum(number < max(batch) for number in self._buffer.open)
         return begun, completions, statistics
 
     def before_evaluation(self) -> None:
@@ -330,12 +330,12 @@ class ArrivingBatches(_Noted, Extra):
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         state, arrays = super().state()
-        return state | {"under_way": self._arrivals.state()}, arrays  # under the weights of the checkpoint
+        return state | {"under_way": self._buffer.state()}, arrays  # under the weights of the checkpoint
 
     def load_state(self, host_state: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> None:
         super().load_state(host_state, held)
         if "under_way" in host_state:
-            self._arrivals.load_state(host_state["under_way"])
+            self._buffer.load_state(host_state["under_way"])
 
 
 class ReplayedBatches(_Noted):
