@@ -268,7 +268,7 @@ class ArrivingBatches(_Noted, Extra):
 
     def _renew(self) -> None:
         """What is under way goes on under the newest weights."""
-        self.hold_weights()
+        self.retain_policy_version()
         self._cluster.renew(self._state.versions[self._state.step], self._state.step)
 
     def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
@@ -354,7 +354,7 @@ class ReplayedBatches(_Noted):
         self._path, self._schedule = path, read_schedule(path)
 
     def begin(self, round_: int) -> None:
-        self.hold_weights()
+        self.retain_policy_version()
 
     def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
         start, step = time.perf_counter(), self._state.step

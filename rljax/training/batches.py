@@ -81,7 +81,7 @@ class Batches:
         if round_:
             self._begun = self._begin_next(state.step, self._version)
             return
-        self.hold_weights()
+        self.retain_policy_version()
         last = min(state.step + self._config.rollout.staleness, self._config.training.steps - 1)
         for step in range(state.step, last + 1):
             if step not in state.begun:
@@ -94,7 +94,7 @@ class Batches:
         begun, self._begun = self._begun, None  # it holds weights, whose memory an update needs
         return self._collector.finish(begun, on_progress)
 
-    def hold_weights(self) -> None:
+    def retain_policy_version(self) -> None:
         """Keeps this step's weights under their number, and older ones as long as rollouts may need them."""
         state, lag = self._state, self._config.rollout.oldest_lag
         if state.step in state.versions:
