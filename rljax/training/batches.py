@@ -111,7 +111,7 @@ class Batches:
         """Returns the indices of the next problems that are asked, and goes on behind them."""
         state, begin = self._state, self._state.data_position
         indices, state.data_position = self._prompts.next_problems("train", begin, count)
-        state.passed_over += state.data_position - begin - count
+        state.skipped_problems += state.data_position - begin - count
         return indices
 
     def _begin_groups(self, step: int, indices: Sequence[int], version: int) -> BegunGroups:

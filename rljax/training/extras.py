@@ -139,7 +139,7 @@ class PassRates(Extra):
 
     def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
         learned = self._curriculum.learn(pass_shares(rollout.sampled, self._success))
-        return {**learned, "curriculum/passed_over": self._state.passed_over}
+        return {**learned, "curriculum/passed_over": self._state.skipped_problems}
 
 
 def lag_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:

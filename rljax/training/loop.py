@@ -31,7 +31,7 @@ from rljax.training.training_run import TrainingRun
 
 def training_step(run: TrainingRun) -> dict[str, Any]:
     """One RL step, which changes `run.state`. Returns the metrics of the step."""
-    start, run.state.passed_over = time.perf_counter(), 0
+    start, run.state.skipped_problems = time.perf_counter(), 0
     for extra in run.extras:
         extra.begin_step()
     give_back()
