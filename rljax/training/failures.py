@@ -44,7 +44,7 @@ def during_evaluation(run: TrainingRun, metrics: dict[str, Any]) -> Iterator[Non
     except (DrafterError, PolicyError):
         raise
     except UserError:
-        run.state.owes_evaluation = True
+        run.state.evaluation_due = True
         save_after_failure(run, metrics)
         raise
 

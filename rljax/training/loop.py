@@ -186,9 +186,9 @@ def train(run: TrainingRun, allow_changes: bool = False) -> None:
     run.compile()
     if run.state.step == 0:
         saving.write_metrics(run, evaluate(run))
-    elif run.state.owes_evaluation:
+    elif run.state.evaluation_due:
         run.directory.extend_metrics({"step": run.state.step} | evaluate(run))
-        run.state.owes_evaluation = False
+        run.state.evaluation_due = False
 
     # STEP BY STEP
     with failures.reported(run), run.stop.finish_first("this step"):

@@ -19,7 +19,7 @@ class RunState:
       versions: weights of `engine.load_params`, of this step and of those before that rollouts still need, by
         version.
       begun: rollouts that have begun, by their step.
-      owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
+      evaluation_due: the evaluation due after the latest step failed; it runs when the run is resumed.
     """
 
     trained: TrainState
@@ -28,7 +28,7 @@ class RunState:
     skipped_problems: int = 0
     versions: dict[int, Params] = dataclasses.field(default_factory=dict)
     begun: dict[int, BegunGroups] = dataclasses.field(default_factory=dict)
-    owes_evaluation: bool = False
+    evaluation_due: bool = False
 
     @property
     def params(self) -> Params:
