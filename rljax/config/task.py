@@ -162,7 +162,7 @@ class TaskConfig(Section):
     )
     reward_parallel: Count = Field(
         32,
-        description="Most calls of rewards that are coroutine functions (async def) under way at once. Raise"
+        description="Most calls of rewards that are coroutine functions (async def) in flight at once. Raise"
         " it for a service that answers more at a time, lower it for one that refuses.",
     )
     sandbox: SandboxConfig = SandboxConfig()

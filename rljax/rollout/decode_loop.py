@@ -106,7 +106,7 @@ class DecodeLoop:
     def step(self) -> None:
         """Fills free slots, decodes up to the next host sync, and takes over what was sampled."""
         self._fill()
-        if self._decoding or self.slots.under_way:  # else all wait for answers, or have ended
+        if self._decoding or self.slots.in_flight:  # else all wait for answers, or have ended
             self._decode()
         self._drop_state()
 
@@ -121,11 +121,11 @@ class DecodeLoop:
                 self.slots.insert(
                     prefilled, [(row, slot, each) for (row, each), slot in zip(rows, taken, strict=True)]
                 )
-        if not self.slots.under_way and (smaller := self._smaller_batch()):
+        if not self.slots.in_flight and (smaller := self._smaller_batch()):
             self.slots.compact(smaller)
         if not self.waiting:
             self.idle.fill(self.slots)
-        alone = not self.slots.under_way and not self._decoding
+        alone = not self.slots.in_flight and not self._decoding
         answers = self.turns.answers(self.statistics, alone, self.policy.sync_at_every_ending)
         if answers:
             self.slots.append(answers)
@@ -160,7 +160,7 @@ class DecodeLoop:
             self._sync_when_active(),
             self.policy.most_steps,
             is_tail=not self.waiting,
-            shrinks=bool(slots.under_way) and self._smaller_batch() > 0,
+            shrinks=bool(slots.in_flight) and self._smaller_batch() > 0,
             yielding_weight=self.idle.weight(slots),
         )
         for collected in slots.decode(wanted):
@@ -234,7 +234,7 @@ class DecodeLoop:
         self.on_sync([response for response in responses if not response.yields])
 
     def finish_pass(self) -> None:
-        """Waits for the pass that is under way, if there is one."""
+        """Waits for the pass that is in flight, if there is one."""
         for collected in self.slots.finish():
             self._collect(collected)
 
@@ -299,7 +299,7 @@ class DecodeLoop:
         self._drop_state()
 
     def load_params(self, params: Params, version: int) -> None:
-        """Swaps the weights between two host syncs. Responses under way go on with the new ones, over keys
+        """Swaps the weights between two host syncs. Responses in flight go on with the new ones, over keys
         and values of the old ones, and record the position (`LiveResponse.versions`).
 
         Args:

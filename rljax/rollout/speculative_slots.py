@@ -36,7 +36,7 @@ class SpeculativeSlots(Slots):
         self.has_history = speculator.has_history
         self._known: list[LiveResponse] = []  # to drafters, by number
         self._begun = False
-        self._passes: list[VerifyingPass] = []  # under way: none, or one where drafting overlaps
+        self._passes: list[VerifyingPass] = []  # in flight: none, or one where drafting overlaps
 
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class SpeculativeSlots(Slots):
     # -- decoding --------------------------------------------------------------------------------------------
 
     @property
-    def under_way(self) -> Sequence[int]:
+    def in_flight(self) -> Sequence[int]:
         return [slot for each in self._passes for slot in each.active.slots]
 
     def decode(self, wanted: Pass) -> list[Collected]:
@@ -153,10 +153,10 @@ class SpeculativeSlots(Slots):
                 self.statistics.train_seconds += self._decoder.clock.finished() - start
 
     def _alternate(self, wanted: Pass) -> list[Collected]:
-        """Drafts for slots that the device is not at, and queues their pass behind the one under way; then
+        """Drafts for slots that the device is not at, and queues their pass behind the one in flight; then
         returns the results of that one.
         """
-        earlier, taken = self._passes, set(self.under_way)
+        earlier, taken = self._passes, set(self.in_flight)
         half = [slot for slot in wanted.slots if slot not in taken][: -(-len(wanted.slots) // 2)]
         following = None
         if half and not (earlier and wanted.shrinks):
@@ -165,7 +165,7 @@ class SpeculativeSlots(Slots):
         self._passes = [] if following is None else [following]
         if earlier or self._passes:
             return self._finished(earlier)
-        # No pass is under way: plain steps of all slots.
+        # No pass is in flight: plain steps of all slots.
         active = self._active(wanted, wanted.slots)
         self.state, result = self._decoder.decode_plainly(
             self.params, self.state, active, wanted.until_active, wanted.most_steps

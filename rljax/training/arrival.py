@@ -248,7 +248,7 @@ class ArrivingBatches(_Noted, Extra):
         lag, size = rollout.max_staleness, rollout.prompts_per_step
         total = self._config.training.steps * size
         self._buffer = GroupBuffer(size, lag, total, lag - 1 if self._parks else None)
-        self._under_way: dict[int, BegunGroups] = {}
+        self._in_flight: dict[int, BegunGroups] = {}
         self._parked = 0  # groups that the last batch has passed over
 
     def begin(self, round_: int) -> None:
@@ -260,14 +260,14 @@ class ArrivingBatches(_Noted, Extra):
             buffer.create(int(problem), state.step)
         samples = self._config.rollout.samples_per_prompt
         for number, each in buffer.open.items():
-            if number not in self._under_way:
+            if number not in self._in_flight:
                 step = number // buffer.size
                 wanted = WantedGroups("train", [each.problem], samples, TRAINING, step, version=state.step)
                 weights = state.versions[state.step]
-                self._under_way[number] = self._collector.begin(weights, wanted, renewed=True)
+                self._in_flight[number] = self._collector.begin(weights, wanted, renewed=True)
 
     def _renew(self) -> None:
-        """What is under way goes on under the newest weights."""
+        """What is in flight goes on under the newest weights."""
         self.retain_policy_version()
         self._cluster.renew(self._state.versions[self._state.step], self._state.step)
 
@@ -281,7 +281,7 @@ class ArrivingBatches(_Noted, Extra):
             self._progress.update("rollout", f"{min(arrived, needed)}/{needed} groups")
         opened = [self._buffer.open[number] for number in batch]
         begun, completions, statistics = self._take(batch)
-        statistics.running[:] = [running.points()]  # of all that is under way, while the step waited
+        statistics.running[:] = [running.points()]  # of all that is in flight, while the step waited
         problems = [problem for each in begun for problem in each.problems]
         requests = [request for each in begun for request in each.requests]
         steps = [each.wanted.step for each in begun]
@@ -292,7 +292,7 @@ class ArrivingBatches(_Noted, Extra):
 
     def _arrived(self) -> list[int]:
         """The numbers of the groups that have ended, in their order."""
-        places = {number: self._cluster.place(begun.decoding) for number, begun in self._under_way.items()}
+        places = {number: self._cluster.place(begun.decoding) for number, begun in self._in_flight.items()}
         return sorted(
             (number for number, place in places.items() if place is not None), key=lambda each: places[each]
         )
@@ -303,14 +303,14 @@ class ArrivingBatches(_Noted, Extra):
         if not self._parks:
             return self._buffer.batch(step, arrived)
         numbers = list(self._buffer.open)[: self._buffer.size]
-        waiting = self._cluster.outliers([self._under_way[number].decoding for number in numbers])
+        waiting = self._cluster.outliers([self._in_flight[number].decoding for number in numbers])
         return self._buffer.in_order(step, arrived, {numbers[place] for place in waiting})
 
     def _take(self, batch: Sequence[int]) -> tuple[list[BegunGroups], list[Completion], DecodeStatistics]:
         """What was begun for these groups, their responses, and counts of the work."""
         begun, completions, statistics = [], [], DecodeStatistics()
         for number in batch:
-            begun.append(self._under_way.pop(number))
+            begun.append(self._in_flight.pop(number))
             ended, counts = self._cluster.finish(begun[-1].decoding)
             completions += ended
             accumulate(statistics, counts)
@@ -326,7 +326,7 @@ class ArrivingBatches(_Noted, Extra):
         return {"cluster/parked": self._parked} if self._parks else {}
 
     def go_back(self, place: Any) -> None:
-        """Nothing is asked again: what was begun is under way as it is saved."""
+        """Nothing is asked again: what was begun is in flight as it is saved."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         state, arrays = super().state()
