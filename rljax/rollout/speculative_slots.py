@@ -34,7 +34,7 @@ class SpeculativeSlots(Slots):
         self.speculator, self._overlap = speculator, overlap
         self._drafters, self._decoder = speculator.slots, speculator.decoder
         self.has_history = speculator.has_history
-        self._known: list[LiveResponse] = []  # to drafters, by number
+        self._registered: list[LiveResponse] = []  # to drafters, by number
         self._begun = False
         self._passes: list[VerifyingPass] = []  # in flight: none, or one where drafting overlaps
 
@@ -52,8 +52,8 @@ class SpeculativeSlots(Slots):
         super().admit(waiting, known, most, first)
         if all(response.number is not None for response in waiting):
             return
-        self._take_counts(self._known)
-        self._known = list(known)
+        self._take_counts(self._registered)
+        self._registered = list(known)
         for number, response in enumerate(known):
             response.number = number
         requests = [response.request for response in known]
