@@ -99,7 +99,7 @@ class DecodeLoop:
         self.running_over_time = RunningRequests()
         self._live: dict[LiveResponse, None] = {}  # waiting and decoded, in the order of arrival
         self._queue = PrefillQueue(slots, max_slots, policy.longest_first)
-        self._news = False  # whether responses have come that `slots` have not admitted
+        self._changed = False  # whether responses have come that `slots` have not admitted
 
     # -- a round ---------------------------------------------------------------------------------------------
 
@@ -133,10 +133,10 @@ class DecodeLoop:
 
     def _admit(self) -> None:
         """Makes room for responses that wait."""
-        if self._news:
+        if self._changed:
             self.finish_pass()  # its results are by the old numbers
             self.slots.free(self.slots.yielding)  # others wait for their slots
-            self._news = False
+            self._changed = False
         first = self.max_slots if self.policy.start_full else 0
         self.slots.admit(list(self._queue), [*self._live, *self.idle.responses], self.max_slots, first)
 
@@ -261,7 +261,7 @@ class DecodeLoop:
                 raise ValueError("the response has ended: nothing is left to decode")
         self._live.update(dict.fromkeys(responses))
         self._queue.add(responses)
-        self._news = True
+        self._changed = True
 
     def cancel(self, responses: Iterable[LiveResponse]) -> None:
         """Ends responses as "cancelled", unless they have ended; their slots are free."""
