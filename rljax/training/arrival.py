@@ -72,13 +72,13 @@ class GroupBuffer:
 
     def __init__(self, size: int, lag: int, total: int, ahead: int | None = None) -> None:
         self.size, self.lag, self.total = size, lag, total
-        self._ahead = lag if ahead is None else ahead
+        self._steps_ahead = lag if ahead is None else ahead
         self.created = 0
         self.open: dict[int, CreatedGroup] = {}
 
     def free_places(self, step: int) -> int:
         """Returns how many groups may be created at a step."""
-        return min((step + self._ahead + 1) * self.size, self.total) - self.created
+        return min((step + self._steps_ahead + 1) * self.size, self.total) - self.created
 
     def create(self, problem: int, step: int) -> int:
         """Creates a group at a step, and returns its number."""
@@ -114,11 +114,11 @@ class GroupBuffer:
           arrived: numbers of the open groups that have ended.
           outliers: numbers of those that wait for outliers alone.
         """
-        spare = len(self.open) - self.size
+        parkable = len(self.open) - self.size
         batch: list[int] = []
         for number, each in self.open.items():
-            if number in outliers and each.version + self.lag > step and spare:
-                spare -= 1
+            if number in outliers and each.version + self.lag > step and parkable:
+                parkable -= 1
             else:
                 batch.append(number)
         batch = batch[: self.size]
