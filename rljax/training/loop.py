@@ -101,10 +101,10 @@ def sampling_rewards(run: TrainingRun, groups: Sequence[Group]) -> tuple[np.ndar
             if not np.isnan(group.reward).all():
                 success_part(part_names(group.rewards), part, "algorithm.dynamic_sampling_part")
         values = np.where(np.isnan(total), np.nan, np.stack([group.part(part) for group in groups]))
-    judged_by = part or success or "correct"
-    judged = np.stack([group.part(judged_by) for group in groups])
-    known = not np.isnan(judged[~np.isnan(values)]).any()
-    return values, judged >= PASSED_FROM if known else None
+    scored_by = part or success or "correct"
+    scored = np.stack([group.part(scored_by) for group in groups])
+    known = not np.isnan(scored[~np.isnan(values)]).any()
+    return values, scored >= PASSED_FROM if known else None
 
 
 def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
