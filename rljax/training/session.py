@@ -64,8 +64,8 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
                 # The innermost context: the others' exits may wait for a process that has ended.
-                wished = Path(config.run_dir)
-                with processes.ended_by_others(), cluster_of(config, progress.message, wished) as cluster:
+                run_dir = Path(config.run_dir)
+                with processes.ended_by_others(), cluster_of(config, progress.message, run_dir) as cluster:
                     training = TrainingRun(config, directory, checkpoints, progress, start, stop, cluster)
                     with training.trackers, contextlib.closing(training), processes.ended_by_others():
                         train(training, allow_changes)
