@@ -27,8 +27,8 @@ from rljax.rollout.collector import EVALUATION, WantedGroups
 from rljax.run_directory import RunDirectory
 from rljax.training import session
 from rljax.training.interruption import StopRequest
-from rljax.training.learner import completions_of, make_minibatches
 from rljax.training.loop import train as train_run
+from rljax.training.minibatches import completions_of, make_minibatches
 from rljax.training.training_run import TrainingRun
 from workloads import REAL_CONFIG
 

@@ -226,10 +226,10 @@ def test_tokens_come_back_from_where_they_were_laid(params, groups):
     values = np.arange(6 * LONGEST, dtype=np.float32).reshape(6, LONGEST) + 1
     found = np.zeros_like(values)
     for minibatch in minibatches:
-        arrays = minibatch.lay_out(values)
+        arrays = minibatch.to_microbatches(values)
         for array, batch in zip(arrays, minibatch.batches, strict=True):
             np.testing.assert_array_equal(array != 0, batch.response_mask)
-        minibatch.gather(arrays, found)
+        minibatch.collect_tokens(arrays, found)
     np.testing.assert_array_equal(found, np.where(np.arange(LONGEST) < np.array(lengths)[:, None], values, 0))
 
 
@@ -260,7 +260,7 @@ def test_responses_without_advantage_are_left_out_and_nothing_else_changes(param
             arrays = []
             for each in (one, other):
                 values = np.zeros((6, LONGEST), np.float32)
-                each.gather([np.asarray(getattr(batch, field)) for batch in each.batches], values)
+                each.collect_tokens([np.asarray(getattr(batch, field)) for batch in each.batches], values)
                 arrays.append(values[other.members])
             np.testing.assert_array_equal(*arrays)
     lengths = [len(completion.response_ids) for group in groups for completion in group.completions]

@@ -27,7 +27,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Problem
 from rljax.training.critic import critic_params, packed_values
-from rljax.training.learner import make_minibatches, padding_share, shared_share
+from rljax.training.minibatches import make_minibatches, padding_share, shared_share
 from rljax.training.scoring import score_packed
 from rljax.training.update import Trainer
 from tests.engines import stored_pool
@@ -115,9 +115,7 @@ def test_logprobs_have_the_same_bits(params, sequences, compute_dtype, sampling)
     found = []
     for packing, batches in (packed(sequences, False), packed(sequences, True)):
         pairs = [scores(params, batch, numerics, sampling) for batch in batches]
-        found.append(
-            [at_responses(sequences, packing, batches, each) for each in zip(*pairs, strict=True)]
-        )
+        found.append([at_responses(sequences, packing, batches, each) for each in zip(*pairs, strict=True)])
     (expected, expected_entropy), (logprobs, entropy) = found
     assert len(expected)
     np.testing.assert_array_equal(logprobs, expected)
