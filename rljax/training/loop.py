@@ -1,10 +1,10 @@
 """The RL loop: roll out, reward, learn, evaluate. Read it from top to bottom.
 
 A step samples groups of responses from the current policy, rewards them, and updates the policy on them by
-GRPO (arXiv 2402.03300) or another algorithm of `rljax/algorithms/registry.py`. The parts of a run are built
-in `training_run.py`, the updates of a step are in `learner.py`. Other files start and stop a run
-(`session.py`), resume and save it, handle failures, and report; what takes part in a step without being a
-step's part is in `extras.py`.
+GRPO (arXiv 2402.03300) or another algorithm of `rljax/algorithms/registry.py`. The parts of a run
+(`training_run.py`) are built in `building.py`, the updates of a step are in `learner.py`. Other files start
+and stop a run (`session.py`), resume and save it, handle failures, and report; what takes part in a step
+without being a step's part is in `extras.py`.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from rljax.rollout.collector import EVALUATION, Group, Timing, WantedGroups, out
 from rljax.rollout.metrics import mean_rewards, rollout_metrics
 from rljax.training import failures, reporting, resuming, saving
 from rljax.training.batches import Rollout
+from rljax.training.compiling import compile_programs
 from rljax.training.training_run import TrainingRun
 
 
@@ -55,7 +56,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         metrics |= extra.metrics(rollout, seconds)
     times = {"rollout": rollout.timing.decode, "reward": rollout.timing.reward, "step": seconds}
     metrics |= {f"time/{name}": value for name, value in times.items()}
-    return metrics | update_metrics | run.compilation_metrics
+    return metrics | update_metrics
 
 
 def roll_out(run: TrainingRun) -> Rollout:
@@ -183,7 +184,7 @@ def train(run: TrainingRun, allow_changes: bool = False) -> None:
     """
     # START: at step 0, or where an earlier session ended.
     resuming.begin_session(run, allow_changes)
-    run.compile()
+    compile_programs(run)
     if run.state.step == 0:
         saving.write_metrics(run, evaluate(run))
     elif run.state.evaluation_due:

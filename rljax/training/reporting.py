@@ -16,7 +16,7 @@ _LARGE = 2.0**24
 
 def show_rollout(run: TrainingRun, total: int, tokens: int, finished: int) -> None:
     """Shows sampled tokens, finished responses, of `total`, what still compiles, and what workers do."""
-    also = f", {run.compiling} shapes compiling" if run.compiling else ""
+    also = f", {left} shapes compiling" if (left := run.compilation.left) else ""
     also += "" if run.cluster is None else f", {run.cluster.doing}"
     run.progress.update("rollout", f"{tokens:,} tokens, {finished}/{total} done{also}")
 
