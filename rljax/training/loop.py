@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rljax.algorithms.dynamic_sampling import DynamicSampler
+from rljax.config import ExperimentConfig
 from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics
 from rljax.evaluation.metrics import PASSED_FROM, part_names, success_part
@@ -83,18 +84,20 @@ def roll_out(run: TrainingRun) -> Rollout:
             extra.learn(outcomes(groups))
         if not config.algorithm.dynamic_sampling:
             return Rollout(groups, sampled, statistics, timing)
-        sampler.offer(groups, *sampling_rewards(run, groups))
+        sampler.offer(groups, *sampling_rewards(config, groups))
         for extra in run.extras:
             extra.after_round(round_, followed=not sampler.full)
         if sampler.full:
             return Rollout(sampler.take(), sampled, statistics, timing)
 
 
-def sampling_rewards(run: TrainingRun, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray | None]:
+def sampling_rewards(
+    config: ExperimentConfig, groups: Sequence[Group]
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns what dynamic sampling decides by, float [P, G], and which responses are right, bool [P, G], or
     None where no part of the reward says so.
     """
-    part, success = run.config.algorithm.dynamic_sampling_part, run.config.evaluation.success
+    part, success = config.algorithm.dynamic_sampling_part, config.evaluation.success
     total = np.stack([group.reward for group in groups])
     values = total
     if part is not None:
@@ -112,7 +115,7 @@ def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     """Runs the updates of a step on rewarded groups. Returns their metrics."""
     for extra in run.extras:
         extra.before_update()
-    state, show = run.state, functools.partial(reporting.show_update, run)
+    state, show = run.state, functools.partial(reporting.show_update, run.progress)
     sampled_by = run.batches.sampled_by()
     state.trained, metrics = run.learner.learn(state.trained, groups, state.step, show, sampled_by)
     return metrics
@@ -153,9 +156,9 @@ def advance(run: TrainingRun) -> signal.Signals | None:
     run.progress.stage("train", config.training.steps, completed=state.step)
     metrics = training_step(run)
     state.step += 1
-    reporting.show_step(run, metrics)
+    reporting.show_step(run.progress, state.step, metrics)
     if state.step == 1:
-        reporting.show_doubts(run, metrics)
+        reporting.show_doubts(run.progress, config.task.name, metrics)
 
     # EVALUATE
     last = state.step == config.training.steps
@@ -199,4 +202,4 @@ def train(run: TrainingRun, allow_changes: bool = False) -> None:
                 run.checkpoints.wait()
                 raise Interrupted(f"stopped at step {run.state.step}, which is saved", stopped_by)
         run.checkpoints.wait()
-    reporting.report(run)
+    reporting.report(run.directory, run.progress, run.config.tracking.report)

@@ -74,7 +74,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
 
     def training_step():
         run.state.data_position += 2
-        reporting.keep_for_report(run, run.directory.append_rollout, run.state.step + 1, {})
+        reporting.keep_for_report(run.progress, run.directory.append_rollout, run.state.step + 1, {})
         names = ("reward/mean", "rollout/tokens_per_second", "response_length/mean")
         return dict.fromkeys(names, 0.5)
 

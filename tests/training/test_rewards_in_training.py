@@ -11,7 +11,6 @@ from rljax.errors import UserError
 from rljax.rollout.collector import Group
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
-from rljax.training.loop import sampling_rewards
 from rljax.training.session import run
 from tests.tasks.reward_server import reward_server
 from tests.training.tiny_run import train, write_config
@@ -151,7 +150,7 @@ def test_dynamic_sampling_decides_by_the_part_that_is_named():
         algorithm = SimpleNamespace(dynamic_sampling_part=part)
         evaluation = SimpleNamespace(success=success)
         config = SimpleNamespace(algorithm=algorithm, evaluation=evaluation)
-        return sampling_rewards(SimpleNamespace(config=config), groups)
+        return loop.sampling_rewards(config, groups)
 
     values, passed = decided("acc")
     np.testing.assert_array_equal(values, [[0, 0, np.nan], [1, 0, 0]])
