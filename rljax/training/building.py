@@ -56,7 +56,7 @@ from rljax.training.learner import Learner
 from rljax.training.reference import load_teacher, teacher_line
 from rljax.training.run_state import RunState
 from rljax.training.training_run import TrainingRun
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from rljax.training.warm_start import warm_start
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ def make_run(
     # What learns.
     training = config.training
     updates = training.steps * training.minibatches_per_step * training.epochs_per_step
-    optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=updates)
-    learning = (sampling, config.algorithm, training, optimizer)
-    trainer = Trainer(policy.config, numerics, *learning, pool, mesh, adapter)
-    learner = Learner(config, policy.config, numerics, trainer, pool, policy.params, teacher)
+    optimizer = make_optimizer(config.optimizer, updates)
+    recipe = Recipe(sampling, config.algorithm, training, optimizer)
+    trainer = Trainer(policy.config, numerics, recipe, pool, mesh, adapter)
+    learner = Learner(config, trainer, policy.params, teacher)
 
     # What changes from step to step, and takes part in the steps.
     state, compilation = RunState(learner.init(policy.params)), Compilation(scheduler, pool)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from rljax.algorithms.estimation import Estimate, estimate_advantages
@@ -24,13 +23,10 @@ from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.algorithms.rollout_correction import rollout_correction
 from rljax.assembly.policy import Policy
 from rljax.config import ExperimentConfig
-from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
-from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
-from rljax.numerics.rows import Numerics
 from rljax.requests import spans_of
 from rljax.rollout.collector import Group
 from rljax.training.critic import Critic, ValueTargets
@@ -49,22 +45,15 @@ from rljax.training.reference import Reference
 from rljax.training.update import Trainer
 
 
-def make_critic(
-    config: ExperimentConfig,
-    model_config: ModelConfig,
-    numerics: Numerics,
-    pool: ExecutablePool,
-    mesh: Mesh | None,
-) -> Critic | None:
+def make_critic(config: ExperimentConfig, trainer: Trainer) -> Critic | None:
     """Returns the critic of an experiment; None if its algorithm trains none. Arguments as in `Learner`."""
     algorithm, training = config.algorithm, config.training
     if algorithm.advantage_baseline != "critic":
         return None
-    settings = algorithm.critic.model_dump(exclude={"value_clip"})
     updates = training.steps * training.minibatches_per_step * training.epochs_per_step
-    optimizer = make_optimizer(**settings, total_updates=updates, section="algorithm.critic")
-    value_clip = algorithm.critic.value_clip
-    return Critic(model_config, numerics, training, value_clip, optimizer, pool, mesh)
+    optimizer = make_optimizer(algorithm.critic, updates, "algorithm.critic")
+    value_clip, where = algorithm.critic.value_clip, (trainer.pool, trainer.mesh)
+    return Critic(trainer.config, trainer.numerics, training, value_clip, optimizer, *where)
 
 
 class Learner:
@@ -75,10 +64,7 @@ class Learner:
 
     Args:
       config: the experiment.
-      model_config: architecture of the policy.
-      numerics: numerics of the engine.
-      trainer: trainer of the policy.
-      pool: pool of compiled programs.
+      trainer: trainer of the policy; a critic has its architecture, numerics and devices.
       policy_params: weights that the run starts from; copied if they are the reference of a run that trains
         all weights. Under LoRA they are the base.
       teacher: the reference in their place, from `reference.load_teacher`.
@@ -90,10 +76,7 @@ class Learner:
     def __init__(
         self,
         config: ExperimentConfig,
-        model_config: ModelConfig,
-        numerics: Numerics,
         trainer: Trainer,
-        pool: ExecutablePool,
         policy_params: Params,
         teacher: Policy | None = None,
     ) -> None:
@@ -106,7 +89,7 @@ class Learner:
         elif algorithm.kl_coefficient > 0:
             self._reference = Reference(trainer, policy_params)
         self.reference_digest = None if self._reference is None else self._reference.digest
-        self._critic = make_critic(config, model_config, numerics, pool, trainer.mesh)
+        self._critic = make_critic(config, trainer)
 
     @property
     def _kl_in_loss(self) -> bool:

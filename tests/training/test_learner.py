@@ -25,7 +25,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Problem
 from rljax.training.learner import Learner
 from rljax.training.objectives import policy_objective
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from tests.devices import run_on_devices
 from tests.engines import stored_pool
 from tests.training.test_update import NamingPool
@@ -86,14 +86,14 @@ def experiment(algorithm, **training):
 @functools.cache
 def optimizer():
     """One for all learners, since their programs are looked up by it."""
-    return make_optimizer(**OptimizerConfig(**OPTIMIZER).model_dump(), total_updates=10)
+    return make_optimizer(OptimizerConfig(**OPTIMIZER), 10)
 
 
 def make_learner(params, algorithm, pool=POOL, mesh=None, **training):
     config = experiment(algorithm, **training)
     numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh(mesh))
-    arguments = (SamplingParams(), config.algorithm, config.training, optimizer(), pool, mesh)
-    return Learner(config, CONFIG, numerics, Trainer(CONFIG, numerics, *arguments), pool, params)
+    recipe = Recipe(SamplingParams(), config.algorithm, config.training, optimizer())
+    return Learner(config, Trainer(CONFIG, numerics, recipe, pool, mesh), params)
 
 
 def make_groups(params):
@@ -402,8 +402,8 @@ def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
 def test_the_reference_is_scored_without_filters(params, groups):
     """Its own top-k would say -inf of what the policy has come to like, and no KL how far that is."""
     config = experiment({"name": "grpo"})
-    arguments = (CONFIG, Numerics(), SamplingParams(top_k=2), config.algorithm, config.training)
-    filtered = Trainer(*arguments, optimizer(), POOL)
+    recipe = Recipe(SamplingParams(top_k=2), config.algorithm, config.training, optimizer())
+    filtered = Trainer(CONFIG, Numerics(), recipe, POOL)
     learner = make_learner(params, {"name": "grpo"})
     (minibatch,) = learner._pack(groups, 0)
     expected = learner._trainer.score(params, minibatch.batches)
