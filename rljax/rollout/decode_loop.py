@@ -1,6 +1,6 @@
 """The decode loop: continuous batching over an open queue of requests.
 
-    loop = open_loop(engine, params, max_slots=64, on_sync=deliver)     # `rljax/rollout/open_loop.py`
+    loop = open_loop(slots, max_slots=64, on_sync=deliver)              # `rljax/rollout/open_loop.py`
     loop.submit([LiveResponse(request)])                                # between any two calls of `step`
     while loop.waiting or loop.running:
         loop.step()                                                     # up to the next host sync

@@ -24,7 +24,7 @@ from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.decode_loop import LoopPolicy, check_request
 from rljax.rollout.live_response import Ending, LiveResponse
-from rljax.rollout.open_loop import PLAIN, open_loop
+from rljax.rollout.open_loop import PLAIN, open_loop, open_slots
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
@@ -159,16 +159,8 @@ class EngineWorker:
         self.engine, self.speculator = engine, speculator
         self.max_slots, self.max_waiting = max_slots, max_waiting
         policy = LoopPolicy(sync_at_every_ending=True, most_steps=steps_per_sync)
-        self.loop = open_loop(
-            engine,
-            params,
-            max_slots,
-            speculator,
-            tools=environment,
-            policy=policy,
-            on_sync=self._deliver,
-            version=version,
-        )
+        slots = open_slots(engine, params, speculator, version=version)
+        self.loop = open_loop(slots, max_slots, environment, policy, self._deliver)
         self._learns = learns and bool(speculator.drafters)
         self.endings: collections.Counter[Ending] = collections.Counter()
         self.error: BaseException | None = None
