@@ -48,7 +48,7 @@ def world(tmp_path_factory):
     files = RunDirectory(config.run_dir)
     files.write_config(config)
     checkpoints = session.open_checkpoints(files, config.checkpoint)
-    run = session.TrainingRun(config, files, checkpoints, Progress(), 0.0)
+    run = session.make_run(config, files, checkpoints, Progress(), 0.0)
     files.record_session(0)
     files.append_metrics({"step": 0})
     for step in (1, 2):
@@ -72,7 +72,7 @@ def refusal(directory, monkeypatch, capsys, arguments, options=()) -> str:
     def never(*_):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(session.TrainingRun, "compile", never)
+    monkeypatch.setattr(loop, "compile_programs", never)
     before = contents(directory)
     config = directory / "config.yaml"
     overrides = [each.replace("POLICY", str(directory / "policy")) for each in (*OVERRIDES, *arguments)]
@@ -317,7 +317,7 @@ def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monke
     (tmp_path / "polizy" / "model.safetensors").unlink()
     assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
     assert (tmp_path / "run" / "config.yaml").exists()
-    monkeypatch.setattr(session.TrainingRun, "compile", lambda _: None)
+    monkeypatch.setattr(loop, "compile_programs", lambda _: None)
     monkeypatch.setattr(session, "train", lambda *_: None)
     assert (
         load_script("train").main(
@@ -459,7 +459,7 @@ def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys)
 def test_the_run_is_good_until_it_is_damaged(run, tmp_path, monkeypatch):
     """What the cases above begin with does resume, with a drafter or without."""
     reached = []
-    monkeypatch.setattr(session.TrainingRun, "compile", lambda run: reached.append(run.state.step))
+    monkeypatch.setattr(loop, "compile_programs", lambda run: reached.append(run.state.step))
     monkeypatch.setattr(loop, "advance", lambda run: setattr(run.state, "step", 9))
     for drafter in ("srt", "null"):
         arguments = [*OVERRIDES, f"speculation.drafter={drafter}"]

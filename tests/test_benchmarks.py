@@ -269,7 +269,7 @@ def test_bytes_of_a_step_count_a_tied_embedding_once_and_an_untied_input_not_at_
 
 def test_what_is_written_plainly_is_read_again(tmp_path):
     checkpoint = load_script("training_benchmarks.checkpoint")
-    optimizer = make_optimizer(**OptimizerConfig().model_dump(), total_updates=1)
+    optimizer = make_optimizer(OptimizerConfig(), 1)
     state = checkpoint.random_state("tiny", optimizer)
     checkpoint.write_plainly(tmp_path / "plain", state)
     read = checkpoint.read_plainly(tmp_path / "plain", jax.eval_shape(lambda: state))

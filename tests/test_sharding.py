@@ -32,7 +32,7 @@ from rljax.models.sharding import param_shardings
 from rljax.sharding import make_mesh, row_multiple
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 
 results, pool = {"devices": jax.device_count()}, ExecutablePool()
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
@@ -52,7 +52,7 @@ training = TrainingConfig(pack_length=64, rows_per_microbatch=4, logprob_chunk=1
 # Adam divides by the gradient's size: without an epsilon above rounding, that would be blown up.
 rule = OptimizerConfig(learning_rate=1e-3, clip_norm=0.5, epsilon=1e-5)
 # Its state has the gradients of the last update.
-optimizer = optax.chain(optax.trace(decay=0.0), make_optimizer(**rule.model_dump(), total_updates=9))
+optimizer = optax.chain(optax.trace(decay=0.0), make_optimizer(rule, 9))
 
 def shapes(tree):
     return {
@@ -68,8 +68,8 @@ def largest_difference(tree, other):
     return max((float(np.abs(a - b).max() / scale), jax.tree_util.keystr(path)) for (path, a), b in pairs)
 
 def train(mesh, adapter=None):
-    rest = (training, optimizer, pool, mesh, adapter)
-    trainer = Trainer(config, Numerics(), SamplingParams(), AlgorithmConfig(), *rest)
+    recipe = Recipe(SamplingParams(), AlgorithmConfig(), training, optimizer)
+    trainer = Trainer(config, Numerics(), recipe, pool, mesh, adapter)
     cut = packing.microbatches(4, trainer.row_multiple)
     batches = [build_batch(sequences, packing, rows) for rows in cut]
     state = trainer.init(params)
@@ -162,8 +162,9 @@ results["heads"] = refused(MeshConfig(tensor=8))
 results["fsdp"] = refused(MeshConfig(fsdp=8), hidden_size=36)
 results["mlp"] = refused(MeshConfig(tensor=4), mlp_size=50)
 try:
-    Trainer(config, Numerics(), SamplingParams(), AlgorithmConfig(), TrainingConfig(rows_per_microbatch=6),
-            optimizer, pool, mesh)
+    six = TrainingConfig(rows_per_microbatch=6)
+    recipe = Recipe(SamplingParams(), AlgorithmConfig(), six, optimizer)
+    Trainer(config, Numerics(), recipe, pool, mesh)
 except ConfigError as error:
     results["rows"] = str(error)
 try:

@@ -40,6 +40,7 @@ from drafters.eagle.placement import batch_shardings, head_shardings, shared_sha
 from drafters.eagle.training import Metrics, init_state, train_step
 from drafters.eagle.unrolling import HeadBatch
 from rljax import target
+from rljax.config import OptimizerConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import CheckpointError
 from rljax.learning.accumulation import TrainState
@@ -71,18 +72,8 @@ def head_optimizer(learning_rate: float, clip_norm: float = 0.5) -> optax.Gradie
     constant, since the number of updates depends on idle time; the authors use 3e-5 for models of billions of
     weights.
     """
-    return make_optimizer(
-        name="adamw",
-        learning_rate=learning_rate,
-        schedule="constant",
-        warmup_steps=0,
-        beta1=0.9,
-        beta2=0.95,
-        epsilon=1e-8,
-        weight_decay=0.0,
-        clip_norm=clip_norm,
-        total_updates=1,
-    )
+    settings = OptimizerConfig(learning_rate=learning_rate, beta2=0.95, clip_norm=clip_norm)
+    return make_optimizer(settings, 1)
 
 
 class HeadTrainer:

@@ -252,18 +252,20 @@ def warm_up(
     any_request = requests_join or resumes  # of any length that fits
     longest = None if any_request else prompt_length + config.rollout.max_response_length
     late_inserts = requests_join or speculator.run_ahead is not None
-    behind = not (config.engine.compile == "before" if wait is None else wait)
+    in_background = not (config.engine.compile == "before" if wait is None else wait)
     if processes.several():  # a thread compiles by the clock, and all processes must run the same programs
-        behind = False
+        in_background = False
     engine.close()
     engine.behind = None
     if longest is not None:
         thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
-        first_prompts = first_prompts if behind else [1]  # else nothing that shorter prompts need is left out
+        first_prompts = (
+            first_prompts if in_background else [1]
+        )  # else nothing that shorter prompts need is left out
         plain = PlainPrograms(
             engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
         )
-        if behind:
+        if in_background:
             engine.behind = plain
         else:
             plain.finish()
@@ -271,7 +273,7 @@ def warm_up(
         kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
         warm_up_plain(engine, params, slots, prompt_length, **kinds)
     rehearse_drafters(config.speculation)
-    if behind:
+    if in_background:
         speculator.warm_up_behind(params, slots, prompt_length, requests_join, first_prompts, longest, thread)
     else:
         speculator.warm_up(params, prompt_length, requests_join, slots, longest)

@@ -55,20 +55,22 @@ def _named_in_mixture(number: int) -> Iterator[None]:
         raise ConfigError(message) from error
 
 
-def configured_task(config: TaskConfig, seed: int, report: Report = print, judged: bool = True) -> Task:
+def configured_task(
+    config: TaskConfig, seed: int, report: Report = print, needs_rewards: bool = True
+) -> Task:
     """Returns the task of a config with its rewards, as a mixture or in epochs where the config says so.
 
     Args:
       config: the section.
       seed: the run seed.
       report: called with a line for each reward that fails without stopping the run.
-      judged: whether its rewards are needed; False where agents judge.
+      needs_rewards: whether its rewards are needed; False where agents judge.
     """
-    if not judged and is_environment(config.name):
+    if not needs_rewards and is_environment(config.name):
         raise ConfigError(
             f"task.name: {config.name} is an environment, which agents cannot play; take a task"
         )
-    if not judged and not config.mixture:
+    if not needs_rewards and not config.mixture:
         task = _made(config.name, seed, config.args)
     elif config.mixture:
         task = Mixture(
@@ -83,7 +85,7 @@ def configured_task(config: TaskConfig, seed: int, report: Report = print, judge
 
 def checked_task(config: ExperimentConfig, report: Report = print) -> Task:
     """Returns the task of an experiment, after making a first problem of every split that it uses."""
-    task = configured_task(config.task, config.seed, report, judged=config.agents is None)
+    task = configured_task(config.task, config.seed, report, needs_rewards=config.agents is None)
     splits = ["train"]
     splits += ["heldout"] if config.evaluation.problems else []
     splits += ["warm_start"] if config.warm_start is not None else []

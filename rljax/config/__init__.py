@@ -18,6 +18,7 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     learning.py      keys of the optimizer and the update
     cluster.py       keys of rollout workers in processes of their own
     tracking.py      keys of trackers and reports
+    contradictions.py   the table of keys that contradict each other
     limits.py        what does not work on so many devices, in several processes, with workers
     section.py       base class and types of all sections
     loading.py       reads an ExperimentConfig from a file and overrides, and writes one

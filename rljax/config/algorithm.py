@@ -232,36 +232,3 @@ class AlgorithmConfig(Section):
         if isinstance(data, dict) and isinstance(data.get("name"), str) and data["name"] in ALGORITHMS:
             return {**ALGORITHMS[data["name"]].settings, **data}
         return data
-
-    @model_validator(mode="after")
-    def _check(self) -> "AlgorithmConfig":
-        if not self.compares_groups and self.advantage_normalization == "std":
-            raise ValueError(
-                "algorithm.advantage_normalization: std is that of a group, but advantage_baseline"
-                f" {self.advantage_baseline} compares no groups; use batch or none"
-            )
-        if not self.compares_groups and self.ratio == "sequence":
-            raise ValueError(
-                "algorithm.ratio: sequence gives all tokens of a response one gradient, but"
-                f" advantage_baseline {self.advantage_baseline} gives every token a separate advantage;"
-                " use token"
-            )
-        if self.compares_groups and self.discount != 1:
-            raise ValueError(
-                f"algorithm.discount: {self.discount} is read with advantage_baseline none or critic, not"
-                f" with {self.advantage_baseline}"
-            )
-        if self.dynamic_sampling_part is not None and not self.dynamic_sampling:
-            raise ValueError(
-                "algorithm.dynamic_sampling_part: is not used without algorithm.dynamic_sampling; set both"
-            )
-        if self.teacher is not None and self.kl_coefficient == 0:
-            raise ValueError("algorithm.teacher: is not used with algorithm.kl_coefficient 0; raise that")
-        # Expected gradients near the reference: docs/algorithms.md, "KL as a penalty".
-        if self.kl_coefficient > 0 and (self.kl_estimator == "k1") != (self.kl_in == "reward"):
-            right = "k1" if self.kl_in == "reward" else "k2 or k3"
-            raise ValueError(
-                f"algorithm.kl_estimator: {self.kl_estimator} with kl_in: {self.kl_in} does not hold the"
-                f" policy near the reference; use {right}"
-            )
-        return self

@@ -157,33 +157,8 @@ class ClusterConfig(Section):
         " pay, and several workers.",
     )
 
-    def _check_tiers(self) -> None:
-        fewest, most, groups = self.pipe_min_workers, self.pipe_max_workers, self.pipe_groups or self.workers
-        if self.pipe != "two_tiers" and (fewest, most) != (1, None):
-            key = "pipe_max_workers" if fewest == 1 else "pipe_min_workers"
-            raise ValueError(f"cluster.{key}: sizes the groups of cluster.pipe: two_tiers; set that")
-        if self.workers and fewest * min(groups, self.workers) > self.workers:
-            raise ValueError(
-                f"cluster.pipe_min_workers: {fewest} for each of {groups} ranking groups are more than"
-                f" cluster.workers: {self.workers}; lower it, or cluster.pipe_groups"
-            )
-        if most is not None and most < fewest:
-            raise ValueError(
-                f"cluster.pipe_max_workers: {most} is less than cluster.pipe_min_workers: {fewest}; raise it"
-            )
-
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
-        if self.workers and self.spot.idle >= self.workers:
-            raise ValueError(
-                f"cluster.spot.idle: {self.spot.idle} of {self.workers} workers are never idle within a"
-                " rollout; set fewer, or more cluster.workers"
-            )
-        if self.migration and self.pipe == "off":
-            raise ValueError("cluster.migration: moves what outgrows its group; set cluster.pipe")
-        if self.pipe_groups is not None and self.pipe == "off":
-            raise ValueError("cluster.pipe_groups: are those of cluster.pipe, which is off")
-        self._check_tiers()
         address = self.address
         if address is None or address == "auto":
             return self

@@ -1,5 +1,6 @@
 """Keys of decoding: sampling, the decode engine, and its kernels."""
 
+import itertools
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -171,6 +172,17 @@ class EngineConfig(Section):
         description="Directory that keeps compiled programs for the next process; null compiles every time."
         " Move it to share the programs between runs.",
     )
+
+
+def misfit(buckets: tuple[int, ...] | None, largest: int, what: str) -> str:
+    """Returns what is wrong with compiled sizes, of which one must be `largest` or more, for `what`."""
+    if buckets is None:
+        return ""
+    if not buckets:
+        return "is empty; list at least one size, or leave the key out"
+    if any(a >= b for a, b in itertools.pairwise(buckets)):
+        return f"{list(buckets)} must ascend, without repeats"
+    return f"the largest, {buckets[-1]}, is less than {what}" if buckets[-1] < largest else ""
 
 
 Kernel = Literal["xla", "mosaic_gpu", "mosaic_tpu", "interpret_gpu", "interpret_tpu"]

@@ -44,24 +44,11 @@ class DistributedConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "DistributedConfig":
-        keys = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
-        missing = [f"distributed.{name}" for name, value in keys.items() if value is None]
-        if missing and len(missing) < len(keys):
-            present = next(name for name, value in keys.items() if value is not None)
-            raise ValueError(
-                f"distributed.{present}: needs {' and '.join(missing)} as well; set all three, or none where"
-                " a launcher starts the processes"
-            )
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
                 raise ValueError(
                     f"distributed.coordinator: {self.coordinator!r} is not host:port, as in 10.0.0.1:8476"
-                )
-            if self.process is not None and self.processes is not None and self.process >= self.processes:
-                raise ValueError(
-                    f"distributed.process: {self.process} must be less than distributed.processes"
-                    f" {self.processes}; processes count from 0"
                 )
         return self
 
@@ -84,3 +71,13 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
         if count.isdecimal() and int(count) > 1 and index in environment:
             return name
     return "TPU pod" if "," in environment.get("TPU_WORKER_HOSTNAMES", "") else None
+
+
+def missing_keys(*values: object) -> str:
+    """Returns what is to be said of coordinator, processes and process where only some of them are set."""
+    names = ("coordinator", "processes", "process")
+    missing = [f"distributed.{name}" for name, value in zip(names, values, strict=True) if value is None]
+    if not missing or len(missing) == len(names):
+        return ""
+    present = next(name for name, value in zip(names, values, strict=True) if value is not None)
+    return f"{present}: needs {' and '.join(missing)} as well"

@@ -73,8 +73,14 @@ def without_numbers(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
+SUCCESSORS = {"engine.decode_steps_per_visit": "engine.decode_steps_per_sync"}
+"""Keys of earlier releases -> the keys that took their place."""
+
+
 def unknown_key(name: str) -> str:
-    """Returns one line about an unknown key, with the nearest known key."""
+    """Returns one line about an unknown key, with its successor, or the nearest known key."""
+    if name in SUCCESSORS:
+        return f"{name}: is now {SUCCESSORS[name]}"
     unknown = f"{name}: unknown key; {_hint(without_numbers(name))}"
     return unknown + MISSING if name.startswith("speculation.") else unknown
 

@@ -58,21 +58,10 @@ class ShapeConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ShapeConfig":
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"policy.shape.num_heads: {self.num_heads} is not a multiple of num_kv_heads"
-                f" {self.num_kv_heads};"
-                " every key/value head serves the same number of query heads"
-            )
         if self.head_dim % 2:
             raise ValueError(
                 f"policy.shape.head_dim: {self.head_dim} is odd; rotary embeddings turn pairs, so it"
                 " must be even"
-            )
-        if self.qk_norm and self.attention_bias:
-            raise ValueError(
-                "policy.shape.attention_bias: cannot be true together with qk_norm;"
-                " Qwen2 has the bias, Qwen3 the norms, and no supported architecture both"
             )
         return self
 
@@ -154,25 +143,6 @@ class PolicyConfig(Section):
         " [<|im_end|>]. Set the token with which the chat template ends a turn where the checkpoint does not"
         " name it (a run says so when it starts): responses would go on behind it. Exports keep them.",
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> "PolicyConfig":
-        if self.path is None and self.shape is None:
-            raise ValueError(
-                "policy: neither policy.path (a Hugging Face directory) nor policy.shape (a new"
-                " model) is set; set one"
-            )
-        if self.path is not None and self.shape is not None:
-            raise ValueError(
-                "policy: both policy.path and policy.shape are set; keep one (policy.shape=null"
-                " drops the shape)"
-            )
-        if self.lora is not None and self.lora.path is not None and (self.path is None or self.growth):
-            belongs = "policy.growth changes it" if self.path else "set policy.path to its directory"
-            raise ValueError(
-                f"policy.lora.path: an adapter belongs to the base that it was trained on; {belongs}"
-            )
-        return self
 
 
 class WarmStartConfig(Section):

@@ -2,30 +2,25 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rljax.algorithms.registry import NEED_TEACHER, overlong_buffer
+from rljax.algorithms.registry import overlong_buffer
 from rljax.config.agents import AgentsConfig
 from rljax.config.algorithm import AlgorithmConfig
 from rljax.config.cluster import ClusterConfig
-from rljax.config.decoding import (
-    MAX_NODES,
-    EngineConfig,
-    KernelsConfig,
-    RolloutConfig,
-)
+from rljax.config.contradictions import CONTRADICTIONS
+from rljax.config.decoding import EngineConfig, KernelsConfig, RolloutConfig
 from rljax.config.distributed import DistributedConfig
 from rljax.config.environment import EnvironmentConfig
 from rljax.config.learning import OptimizerConfig, TrainingConfig, rows_for
 from rljax.config.mesh import MeshConfig
 from rljax.config.policy import PolicyConfig, WarmStartConfig
-from rljax.config.section import Buckets, Count, CountOrOff, PathText, Section
+from rljax.config.section import Buckets, Count, CountOrOff, PathText, Section, broken_rule
 from rljax.config.speculation import SpeculationConfig
 from rljax.config.task import TaskConfig
-from rljax.config.tools import ToolsConfig, mistaken_answers
+from rljax.config.tools import ToolsConfig
 from rljax.config.tracking import TrackingConfig
 
 
@@ -130,10 +125,6 @@ class EvaluationConfig(Section):
             raise ValueError(f"evaluation.temperature: {self.temperature:g}, expected 0 or 1e-4 to 1e4")
         if any(a >= b for a, b in itertools.pairwise(self.pass_at)):
             raise ValueError(f"evaluation.pass_at: {list(self.pass_at)} must ascend, without repeats")
-        if self.pass_at and self.pass_at[-1] > self.samples:
-            raise ValueError(
-                f"evaluation.pass_at: {self.pass_at[-1]} is more than evaluation.samples {self.samples}"
-            )
         return self
 
 
@@ -208,165 +199,7 @@ class ExperimentConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ExperimentConfig":
-        problem = next(_impossible_combinations(self), None)
+        problem = broken_rule(self, CONTRADICTIONS)
         if problem is not None:
             raise ValueError(problem)
         return self
-
-
-def _impossible_combinations(config: ExperimentConfig) -> Iterator[str]:
-    """Yields one line for each contradiction between keys of different sections."""
-    rollout, engine, algorithm, training = config.rollout, config.engine, config.algorithm, config.training
-    group, num_samples = rollout.samples_per_prompt, rollout.prompts_per_step * rollout.samples_per_prompt
-    length = rollout.max_prompt_length + rollout.max_response_length
-    length_sum = f"rollout.max_prompt_length + max_response_length = {length}"
-    if algorithm.dynamic_sampling and group < 2:
-        yield (
-            "algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2, got 1;"
-            " a group of one always has equal rewards, so no batch would ever fill"
-        )
-    if algorithm.name in NEED_TEACHER and algorithm.teacher is None:
-        yield (
-            f"algorithm.teacher: {algorithm.name} needs one; give the directory of a model with the policy's"
-            " tokenizer, or of a run"
-        )
-    yield from _impossible_staleness(config)
-    lora = config.policy.lora
-    if lora is not None and lora.path is not None and config.warm_start is not None:
-        yield (
-            "policy.lora.path: an adapter belongs to the base that it was trained on, but warm_start trains"
-            " that further; leave warm_start out (null)"
-        )
-    if group < 2 and algorithm.compares_groups:
-        yield (
-            "rollout.samples_per_prompt: 1 makes every advantage 0 (rewards are compared within the group);"
-            " set at least 2"
-        )
-    if config.policy.shape is not None and config.policy.shape.max_positions < length:
-        yield f"policy.shape.max_positions: {config.policy.shape.max_positions} is less than {length_sum}"
-    if training.pack_length < length:
-        yield (
-            f"training.pack_length: {training.pack_length} is less than {length_sum};"
-            " a row must hold the longest sequence"
-        )
-    if algorithm.overlong_buffer >= rollout.max_response_length:
-        yield (
-            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} must be less than"
-            f" rollout.max_response_length {rollout.max_response_length}"
-        )
-    if training.minibatches_per_step > num_samples:
-        yield (
-            f"training.minibatches_per_step: {training.minibatches_per_step} is more than the {num_samples}"
-            " responses of a step (rollout.prompts_per_step * samples_per_prompt)"
-        )
-    if config.speculation.run_ahead_below and engine.verification != "coupled":
-        yield (
-            f"speculation.run_ahead_below: needs engine.verification: coupled, got {engine.verification}; the"
-            " other rules want drafts that know nothing of the noise"
-        )
-    yield from config.speculation.contradictions(rollout, engine)
-    if config.evaluation.sampling_changes and engine.verification != "coupled":
-        name = next(iter(config.evaluation.sampling_changes))
-        yield (
-            f"evaluation.{name}: needs engine.verification: coupled, got {engine.verification}; the other"
-            " rules sample every request alike"
-        )
-    if config.checkpoint.keep_best and not (config.evaluation.every and config.evaluation.problems):
-        yield (
-            "checkpoint.keep_best: needs evaluation.every and evaluation.problems above 0; the best by"
-            " held-out reward are kept"
-        )
-    penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
-    if config.tools is not None and penalties != (1.0, 0.0, 0.0):
-        yield (
-            "tools: need rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; what a"
-            " paused response has decoded behind its call would stay counted"
-        )
-    if config.tools is not None:
-        for stop, name in itertools.product(rollout.stop, config.tools.names):
-            if stop in config.tools.closing.replace("{name}", name):
-                yield (
-                    f"rollout.stop: {stop!r} is part of tools.closing, so responses would end before any call"
-                )
-        yield from mistaken_answers(config.tools, config.task)
-    if config.agents is not None:
-        yield from _impossible_with_agents(config)
-    drafters = config.speculation.kinds.values()
-    if "quantized" in drafters and engine.verification != "coupled":
-        yield (
-            "speculation.drafter: quantized needs engine.verification: coupled, got"
-            f" {engine.verification}; how much of a chain is verified depends on its noise"
-        )
-    if engine.weights == "fsdp" and config.mesh.fsdp == 1:
-        yield (
-            "engine.weights: fsdp splits the weights over mesh.fsdp, which is 1; set replicated, or raise"
-            " mesh.fsdp"
-        )
-    if config.speculation.max_drafts >= MAX_NODES:
-        yield f"speculation.max_drafts: {config.speculation.max_drafts} is more than {MAX_NODES - 1}"
-    slots, slots_named = engine.max_slots, f"engine.max_slots {engine.max_slots}"
-    for key, buckets, largest, what in (
-        ("engine.batch_buckets", engine.batch_buckets, slots, slots_named),
-        ("engine.cache_buckets", engine.cache_buckets, length, length_sum),
-        ("speculation.verify_buckets", config.speculation.verify_buckets, 4, "a pass over two responses"),
-    ):
-        if buckets is None:
-            continue
-        if not buckets:
-            yield f"{key}: is empty; list at least one size, or leave the key out"
-        elif any(a >= b for a, b in itertools.pairwise(buckets)):
-            yield f"{key}: {list(buckets)} must ascend, without repeats"
-        elif buckets[-1] < largest:
-            yield f"{key}: the largest, {buckets[-1]}, is less than {what}"
-
-
-def _impossible_staleness(config: ExperimentConfig) -> Iterator[str]:
-    """Yields one line for each contradiction between the age of weights and other keys."""
-    rollout, cluster = config.rollout, config.cluster
-    key = "rollout.staleness" if rollout.staleness else "rollout.max_staleness"
-    if rollout.staleness and rollout.max_staleness:
-        yield (
-            "rollout.max_staleness: is another mode than staleness: 1; set one of them to 0 (staleness: 1 can"
-            " be repeated without a log)"
-        )
-    if rollout.max_staleness and not cluster.workers and cluster.replay is None:
-        yield (
-            "rollout.max_staleness: needs cluster.workers; without them nothing is decoded during an update,"
-            " and rollout.staleness: 1 does the same"
-        )
-    if rollout.max_staleness and config.algorithm.dynamic_sampling:
-        yield (
-            "rollout.max_staleness: is not possible with algorithm.dynamic_sampling; set that to false, or"
-            " use rollout.staleness: 1"
-        )
-    if cluster.replay is not None and not rollout.max_staleness:
-        yield (
-            "cluster.replay: repeats a run with rollout.max_staleness; set that as it was there (other runs"
-            " are repeated by their config alone)"
-        )
-    if (rollout.staleness or rollout.max_staleness) and config.speculation.run_ahead_below:
-        yield f"{key}: is not possible with speculation.run_ahead_below; set that to 0"
-    if rollout.max_staleness and config.tools is not None:
-        yield "rollout.max_staleness: is not possible with tools; leave one of them out"
-    if cluster.weights_dir is not None and cluster.weights != "files":
-        yield f"cluster.weights_dir: is not used with cluster.weights: {cluster.weights}; set files"
-
-
-def _impossible_with_agents(config: ExperimentConfig) -> Iterator[str]:
-    """Yields one line for each key that does not go with agents."""
-    speculation = config.speculation
-    for key, used, instead in (
-        ("tools", config.tools is not None, "agents have tools of their own; leave the section out"),
-        ("cluster.workers", bool(config.cluster.workers), "the server decodes in this process; set 0"),
-        ("distributed", config.distributed.is_wanted(), "one process serves; set distributed.enabled=off"),
-        ("speculation.run_ahead_below", bool(speculation.run_ahead_below), "its requests are unknown; set 0"),
-        ("speculation.overlap", speculation.overlap, "requests join at any time; set false"),
-        ("algorithm.overlong_buffer", bool(config.algorithm.overlong_buffer), "set 0"),
-        (
-            "engine.verification",
-            config.engine.verification != "coupled",
-            "tokens would depend on earlier requests; set coupled",
-        ),
-    ):
-        if used:
-            yield f"{key}: is not supported with agents: {instead}"

@@ -6,7 +6,7 @@ are unknown.
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, create_model, field_validator
 
 from rljax.config.speculation_keys import Policy, SpeculationKeys
 
@@ -38,8 +38,8 @@ POLICIES = {
 _WAYS = {name: policy.way for name, policy in POLICIES.items() if policy.way}
 
 
-def _readers(key: str) -> list[str]:
-    """Policies that read a shared key."""
+def readers_of(key: str) -> list[str]:
+    """Returns the names of the policies that read a shared key."""
     return [name for name, policy in POLICIES.items() if key in policy.reads]
 
 
@@ -69,25 +69,3 @@ class SpeculationConfig(_Keys):
         if MISSING and choice not in _WAYS:
             raise ValueError(f"speculation.choice: should be {' or '.join(_WAYS)}, got {choice!r}{MISSING}")
         return choice
-
-    @model_validator(mode="after")
-    def _check_choice(self) -> "SpeculationConfig":
-        if self.mix and (self.choice not in _readers("mix") or not self.others):
-            raise ValueError(
-                "speculation.mix: needs speculation.others, and speculation.choice:"
-                f" {' or '.join(_readers('mix'))}"
-            )
-        if self.mix and self.strategies:
-            raise ValueError(
-                "speculation.mix: adds to the default strategies; in speculation.strategies name what is"
-                f" mixed, as {{drafter: {'+'.join(self.drafters)}, ...}}"
-            )
-        if self.strategies and self.choice not in _readers("strategies"):
-            readers = " or ".join(_readers("strategies"))
-            raise ValueError(f"speculation.strategies: only speculation.choice: {readers} reads them")
-        if self.choice == "fixed" and len(self.strategies) != 1:
-            raise ValueError(
-                f"speculation.choice: fixed needs one strategy in speculation.strategies, got"
-                f" {len(self.strategies)}"
-            )
-        return self

@@ -3,13 +3,11 @@
 A policy decides how much is drafted. One with keys of its own has a class that extends `SpeculationKeys`.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from rljax.config.decoding import EngineConfig, RolloutConfig
-from rljax.config.section import Buckets, Count, CountOrOff, Section
+from rljax.config.section import Buckets, Count, CountOrOff, Rule, Section
 
 
 class SpeculationKeys(Section):
@@ -86,19 +84,6 @@ class SpeculationKeys(Section):
 
     @model_validator(mode="after")
     def _check_drafters(self) -> "SpeculationKeys":
-        if self.run_ahead_below and self.drafter is None:
-            raise ValueError(
-                "speculation.run_ahead_below: needs a drafter to fall back to; set speculation.drafter"
-            )
-        if self.args and self.drafter is None:
-            raise ValueError(
-                f"speculation.args.{next(iter(self.args))}: there is no drafter that would read it; set"
-                " speculation.drafter, or speculation.args={}"
-            )
-        if self.others and self.drafter is None:
-            raise ValueError("speculation.others: needs a first drafter; set speculation.drafter")
-        if self.drafter in self.others:
-            raise ValueError(f"speculation.others: {self.drafter} is speculation.drafter already")
         for name, args in self.others.items():
             if "kind" not in args:
                 continue
@@ -147,10 +132,6 @@ class SpeculationKeys(Section):
         """Keys by which the clock of one process decides, so that several processes cannot agree."""
         return ()
 
-    def contradictions(self, rollout: RolloutConfig, engine: EngineConfig) -> Iterator[str]:
-        """Yields one line for each contradiction between these keys and other sections of the experiment."""
-        yield from ()
-
 
 class Policy(NamedTuple):
     """What decides before every pass how much is drafted and verified.
@@ -161,6 +142,7 @@ class Policy(NamedTuple):
       way: how it chooses, for --help; empty where other keys than `speculation.choice` choose it.
       reads: those of the keys `mix` and `strategies` that it reads.
       drafters: where the function is that makes its drafters, as `module:function`; empty for the usual ones.
+      rules: its keys that contradict each other, or others.
     """
 
     keys: type[SpeculationKeys]
@@ -168,3 +150,4 @@ class Policy(NamedTuple):
     way: str = ""
     reads: tuple[str, ...] = ()
     drafters: str = ""
+    rules: tuple[Rule, ...] = ()

@@ -162,7 +162,7 @@ class TaskConfig(Section):
     )
     reward_parallel: Count = Field(
         32,
-        description="Most calls of rewards that are coroutine functions (async def) under way at once. Raise"
+        description="Most calls of rewards that are coroutine functions (async def) in flight at once. Raise"
         " it for a service that answers more at a time, lower it for one that refuses.",
     )
     sandbox: SandboxConfig = SandboxConfig()
@@ -188,15 +188,6 @@ def _impossible(config: TaskConfig) -> Iterator[str]:
         for number, name in enumerate(names):
             if name in names[:number] or name in _TAKEN:
                 yield f"{key}.{number}.label: the name {name!r} is taken; give this one a label"
-    if (config.name == "mixture") != bool(config.mixture):
-        yield "task.mixture: lists the tasks of task.name: mixture; set both or none"
-    if config.problems and any(item.schedule for item in config.mixture):
-        yield (
-            "task.problems: must be 0 with a schedule in task.mixture; where the same problems come back, its"
-            " positions are never reached"
-        )
-    if config.mixture and config.args:
-        yield "task.args: a mixture has none; each task in task.mixture has its own"
     prefixes = [item.prefix for item in config.mixture]
     for number, item in enumerate(config.mixture):
         key = f"task.mixture.{number}"

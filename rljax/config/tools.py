@@ -1,6 +1,6 @@
 """Keys of the tools that a policy may call."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -61,23 +61,21 @@ class ToolsConfig(Section):
     def _check(self) -> "ToolsConfig":
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"tools.names: {list(self.names)} names a tool twice")
-        for key in ("opening", "closing"):
-            if len(self.names) > 1 and "{name}" not in getattr(self, key):
-                raise ValueError(
-                    f"tools.{key}: {getattr(self, key)!r} is the same for all of {list(self.names)}; put"
-                    " {name} where the tool's name belongs"
-                )
-        if self.opening == self.closing:
-            raise ValueError(f"tools.closing: {self.closing!r} is tools.opening, too; they must differ")
-        if self.answer_opening == self.answer_closing:
-            raise ValueError(
-                f"tools.answer_closing: {self.answer_closing!r} is answer_opening, too; they must differ"
-            )
         return self
 
 
-def mistaken_answers(tools: ToolsConfig, task: TaskConfig) -> Iterator[str]:
-    """Yields one line for each reward that would mistake a tool's answer for the policy's."""
+def stop_in_closing(stops: Sequence[str], tools: ToolsConfig | None) -> str:
+    """Returns the text that ends a response although it is part of the end of a call."""
+    if tools is None:
+        return ""
+    closings = [tools.closing.replace("{name}", name) for name in tools.names]
+    return next((stop for stop in stops for closing in closings if stop in closing), "")
+
+
+def mistaken_answer(tools: ToolsConfig | None, task: TaskConfig) -> str:
+    """Returns the key of a reward that would mistake a tool's answer for the policy's."""
+    if tools is None:
+        return ""
     parts = [("task", task.name, task.args, task.rewards)]
     parts += [
         (f"task.mixture.{number}", part.name, part.args, part.rewards)
@@ -93,7 +91,5 @@ def mistaken_answers(tools: ToolsConfig, task: TaskConfig) -> Iterator[str]:
             tags[f"{key}.args.tag"] = args.get("tag", "answer")
         for where, tag in tags.items():
             if f"<{tag}>" == tools.answer_opening:
-                yield (
-                    f"tools.answer_opening: {tools.answer_opening!r} is where {where} looks for the policy's"
-                    " answer; take another marker"
-                )
+                return where
+    return ""

@@ -6,16 +6,12 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from rljax.config import OptimizerConfig
 from rljax.errors import ConfigError
 
 
 def learning_rate_schedule(
-    *,
-    learning_rate: float,
-    schedule: str,
-    warmup_steps: int,
-    total_updates: int,
-    section: str = "optimizer",
+    settings: OptimizerConfig, total_updates: int, section: str = "optimizer"
 ) -> optax.Schedule:
     """Returns the learning rate as a function of the update n = 0, 1, ...
 
@@ -23,10 +19,7 @@ def learning_rate_schedule(
     an update at rate 0 is wasted. Then it stays constant ("constant"), or falls to 0 at `total_updates` along
     a line ("linear") or half a cosine ("cosine"). Errors name keys of the config's `section`.
     """
-    if schedule not in _FALL:
-        raise ConfigError(
-            f'{section}.schedule: {schedule!r} is unknown; use "constant", "linear" or "cosine"'
-        )
+    warmup_steps, schedule = settings.warmup_steps, settings.schedule
     if schedule != "constant" and warmup_steps >= total_updates:
         raise ConfigError(
             f"{section}.warmup_steps: {warmup_steps} must be less than the {total_updates} updates of the"
@@ -37,7 +30,7 @@ def learning_rate_schedule(
         update = jnp.asarray(count).astype(jnp.float32)
         rise = jnp.minimum((update + 1.0) / (warmup_steps + 1), 1.0)
         progress = jnp.clip((update - warmup_steps) / max(total_updates - warmup_steps, 1), 0.0, 1.0)
-        return learning_rate * rise * _FALL[schedule](progress)
+        return settings.learning_rate * rise * _FALL[schedule](progress)
 
     return rate
 
@@ -53,44 +46,25 @@ _FALL = {
 
 
 def make_optimizer(
-    *,
-    name: str,
-    learning_rate: float,
-    schedule: str,
-    warmup_steps: int,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    clip_norm: float,
-    total_updates: int,
-    section: str = "optimizer",
+    settings: OptimizerConfig, total_updates: int, section: str = "optimizer"
 ) -> optax.GradientTransformation:
     """Returns clipping by global norm, then AdamW (Loshchilov and Hutter, arXiv 1711.05101) on a schedule.
 
     Weight decay applies to matrices only: norms and biases set scales that have no reason to be near 0.
 
     Args:
-      name: "adamw".
-      learning_rate, schedule, warmup_steps: see `learning_rate_schedule`.
-      beta1, beta2, epsilon: Adam's.
-      weight_decay: decoupled; each update also subtracts rate * weight_decay * weight from matrices.
-      clip_norm: gradients with a larger global norm are scaled down to it.
+      settings: the keys of the config.
       total_updates: optimiser updates in the whole run, where falling schedules end.
-      section: section of the config, for errors.
+      section: section of the config that has the keys, for errors.
+
+    Raises:
+      ConfigError: the schedule falls after more updates than there are.
     """
-    if name != "adamw":
-        raise ConfigError(f'{section}.name: {name!r} is unknown; use "adamw"')
-    rate = learning_rate_schedule(
-        learning_rate=learning_rate,
-        schedule=schedule,
-        warmup_steps=warmup_steps,
-        total_updates=total_updates,
-        section=section,
-    )
+    rate = learning_rate_schedule(settings, total_updates, section)
+    betas = {"b1": settings.beta1, "b2": settings.beta2, "eps": settings.epsilon}
     inner = optax.chain(
-        _clip_by_global_norm(clip_norm),
-        optax.adamw(rate, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=_is_matrix),
+        _clip_by_global_norm(settings.clip_norm),
+        optax.adamw(rate, **betas, weight_decay=settings.weight_decay, mask=_is_matrix),
     )
 
     def update(gradients, state, params=None):

@@ -227,13 +227,13 @@ def _bundles(
     first tokens: the rest of each lies in the chunk in which they end (first-fit decreasing).
     """
     begun = common - common % chunk
-    room = min(begun + chunk, pack_length) - common
+    free_tokens = min(begun + chunk, pack_length) - common
     bundles: list[tuple[int, list[int]]] = []  # tokens that fit, members
     for member in sorted(members, key=lambda member: -lengths[member]):
         own = int(lengths[member]) - common
         number = next((n for n, (free, _) in enumerate(bundles) if free >= own), None)
         if number is None:
-            bundles.append((room - own, [member]))
+            bundles.append((free_tokens - own, [member]))
         else:
             free, bundle = bundles[number]
             bundles[number] = free - own, [*bundle, member]

@@ -41,7 +41,7 @@ from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.planning.pool import PlanningPool, Program, Recording
 from rljax.sharding import replicated_sharding
 from rljax.training.learner import make_critic
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 
 
 class PlannedEngine(DecodeEngine):
@@ -223,14 +223,14 @@ class Planning:
         updates = (
             config.training.steps * config.training.minibatches_per_step * config.training.epochs_per_step
         )
-        optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=updates)
+        optimizer = make_optimizer(config.optimizer, updates)
         sampling = sampling_params(config)
         adapter = None
         if config.policy.lora is not None:
             lora = Lora.of(config.policy.lora, self.model)
             adapter = Adapter(lora, self.place(factor_template(self.model, lora)))
-        arguments = (config.algorithm, config.training, optimizer, pool, self.mesh, adapter)
-        return Trainer(self.model, self.numerics, sampling, *arguments)
+        recipe = Recipe(sampling, config.algorithm, config.training, optimizer)
+        return Trainer(self.model, self.numerics, recipe, pool, self.mesh, adapter)
 
     def shapes(self) -> PlannedRun:
         """Returns the shapes of a run, without its programs. Call it under `target.tracing_for`."""
@@ -251,7 +251,8 @@ class Planning:
 
     def _trained(self, pool: ExecutablePool) -> tuple[Trainer, Any]:
         """The run's trainer and its critic, None without one."""
-        return self._trainer(pool), make_critic(self.config, self.model, self.numerics, pool, self.mesh)
+        trainer = self._trainer(pool)
+        return trainer, make_critic(self.config, trainer)
 
     def _shapes(self, trainer: Trainer, critic: Any) -> PlannedRun:
         state, buckets = self._train_state(trainer, critic), self.buckets

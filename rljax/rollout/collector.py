@@ -201,7 +201,7 @@ class Collector:
         if self._environment is not None:
             rewards = episode_rewards(completions, self._environment.declines)
         else:
-            rewards = self._judged(problems, completions)
+            rewards = self._scored(problems, completions)
         groups = []
         for i, problem in enumerate(problems):
             members = slice(i * samples, (i + 1) * samples)
@@ -209,7 +209,7 @@ class Collector:
             groups.append(Group(problem, prompt_ids, list(completions[members]), rewards[members]))
         return groups, time.perf_counter() - start
 
-    def _judged(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Rewards]:
+    def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Rewards]:
         samples = len(completions) // len(problems)
         answered = [
             (problems[i // samples], self.tokenizer.response_text(completion.response_ids.tolist()))

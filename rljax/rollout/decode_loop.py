@@ -1,6 +1,6 @@
 """The decode loop: continuous batching over an open queue of requests.
 
-    loop = open_loop(engine, params, max_slots=64, on_sync=deliver)     # `rljax/rollout/open_loop.py`
+    loop = open_loop(slots, max_slots=64, on_sync=deliver)              # `rljax/rollout/open_loop.py`
     loop.submit([LiveResponse(request)])                                # between any two calls of `step`
     while loop.waiting or loop.running:
         loop.step()                                                     # up to the next host sync
@@ -99,14 +99,14 @@ class DecodeLoop:
         self.running_over_time = RunningRequests()
         self._live: dict[LiveResponse, None] = {}  # waiting and decoded, in the order of arrival
         self._queue = PrefillQueue(slots, max_slots, policy.longest_first)
-        self._news = False  # whether responses have come that `slots` have not admitted
+        self._changed = False  # whether responses have come that `slots` have not admitted
 
     # -- a round ---------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Fills free slots, decodes up to the next host sync, and takes over what was sampled."""
         self._fill()
-        if self._decoding or self.slots.under_way:  # else all wait for answers, or have ended
+        if self._decoding or self.slots.in_flight:  # else all wait for answers, or have ended
             self._decode()
         self._drop_state()
 
@@ -121,11 +121,11 @@ class DecodeLoop:
                 self.slots.insert(
                     prefilled, [(row, slot, each) for (row, each), slot in zip(rows, taken, strict=True)]
                 )
-        if not self.slots.under_way and (smaller := self._smaller_batch()):
+        if not self.slots.in_flight and (smaller := self._smaller_batch()):
             self.slots.compact(smaller)
         if not self.waiting:
             self.idle.fill(self.slots)
-        alone = not self.slots.under_way and not self._decoding
+        alone = not self.slots.in_flight and not self._decoding
         answers = self.turns.answers(self.statistics, alone, self.policy.sync_at_every_ending)
         if answers:
             self.slots.append(answers)
@@ -133,10 +133,10 @@ class DecodeLoop:
 
     def _admit(self) -> None:
         """Makes room for responses that wait."""
-        if self._news:
+        if self._changed:
             self.finish_pass()  # its results are by the old numbers
             self.slots.free(self.slots.yielding)  # others wait for their slots
-            self._news = False
+            self._changed = False
         first = self.max_slots if self.policy.start_full else 0
         self.slots.admit(list(self._queue), [*self._live, *self.idle.responses], self.max_slots, first)
 
@@ -160,7 +160,7 @@ class DecodeLoop:
             self._sync_when_active(),
             self.policy.most_steps,
             is_tail=not self.waiting,
-            shrinks=bool(slots.under_way) and self._smaller_batch() > 0,
+            shrinks=bool(slots.in_flight) and self._smaller_batch() > 0,
             yielding_weight=self.idle.weight(slots),
         )
         for collected in slots.decode(wanted):
@@ -235,7 +235,7 @@ class DecodeLoop:
         self.on_sync([response for response in responses if not response.yields])
 
     def finish_pass(self) -> None:
-        """Waits for the pass that is under way, if there is one."""
+        """Waits for the pass that is in flight, if there is one."""
         for collected in self.slots.finish():
             self._collect(collected)
 
@@ -262,7 +262,7 @@ class DecodeLoop:
                 raise ValueError("the response has ended: nothing is left to decode")
         self._live.update(dict.fromkeys(responses))
         self._queue.add(responses)
-        self._news = True
+        self._changed = True
 
     def cancel(self, responses: Iterable[LiveResponse]) -> None:
         """Ends responses as "cancelled", unless they have ended; their slots are free."""
@@ -300,7 +300,7 @@ class DecodeLoop:
         self._drop_state()
 
     def load_params(self, params: Params, version: int) -> None:
-        """Swaps the weights between two host syncs. Responses under way go on with the new ones, over keys
+        """Swaps the weights between two host syncs. Responses in flight go on with the new ones, over keys
         and values of the old ones, and record the position (`LiveResponse.versions`).
 
         Args:

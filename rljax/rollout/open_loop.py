@@ -18,29 +18,40 @@ _POLICY = LoopPolicy()
 PLAIN = NoDrafts()
 
 
-def open_loop(
+def open_slots(
     engine: DecodeEngine,
     params: Params,
-    max_slots: int,
     speculator: Speculator | NoDrafts = PLAIN,
     overlap: bool = False,
+    version: int = 0,
+) -> Slots:
+    """Returns slots without responses, decoded with drafts if the speculator has drafters.
+
+    Args:
+      engine: the decode engine.
+      params: weights from `engine.load_params`; with copy=True where a trainer goes on with them.
+      speculator, overlap: as of `SpeculativeSlots`.
+      version: the number of the weights.
+    """
+    if speculator.drafters:
+        return SpeculativeSlots(speculator, params, version, overlap)
+    return Slots(engine, params, version)
+
+
+def open_loop(
+    slots: Slots,
+    max_slots: int,
     tools: ToolUse | EnvironmentUse | None = None,
     policy: LoopPolicy = _POLICY,
     on_sync: OnSync = lambda responses: None,
-    version: int = 0,
     idle: IdleSlots = IDLE,
 ) -> DecodeLoop:
-    """Returns a decode loop without requests; the arguments are those of `Scheduler` and `DecodeLoop`.
-
-    Args:
-      params: weights from `engine.load_params`; with copy=True where a trainer goes on with them.
-      version: the number of the weights.
+    """Returns a decode loop without requests; arguments as of `DecodeLoop`. `tools` are what responses call,
+    or the environment whose turns they are.
     """
-    slots, turns = Slots(engine, params, version), Turns()
-    if speculator.drafters:
-        slots = SpeculativeSlots(speculator, params, version, overlap)
+    turns = Turns()
     if isinstance(tools, EnvironmentUse):
-        turns = EnvironmentTurns(tools, engine.eos_token_ids)
+        turns = EnvironmentTurns(tools, slots.engine.eos_token_ids)
     elif tools is not None:
         turns = ToolTurns(tools)
     return DecodeLoop(slots, max_slots, turns, idle, policy, on_sync)

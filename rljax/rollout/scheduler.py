@@ -2,16 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from rljax.engine.engine import DecodeEngine
 from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request
-from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, check_request
+from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, OnSync, check_request
 from rljax.rollout.live_response import LiveResponse
-from rljax.rollout.open_loop import open_loop
-from rljax.rollout.sources.idle import IDLE
+from rljax.rollout.open_loop import open_loop, open_slots
+from rljax.rollout.sources.idle import IDLE, IdleSlots
 from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.no_drafts import NoDrafts
@@ -135,10 +134,12 @@ class Scheduler:
         self.speculator.learn_lengths(requests, completions)
         return completions, loop.statistics
 
-    def open_loop(self, params: Params, *others: Any) -> DecodeLoop:
-        """Returns a decode loop of the scheduler's parts; `others` are `open_loop`'s further arguments."""
-        parts = (self.engine, params, self.max_slots, self.speculator, self.overlap, self.tools)
-        return open_loop(*parts, *others)
+    def open_loop(
+        self, params: Params, policy: LoopPolicy, on_sync: OnSync, version: int, idle: IdleSlots = IDLE
+    ) -> DecodeLoop:
+        """Returns a decode loop of the scheduler's parts, without requests. Arguments as of `open_loop`."""
+        slots = open_slots(self.engine, params, self.speculator, self.overlap, version)
+        return open_loop(slots, self.max_slots, self.tools, policy, on_sync, idle)
 
     def begin(self, params: Params, requests: Sequence[Request], version: int) -> BegunRequests:
         """Takes requests for `finish`. Rollout workers would begin now (`rljax/cluster/decoder.py`).

@@ -36,7 +36,7 @@ class Pass(NamedTuple):
     until_active: int  # plain steps end once no more than so many slots are active
     most_steps: int | None  # plain steps at most; None for the engine's `decode_steps_per_sync`
     is_tail: bool  # no response waits for a slot
-    shrinks: bool  # the batch could be smaller, once no pass is under way
+    shrinks: bool  # the batch could be smaller, once no pass is in flight
     yielding_weight: float  # value of a token of a response that yields, as a share of another's
 
 
@@ -81,7 +81,7 @@ class Slots:
         return 0 if self.state is None else self.state.cache.length
 
     @property
-    def under_way(self) -> Sequence[int]:
+    def in_flight(self) -> Sequence[int]:
         """Slots of the pass that the device is at; none between two passes."""
         return ()
 
@@ -176,7 +176,7 @@ class Slots:
         return [Collected(result, wanted.slots)]
 
     def finish(self) -> list[Collected]:
-        """Waits for the pass under way. Returns what it has sampled."""
+        """Waits for the pass in flight. Returns what it has sampled."""
         return []
 
     def keep(

@@ -1,4 +1,4 @@
-"""Slots that are decoded with drafts: drafters hear of all that happens to the slots and their responses."""
+"""Slots that are decoded with drafts: drafters see all that happens to the slots and their responses."""
 
 import contextlib
 import time
@@ -34,9 +34,8 @@ class SpeculativeSlots(Slots):
         self.speculator, self._overlap = speculator, overlap
         self._drafters, self._decoder = speculator.slots, speculator.decoder
         self.has_history = speculator.has_history
-        self._known: list[LiveResponse] = []  # to drafters, by number
-        self._begun = False
-        self._passes: list[VerifyingPass] = []  # under way: none, or one where drafting overlaps
+        self._registered: list[LiveResponse] = []  # with the drafters, by number; none before the first
+        self._passes: list[VerifyingPass] = []  # in flight: none, or one where drafting overlaps
 
     @contextlib.contextmanager
     def _on_host(self) -> Iterator[None]:
@@ -52,14 +51,15 @@ class SpeculativeSlots(Slots):
         super().admit(waiting, known, most, first)
         if all(response.number is not None for response in waiting):
             return
-        self._take_counts(self._known)
-        self._known = list(known)
+        is_first = not self._registered
+        self._take_counts(self._registered)
+        self._registered = list(known)
         for number, response in enumerate(known):
             response.number = number
         requests = [response.request for response in known]
         begun = [response for response in known if response.tokens]
         current = sum(not response.yields for response in known)
-        if not self._begun:
+        if is_first:
             self._begin(requests, current)
             if not begun:
                 return
@@ -68,11 +68,11 @@ class SpeculativeSlots(Slots):
             self._drafters.call_all("begin", self._draft_requests(requests, current))
             if begun:  # those on the device keep the slots that they know
                 tokens, counts = _padded([response.tokens for response in begun])
-                self._hear(begun, tokens, counts, [False] * len(begun), {})
+                self._observe(begun, tokens, counts, [False] * len(begun), {})
 
     def _begin(self, requests: Sequence[Request], current: int) -> None:
         """The first requests have come, `current` of them for this rollout."""
-        self._begun, rollout = True, requests[:current]
+        rollout = requests[:current]
         is_training, step = any(each.training for each in rollout), max(each.step for each in rollout)
         self.speculator.manager.begin(is_training, step)
         self.speculator.decisions.begin()
@@ -111,12 +111,12 @@ class SpeculativeSlots(Slots):
 
     def _start(self, slots: int, longest: int) -> None:
         super()._start(slots, longest)
-        if self._begun:
+        if self._registered:
             self._drafters.start(self.batch)
 
     def _widen(self, slots: int) -> None:
         super()._widen(slots)
-        if self._begun:
+        if self._registered:
             self._drafters.widen(self.batch)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
@@ -136,7 +136,7 @@ class SpeculativeSlots(Slots):
     # -- decoding --------------------------------------------------------------------------------------------
 
     @property
-    def under_way(self) -> Sequence[int]:
+    def in_flight(self) -> Sequence[int]:
         return [slot for each in self._passes for slot in each.active.slots]
 
     def decode(self, wanted: Pass) -> list[Collected]:
@@ -158,10 +158,10 @@ class SpeculativeSlots(Slots):
                 self.statistics.train_seconds += self._decoder.clock.finished() - start
 
     def _alternate(self, wanted: Pass) -> list[Collected]:
-        """Drafts for slots that the device is not at, and queues their pass behind the one under way; then
+        """Drafts for slots that the device is not at, and queues their pass behind the one in flight; then
         returns the results of that one.
         """
-        earlier, taken = self._passes, set(self.under_way)
+        earlier, taken = self._passes, set(self.in_flight)
         half = [slot for slot in wanted.slots if slot not in taken][: -(-len(wanted.slots) // 2)]
         following = None
         if half and not (earlier and wanted.shrinks):
@@ -170,7 +170,7 @@ class SpeculativeSlots(Slots):
         self._passes = [] if following is None else [following]
         if earlier or self._passes:
             return self._finished(earlier)
-        # No pass is under way: plain steps of all slots.
+        # No pass is in flight: plain steps of all slots.
         active = self._active(wanted, wanted.slots)
         self.state, result = self._decoder.decode_plainly(
             self.params, self.state, active, wanted.until_active, wanted.most_steps
@@ -204,7 +204,7 @@ class SpeculativeSlots(Slots):
         with self._on_host():
             tokens = collected.result.tokens[collected.slots]
             ended = [response.slot is None for response in responses]
-            self._hear(responses, tokens, np.asarray(counts, np.int32), ended, self._decoder.draft_counts)
+            self._observe(responses, tokens, np.asarray(counts, np.int32), ended, self._decoder.draft_counts)
         super().keep(collected, responses, counts, stopped)
 
     def append(self, answers: Sequence[Answered]) -> None:
@@ -216,9 +216,9 @@ class SpeculativeSlots(Slots):
             appended = [each.tokens[length:] for each, length in zip(responses, lengths, strict=True)]
             padded, counts = _padded(appended)
             self._drafters.append(slots, sizes, padded, counts)
-            self._hear(responses, padded, counts, [response.slot is None for response in responses], {})
+            self._observe(responses, padded, counts, [response.slot is None for response in responses], {})
 
-    def _hear(
+    def _observe(
         self,
         responses: Sequence[LiveResponse],
         tokens: np.ndarray,
@@ -226,14 +226,14 @@ class SpeculativeSlots(Slots):
         ended: Sequence[bool],
         draft_counts: Mapping[str, tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """Tells drafters of new tokens, and takes the counts of drafts of responses that have ended."""
+        """Shows drafters new tokens, and takes the counts of drafts of responses that have ended."""
         numbers = np.asarray([response.number for response in responses], np.int32)
         self._drafters.observe(numbers, tokens, counts, np.asarray(ended, bool), draft_counts)
         self._take_counts([each for each, is_over in zip(responses, ended, strict=True) if is_over])
 
     def load_params(self, params: Params, version: int) -> None:
         super().load_params(params, version)
-        if self._begun:
+        if self._registered:
             self._refresh()
 
     def _refresh(self) -> None:

@@ -22,7 +22,7 @@ from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
-from rljax.rollout.open_loop import PLAIN, open_loop
+from rljax.rollout.open_loop import PLAIN, open_loop, open_slots
 from rljax.serving.jobs import JobThread, Piece
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
@@ -91,16 +91,8 @@ class EngineWorker(JobThread):
         super().__init__("engine", engine, max_waiting)
         self.speculator, self.max_slots = speculator, max_slots
         policy = LoopPolicy(sync_at_every_ending=True, most_steps=steps_per_sync)
-        self.loop = open_loop(
-            engine,
-            params,
-            max_slots,
-            speculator,
-            tools=environment,
-            policy=policy,
-            on_sync=self._deliver,
-            version=version,
-        )
+        slots = open_slots(engine, params, speculator, version=version)
+        self.loop = open_loop(slots, max_slots, environment, policy, self._deliver)
         self._learns = learns and bool(speculator.drafters)
         self._new_params: tuple[Params, int] | None = None  # with their version; not yet in the loop
         self._finished = _Finished(learned_together or {})

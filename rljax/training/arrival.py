@@ -44,7 +44,7 @@ from rljax.training.extras import Extra
 
 
 @dataclasses.dataclass(frozen=True)
-class Created:
+class CreatedGroup:
     """A group that is in no batch yet.
 
     Attributes:
@@ -56,7 +56,7 @@ class Created:
     version: int
 
 
-class Arrivals:
+class GroupBuffer:
     """Which groups may be created, and which form a batch. Pure: it knows no time.
 
     Args:
@@ -72,18 +72,18 @@ class Arrivals:
 
     def __init__(self, size: int, lag: int, total: int, ahead: int | None = None) -> None:
         self.size, self.lag, self.total = size, lag, total
-        self._ahead = lag if ahead is None else ahead
+        self._steps_ahead = lag if ahead is None else ahead
         self.created = 0
-        self.open: dict[int, Created] = {}
+        self.open: dict[int, CreatedGroup] = {}
 
-    def room(self, step: int) -> int:
+    def free_places(self, step: int) -> int:
         """Returns how many groups may be created at a step."""
-        return min((step + self._ahead + 1) * self.size, self.total) - self.created
+        return min((step + self._steps_ahead + 1) * self.size, self.total) - self.created
 
     def create(self, problem: int, step: int) -> int:
         """Creates a group at a step, and returns its number."""
         number, self.created = self.created, self.created + 1
-        self.open[number] = Created(problem, step)
+        self.open[number] = CreatedGroup(problem, step)
         return number
 
     def batch(self, step: int, arrived: Sequence[int]) -> list[int] | None:
@@ -114,11 +114,11 @@ class Arrivals:
           arrived: numbers of the open groups that have ended.
           outliers: numbers of those that wait for outliers alone.
         """
-        spare = len(self.open) - self.size
+        parkable = len(self.open) - self.size
         batch: list[int] = []
         for number, each in self.open.items():
-            if number in outliers and each.version + self.lag > step and spare:
-                spare -= 1
+            if number in outliers and each.version + self.lag > step and parkable:
+                parkable -= 1
             else:
                 batch.append(number)
         batch = batch[: self.size]
@@ -139,7 +139,7 @@ class Arrivals:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` returned."""
         self.created = state["created"]
-        self.open = {number: Created(problem, version) for number, problem, version in state["open"]}
+        self.open = {number: CreatedGroup(problem, version) for number, problem, version in state["open"]}
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -247,31 +247,31 @@ class ArrivingBatches(_Noted, Extra):
         self._cluster, self._progress, self._parks = cluster, progress, self._config.cluster.into_next_step
         lag, size = rollout.max_staleness, rollout.prompts_per_step
         total = self._config.training.steps * size
-        self._arrivals = Arrivals(size, lag, total, lag - 1 if self._parks else None)
-        self._under_way: dict[int, BegunGroups] = {}
+        self._buffer = GroupBuffer(size, lag, total, lag - 1 if self._parks else None)
+        self._in_flight: dict[int, BegunGroups] = {}
         self._parked = 0  # groups that the last batch has passed over
 
     def begin(self, round_: int) -> None:
         """Creates the groups that may be created now. After a resume, those that were open begin again."""
         self._renew()
-        state, arrivals = self._state, self._arrivals
-        for _ in range(arrivals.room(state.step)):
+        state, buffer = self._state, self._buffer
+        for _ in range(buffer.free_places(state.step)):
             (problem,) = self.next_problems(1)
-            arrivals.create(int(problem), state.step)
+            buffer.create(int(problem), state.step)
         samples = self._config.rollout.samples_per_prompt
         with self._cluster.together():
-            for number, each in arrivals.open.items():
-                if number not in self._under_way:
-                    step = number // arrivals.size
+            for number, each in buffer.open.items():
+                if number not in self._in_flight:
+                    step = number // buffer.size
                     wanted = WantedGroups(
                         "train", [each.problem], samples, TRAINING, step, version=state.step
                     )
                     weights = state.versions[state.step]
-                    self._under_way[number] = self._collector.begin(weights, wanted, renewed=True)
+                    self._in_flight[number] = self._collector.begin(weights, wanted, renewed=True)
 
     def _renew(self) -> None:
-        """What is under way goes on under the newest weights."""
-        self.hold_weights()
+        """What is in flight goes on under the newest weights."""
+        self.retain_policy_version()
         self._cluster.renew(self._state.versions[self._state.step], self._state.step)
 
     def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
@@ -280,11 +280,11 @@ class ArrivingBatches(_Noted, Extra):
         while (batch := self._batch()) is None:
             self._cluster.listen()
             running.add(self._cluster.decoding)
-            arrived, needed = len(self._arrived()), self._arrivals.size
+            arrived, needed = len(self._arrived()), self._buffer.size
             self._progress.update("rollout", f"{min(arrived, needed)}/{needed} groups")
-        opened = [self._arrivals.open[number] for number in batch]
+        opened = [self._buffer.open[number] for number in batch]
         begun, completions, statistics = self._take(batch)
-        statistics.running[:] = [running.points()]  # of all that is under way, while the step waited
+        statistics.running[:] = [running.points()]  # of all that is in flight, while the step waited
         problems = [problem for each in begun for problem in each.problems]
         requests = [request for each in begun for request in each.requests]
         steps = [each.wanted.step for each in begun]
@@ -295,7 +295,7 @@ class ArrivingBatches(_Noted, Extra):
 
     def _arrived(self) -> list[int]:
         """The numbers of the groups that have ended, in their order."""
-        places = {number: self._cluster.place(begun.decoding) for number, begun in self._under_way.items()}
+        places = {number: self._cluster.place(begun.decoding) for number, begun in self._in_flight.items()}
         return sorted(
             (number for number, place in places.items() if place is not None), key=lambda each: places[each]
         )
@@ -304,21 +304,21 @@ class ArrivingBatches(_Noted, Extra):
         """The numbers of the present step's groups, or None while some must be waited for."""
         step, arrived = self._state.step, self._arrived()
         if not self._parks:
-            return self._arrivals.batch(step, arrived)
-        numbers = list(self._arrivals.open)[: self._arrivals.size]
-        waiting = self._cluster.outliers([self._under_way[number].decoding for number in numbers])
-        return self._arrivals.in_order(step, arrived, {numbers[place] for place in waiting})
+            return self._buffer.batch(step, arrived)
+        numbers = list(self._buffer.open)[: self._buffer.size]
+        waiting = self._cluster.outliers([self._in_flight[number].decoding for number in numbers])
+        return self._buffer.in_order(step, arrived, {numbers[place] for place in waiting})
 
     def _take(self, batch: Sequence[int]) -> tuple[list[BegunGroups], list[Completion], DecodeStatistics]:
         """What was begun for these groups, their responses, and counts of the work."""
         begun, completions, statistics = [], [], DecodeStatistics()
         for number in batch:
-            begun.append(self._under_way.pop(number))
+            begun.append(self._in_flight.pop(number))
             ended, counts = self._cluster.finish(begun[-1].decoding)
             completions += ended
             accumulate(statistics, counts)
-        self._arrivals.take(batch)
-        self._parked = sum(number < max(batch) for number in self._arrivals.open)
+        self._buffer.take(batch)
+        self._parked = sum(number < max(batch) for number in self._buffer.open)
         return begun, completions, statistics
 
     def before_evaluation(self) -> None:
@@ -329,16 +329,16 @@ class ArrivingBatches(_Noted, Extra):
         return {"cluster/parked": self._parked} if self._parks else {}
 
     def go_back(self, place: Any) -> None:
-        """Nothing is asked again: what was begun is under way as it is saved."""
+        """Nothing is asked again: what was begun is in flight as it is saved."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         state, arrays = super().state()
-        return state | {"under_way": self._arrivals.state()}, arrays  # under the weights of the checkpoint
+        return state | {"under_way": self._buffer.state()}, arrays  # under the weights of the checkpoint
 
     def load_state(self, host_state: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> None:
         super().load_state(host_state, held)
         if "under_way" in host_state:
-            self._arrivals.load_state(host_state["under_way"])
+            self._buffer.load_state(host_state["under_way"])
 
 
 class ReplayedBatches(_Noted):
@@ -357,7 +357,7 @@ class ReplayedBatches(_Noted):
         self._path, self._schedule = path, read_schedule(path)
 
     def begin(self, round_: int) -> None:
-        self.hold_weights()
+        self.retain_policy_version()
 
     def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
         start, step = time.perf_counter(), self._state.step

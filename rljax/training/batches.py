@@ -70,7 +70,7 @@ class Batches:
     ) -> None:
         self._config, self._state, self._engine = config, state, engine
         self._prompts, self._collector = prompts, collector
-        self._begun: BegunGroups | None = None  # the round that is decoded
+        self._round: BegunGroups | None = None  # the round that is decoded
         self._version = 0  # of the weights that sample this step's first round
 
     def begin(self, round_: int) -> None:
@@ -79,22 +79,22 @@ class Batches:
         """
         state = self._state
         if round_:
-            self._begun = self._begin_next(state.step, self._version)
+            self._round = self._begin_next(state.step, self._version)
             return
-        self.hold_weights()
+        self.retain_policy_version()
         last = min(state.step + self._config.rollout.staleness, self._config.training.steps - 1)
         for step in range(state.step, last + 1):
             if step not in state.begun:
                 state.begun[step] = self._begin_next(step, state.step)
-        self._begun = state.begun.pop(state.step)
-        self._version = self._begun.wanted.version
+        self._round = state.begun.pop(state.step)
+        self._version = self._round.wanted.version
 
     def finish(self, on_progress: OnProgress) -> tuple[list[Group], DecodeStatistics, Timing]:
         """Waits for the responses of the round, and rewards them; see `Collector.finish`."""
-        begun, self._begun = self._begun, None  # it holds weights, whose memory an update needs
+        begun, self._round = self._round, None  # it holds weights, whose memory an update needs
         return self._collector.finish(begun, on_progress)
 
-    def hold_weights(self) -> None:
+    def retain_policy_version(self) -> None:
         """Keeps this step's weights under their number, and older ones as long as rollouts may need them."""
         state, lag = self._state, self._config.rollout.oldest_lag
         if state.step in state.versions:
@@ -111,7 +111,7 @@ class Batches:
         """Returns the indices of the next problems that are asked, and goes on behind them."""
         state, begin = self._state, self._state.data_position
         indices, state.data_position = self._prompts.next_problems("train", begin, count)
-        state.passed_over += state.data_position - begin - count
+        state.skipped_problems += state.data_position - begin - count
         return indices
 
     def _begin_groups(self, step: int, indices: Sequence[int], version: int) -> BegunGroups:

@@ -35,6 +35,7 @@ from rljax.progress import Progress
 from rljax.rollout.collector import EVALUATION, TRAINING, Group, WantedGroups
 from rljax.run_directory import RunDirectory
 from rljax.tasks.base import Split
+from rljax.training.building import make_run
 from rljax.training.interruption import StopRequest
 from rljax.training.training_run import TrainingRun
 
@@ -203,7 +204,7 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
     checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)
     try:
         with Progress() as progress:
-            run = TrainingRun(config, directory, checkpoints, progress, time.perf_counter())
+            run = make_run(config, directory, checkpoints, progress, time.perf_counter())
             head = HeadConfig(settings.variant, run.trainer.config)
             if head.fused:
                 check_layers(output, head)

@@ -55,7 +55,7 @@ def export_policy(
     saved: SavedPolicy, destination: str | os.PathLike[str], dtype: str = "float32", force: bool = False
 ) -> Path:
     """Writes a directory for `transformers`: weights, configs, tokenizer with its chat template, and a model
-    card. It is written beside the destination and renamed when it is complete.
+    card. It is written next to the destination and renamed when it is complete.
 
     Args:
       saved: a policy of a run.
@@ -108,7 +108,7 @@ def export_head(
     engine: ServingEngine = "sglang",
     force: bool = False,
 ) -> Path:
-    """Writes the EAGLE head that was trained beside the policy. Other arguments as in `export_policy`.
+    """Writes the EAGLE head that was trained together with the policy. Other arguments as in `export_policy`.
 
     Args:
       engine: serving engine that will load the head (`drafters/eagle/checkpoint.py`).
@@ -139,23 +139,23 @@ def _drafters_of(saved: SavedPolicy) -> str:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Context that yields a new directory beside `path`, and renames it to `path` at the end. A previous
+    """Context that yields a new directory next to `path`, and renames it to `path` at the end. A previous
     directory is deleted only then; after an error it is unchanged.
     """
-    beside = None
+    scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.export-", dir=path.parent))
-        yield beside / "new"
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.export-", dir=path.parent))
+        yield scratch / "new"
         if path.exists():
-            path.rename(beside / "old")
-        (beside / "new").rename(path)
+            path.rename(scratch / "old")
+        (scratch / "new").rename(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
         ) from error
     finally:
-        if beside is not None:
-            if (beside / "old").exists() and not path.exists():
-                (beside / "old").rename(path)
-            shutil.rmtree(beside, ignore_errors=True)
+        if scratch is not None:
+            if (scratch / "old").exists() and not path.exists():
+                (scratch / "old").rename(path)
+            shutil.rmtree(scratch, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What takes part in the steps of a run beside the loop: drafters, rollout workers, a curriculum, tools.
+"""What takes part in the steps of a run besides the loop: drafters, rollout workers, a curriculum, tools.
 
 The loop (`loop.py`) knows none of them by name. It calls every `Extra` at the same points of a step.
 """
@@ -10,11 +10,14 @@ from typing import Any
 from drafters.base import Outcome
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.config import ExperimentConfig
+from rljax.engine.background import BackgroundCompiler
+from rljax.engine.executables import ExecutablePool
 from rljax.evaluation.judging import pass_shares
 from rljax.requests import spans_of
 from rljax.rollout.collector import TRAINING, Collector, Group, WantedGroups
 from rljax.rollout.metrics import tokens_per_second
 from rljax.rollout.prompts import Prompts
+from rljax.rollout.scheduler import Scheduler
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.curriculum import Curriculum
@@ -50,6 +53,50 @@ class Extra:
     def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
         """Returns metrics of a step that took so many seconds, after its updates."""
         return {}
+
+
+class Compilation(Extra):
+    """Programs that are compiled in the background.
+
+    Args:
+      scheduler: decodes in this process.
+      pool: the compiled programs.
+
+    Attributes:
+      updates: compiles the programs of updates while the first rollout decodes; None where they are compiled
+        with all others, or all are there.
+    """
+
+    updates: BackgroundCompiler | None = None
+
+    def __init__(self, scheduler: Scheduler, pool: ExecutablePool) -> None:
+        self._engine, self._speculator, self._pool = scheduler.engine, scheduler.speculator, pool
+
+    def before_update(self) -> None:
+        if self.updates is not None:
+            self.updates.complete()
+            self.updates = None
+
+    @property
+    def left(self) -> int:
+        """Shapes whose programs are still compiled: of prefill, plain decoding and verifying passes."""
+        plain = 0 if self._engine.behind is None else self._engine.behind.left
+        return plain + self._speculator.compiling
+
+    def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
+        """Returns metrics of the run so far: `engine/compilations`, programs compiled or loaded by the thread
+        that decodes and learns. Where others are compiled in the background, too: `engine/compiled_behind`,
+        their number, `time/compiled_behind`, the seconds that they took, and
+        `engine/waited_for_compilation_seconds`, seconds in which decoding waited for them.
+        """
+        metrics: dict[str, float] = {"engine/compilations": len(self._pool) - self._pool.behind}
+        if self._engine.behind is not None:
+            metrics |= {
+                "engine/compiled_behind": self._pool.behind,
+                "engine/waited_for_compilation_seconds": self._engine.behind.seconds_waited,
+                "time/compiled_behind": self._pool.seconds_behind,
+            }
+        return metrics
 
 
 class Measured(Extra):
@@ -139,7 +186,7 @@ class PassRates(Extra):
 
     def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
         learned = self._curriculum.learn(pass_shares(rollout.sampled, self._success))
-        return {**learned, "curriculum/passed_over": self._state.passed_over}
+        return {**learned, "curriculum/passed_over": self._state.skipped_problems}
 
 
 def lag_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:

@@ -44,7 +44,7 @@ def during_evaluation(run: TrainingRun, metrics: dict[str, Any]) -> Iterator[Non
     except (DrafterError, PolicyError):
         raise
     except UserError:
-        run.state.owes_evaluation = True
+        run.state.evaluation_due = True
         save_after_failure(run, metrics)
         raise
 
@@ -56,9 +56,9 @@ def reported(run: TrainingRun) -> Iterator[None]:
     try:
         yield
     except (UserError, Interrupted):
-        if run.state.step > first:
+        if run.state.step > first and run.config.tracking.report:
             with contextlib.suppress(KeyboardInterrupt):  # the first error is the one to raise
-                reporting.show_report(run)
+                reporting.show_report(run.directory, run.progress)
         raise
 
 

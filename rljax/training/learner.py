@@ -1,6 +1,6 @@
 """Learning from a step's rollouts: from rewarded groups to the updates of policy and critic.
 
-1. Shuffle the responses into mini-batches, pack each, and cut it into micro-batches.
+1. Shuffle the responses into mini-batches, pack each, and cut it into micro-batches (`minibatches.py`).
 2. Score them with the weights of the rollout: logprobs of the reference (for a KL penalty) and of the policy
    (for rollout correction), and values of the critic. Scores that the algorithm does not need are left out.
 3. Prepare the advantage and the weight of every token, on the host and for the whole step. Leave out the
@@ -8,13 +8,11 @@
 4. Update policy and critic, mini-batch by mini-batch.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from rljax.algorithms.estimation import Estimate, estimate_advantages
@@ -24,218 +22,38 @@ from rljax.algorithms.returns import explained_variance
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
 from rljax.algorithms.rollout_correction import rollout_correction
 from rljax.assembly.policy import Policy
-from rljax.config import ExperimentConfig, TrainingConfig
-from rljax.engine.executables import ExecutablePool
+from rljax.config import ExperimentConfig
 from rljax.errors import UserError
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import (
-    PackedBatch,
-    Packing,
-    TrainingSequence,
-    build_batch,
-    pack_groups,
-    pack_sequences,
-    response_places,
-)
-from rljax.learning.prompt_sharing import copied_share
-from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
-from rljax.numerics.rows import Numerics
-from rljax.requests import Completion, spans_of
+from rljax.requests import spans_of
 from rljax.rollout.collector import Group
 from rljax.training.critic import Critic, ValueTargets
+from rljax.training.minibatches import (
+    Minibatch,
+    completions_of,
+    make_minibatches,
+    members_with_gradient,
+    pack_minibatch,
+    padding_share,
+    shared_share,
+    shares_prompts,
+)
 from rljax.training.objectives import WEIGHT
 from rljax.training.reference import Reference
 from rljax.training.update import Trainer
 
-SMALLEST_COPIED_SHARE = 1 / 3
-"""Share of copies among the tokens of a mini-batch from which `share_prompts: auto` shares prompts."""
-SMALLEST_SHARING_MICROBATCH = 1024
-"""Positions of a micro-batch from which `share_prompts: auto` shares prompts: in smaller ones, what is read
-from elsewhere costs more than it saves.
-"""
 
-
-@dataclasses.dataclass
-class Minibatch:
-    """Responses of one update, packed and cut into micro-batches.
-
-    Attributes:
-      members: int [n], indices of its responses among the step's N.
-      packing: position of each response in the packed rows.
-      places: row and positions of each response's predictions.
-      batches: the micro-batches, built with an advantage of 0 and a weight of 1 for the learner to replace.
-      reference_logprobs: float32 [R, T] per micro-batch, if the algorithm has a KL penalty.
-      old_logprobs: float32 [R, T] per micro-batch, if the algorithm corrects for the rollout.
-      old_values: float32 [R, T] per micro-batch, if the algorithm has a critic.
-      value_targets: targets per micro-batch, if the algorithm has a critic.
-    """
-
-    members: np.ndarray
-    packing: Packing
-    places: list[tuple[int, slice]]
-    batches: list[PackedBatch]
-    reference_logprobs: list[np.ndarray] | None = None
-    old_logprobs: list[np.ndarray] | None = None
-    old_values: list[np.ndarray] | None = None
-    value_targets: list[ValueTargets] | None = None
-
-    def gather(self, arrays: Sequence[np.ndarray], into: np.ndarray) -> None:
-        """Copies members' predictions from arrays [R, T], one per micro-batch, to their rows in [N, L]."""
-        rows = np.concatenate(arrays)
-        for member, (row, positions) in zip(self.members, self.places, strict=True):
-            values = rows[row, positions]
-            into[member, : len(values)] = values
-
-    def lay_out(self, values: np.ndarray) -> list[np.ndarray]:
-        """The inverse of `gather`: places values [N, L] at the members' predictions in arrays [R, T], one per
-        micro-batch, and 0 elsewhere.
-        """
-        sizes = [len(batch.tokens) for batch in self.batches]
-        rows = np.zeros((sum(sizes), self.packing.pack_length), np.float32)
-        for member, (row, positions) in zip(self.members, self.places, strict=True):
-            rows[row, positions] = values[member, : positions.stop - positions.start]
-        return np.split(rows, np.cumsum(sizes)[:-1])
-
-
-def completions_of(groups: Sequence[Group]) -> list[Completion]:
-    """Returns the N = P * G responses of a step, in the order of its groups."""
-    return [completion for group in groups for completion in group.completions]
-
-
-def make_minibatches(
-    groups: Sequence[Group],
-    training: TrainingConfig,
-    seed: tuple[int, ...],
-    row_multiple: int,
-    share_prompts: str = "off",
-) -> list[Minibatch]:
-    """Shuffles a step's responses into mini-batches, packs each and cuts it into micro-batches.
-
-    Args:
-      groups: groups of the step.
-      training: minibatches_per_step, pack_length and rows_per_microbatch are read.
-      seed: seed of the order, such as the run's seed and the step's number.
-      row_multiple: see `Packing.microbatches`.
-      share_prompts: "on": compute the prompt of a group once in a micro-batch; "auto": only if at least
-        `SMALLEST_COPIED_SHARE` of the tokens are copies and a micro-batch has at least
-        `SMALLEST_SHARING_MICROBATCH` positions; "off": compute every prompt.
-    """
-    count = sum(len(group.completions) for group in groups)
-    order = np.random.default_rng(seed).permutation(count)
-    parts = np.array_split(order, training.minibatches_per_step)
-    return [pack_minibatch(groups, members, training, row_multiple, share_prompts) for members in parts]
-
-
-def pack_minibatch(
-    groups: Sequence[Group],
-    members: np.ndarray,
-    training: TrainingConfig,
-    row_multiple: int,
-    share_prompts: str = "off",
-) -> Minibatch:
-    """Packs some of a step's responses and cuts them into micro-batches. Arguments as in `make_minibatches`;
-    `members` is int [n], indices among the step's N responses.
-    """
-    prompts = [group.prompt_of(completion) for group in groups for completion in group.completions]
-    completions = completions_of(groups)
-    sequences = [
-        TrainingSequence(
-            prompt, completion.response_ids, completion.logprobs, 0.0, 1.0, completion.sampled_mask
-        )
-        for prompt, completion in ((prompts[i], completions[i]) for i in members)
-    ]
-    lengths = [sequence.length for sequence in sequences]
-    prompts = [prompts[i] for i in members]
-    shares = _shares(share_prompts, prompts, lengths, training)
-    if shares:
-        packing = pack_groups(lengths, prompts, training.pack_length, training.rows_per_microbatch)
-    else:
-        packing = pack_sequences(lengths, training.pack_length)
-    # Rows without tokens cost little where padding is not computed, and another number of rows a program.
-    multiple = training.rows_per_microbatch if shares else row_multiple
-    ranges = packing.microbatches(training.rows_per_microbatch, multiple)
-    batches = [build_batch(sequences, packing, rows, shares) for rows in ranges]
-    return Minibatch(members, packing, response_places(sequences, packing), batches)
-
-
-def _shares(
-    share_prompts: str, prompts: Sequence[ArrayLike], lengths: Sequence[int], training: TrainingConfig
-) -> bool:
-    """Returns whether prompts are shared; see `make_minibatches`.
-
-    Args:
-      share_prompts: "on", "auto" or "off".
-      prompts: prompt of each sequence.
-      lengths: tokens of prompt and response of each sequence.
-      training: pack_length and rows_per_microbatch are read.
-    """
-    if share_prompts != "auto":
-        return share_prompts == "on"
-    large = training.rows_per_microbatch * training.pack_length >= SMALLEST_SHARING_MICROBATCH
-    return large and copied_share(prompts, lengths) >= SMALLEST_COPIED_SHARE
-
-
-def padding_share(minibatches: Sequence[Minibatch]) -> float:
-    """Returns the share of padding in what the micro-batches of a step compute."""
-    tokens = positions = 0
-    for minibatch in minibatches:
-        tokens += int(minibatch.packing.lengths.sum()) - _num_copied(minibatch)
-        for batch in minibatch.batches:
-            positions += batch.tokens.size if batch.compact is None else batch.compact.size
-    return 1.0 - tokens / positions
-
-
-def shared_share(minibatches: Sequence[Minibatch]) -> float:
-    """Returns the share of a step's tokens that are not computed again, since they are copies of prompts."""
-    tokens = sum(int(minibatch.packing.lengths.sum()) for minibatch in minibatches)
-    return sum(_num_copied(minibatch) for minibatch in minibatches) / tokens
-
-
-def _num_copied(minibatch: Minibatch) -> int:
-    compact = [batch for batch in minibatch.batches if batch.compact is not None]
-    copies = sum(int(np.sum((batch.segment_ids > 0) & ~batch.compact.computed)) for batch in compact)
-    return copies + int(np.sum(minibatch.packing.shared))
-
-
-def members_with_gradient(minibatch: Minibatch, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Returns the members of a mini-batch that have an advantage, int [m] in their order.
-
-    At least one member is returned, the shortest if none has an advantage: an update without gradient still
-    decays the optimizer's moments, and its metrics need tokens.
-
-    Args:
-      minibatch: the mini-batch.
-      advantages: float [N, L], advantages of the step's responses.
-      kept: bool [N, L], tokens to learn from.
-    """
-    members = minibatch.members
-    learned = (kept[members] & (advantages[members] != 0.0)).any(axis=1)
-    if not learned.any():
-        learned[np.argmin(minibatch.packing.lengths)] = True
-    return members[learned]
-
-
-# -- learning ----------------------------------------------------------------------------------------------
-
-
-def make_critic(
-    config: ExperimentConfig,
-    model_config: ModelConfig,
-    numerics: Numerics,
-    pool: ExecutablePool,
-    mesh: Mesh | None,
-) -> Critic | None:
+def make_critic(config: ExperimentConfig, trainer: Trainer) -> Critic | None:
     """Returns the critic of an experiment; None if its algorithm trains none. Arguments as in `Learner`."""
     algorithm, training = config.algorithm, config.training
     if algorithm.advantage_baseline != "critic":
         return None
-    settings = algorithm.critic.model_dump(exclude={"value_clip"})
     updates = training.steps * training.minibatches_per_step * training.epochs_per_step
-    optimizer = make_optimizer(**settings, total_updates=updates, section="algorithm.critic")
-    value_clip = algorithm.critic.value_clip
-    return Critic(model_config, numerics, training, value_clip, optimizer, pool, mesh)
+    optimizer = make_optimizer(algorithm.critic, updates, "algorithm.critic")
+    value_clip, where = algorithm.critic.value_clip, (trainer.pool, trainer.mesh)
+    return Critic(trainer.config, trainer.numerics, training, value_clip, optimizer, *where)
 
 
 class Learner:
@@ -246,10 +64,7 @@ class Learner:
 
     Args:
       config: the experiment.
-      model_config: architecture of the policy.
-      numerics: numerics of the engine.
-      trainer: trainer of the policy.
-      pool: pool of compiled programs.
+      trainer: trainer of the policy; a critic has its architecture, numerics and devices.
       policy_params: weights that the run starts from; copied if they are the reference of a run that trains
         all weights. Under LoRA they are the base.
       teacher: the reference in their place, from `reference.load_teacher`.
@@ -261,10 +76,7 @@ class Learner:
     def __init__(
         self,
         config: ExperimentConfig,
-        model_config: ModelConfig,
-        numerics: Numerics,
         trainer: Trainer,
-        pool: ExecutablePool,
         policy_params: Params,
         teacher: Policy | None = None,
     ) -> None:
@@ -277,7 +89,7 @@ class Learner:
         elif algorithm.kl_coefficient > 0:
             self._reference = Reference(trainer, policy_params)
         self.reference_digest = None if self._reference is None else self._reference.digest
-        self._critic = make_critic(config, model_config, numerics, pool, trainer.mesh)
+        self._critic = make_critic(config, trainer)
 
     @property
     def _kl_in_loss(self) -> bool:
@@ -307,7 +119,7 @@ class Learner:
         rollout = self._config.rollout
         every = [prompt for prompt in prompts for _ in range(rollout.samples_per_prompt)]
         lengths = [len(prompt) + rollout.max_response_length // 2 for prompt in every]
-        return _shares(self._trainer.share_prompts, every, lengths, self._config.training)
+        return shares_prompts(self._trainer.share_prompts, every, lengths, self._config.training)
 
     def warm_up(
         self, state: TrainState, sampler: Params | None = None, sizes: Sequence[int] | None = None
@@ -405,7 +217,7 @@ class Learner:
             params = self._trainer.place(sampled_by[version])
             scores = np.zeros_like(found)
             for minibatch in minibatches:
-                minibatch.gather(self._trainer.score(params, minibatch.batches), scores)
+                minibatch.collect_tokens(self._trainer.score(params, minibatch.batches), scores)
             for scored, into, completion in zip(scores, found, completions, strict=True):
                 for begin, end in spans_of(completion, version):
                     into[begin:end] = scored[begin:end]
@@ -448,20 +260,20 @@ class Learner:
         # Of responses with a reward: the others are in no mean, and nothing is learned from them.
         counted = mask & scored.reshape(-1)[slice(None) if owners is None else owners][:, None]
 
-        def gathered(name: str) -> np.ndarray:
+        def collected_tokens(name: str) -> np.ndarray:
             values = np.zeros(mask.shape, np.float32)
             for minibatch in minibatches:
-                minibatch.gather(getattr(minibatch, name), values)
+                minibatch.collect_tokens(getattr(minibatch, name), values)
             return values
 
         metrics: dict[str, float] = {}
         penalties = None
         if self._reference is not None and algorithm.kl_in == "reward":
-            penalties = self._kl_penalties(rollout_logprobs, gathered("reference_logprobs"), mask)
+            penalties = self._kl_penalties(rollout_logprobs, collected_tokens("reference_logprobs"), mask)
             metrics["reward/kl_penalty"] = float(penalties.sum(axis=1).mean())
             if algorithm.teacher is not None:
                 metrics["teacher/kl"] = float(penalties.sum() / mask.sum()) / algorithm.kl_coefficient
-        values = None if self._critic is None else gathered("old_values")
+        values = None if self._critic is None else collected_tokens("old_values")
         estimate = estimate_advantages(
             np.asarray(rewards, np.float32),
             jnp.asarray(counted),
@@ -480,7 +292,7 @@ class Learner:
             kept = counted & whole[:, None]
         if algorithm.corrects_rollout:
             correction = rollout_correction(
-                jnp.asarray(gathered("old_logprobs")),
+                jnp.asarray(collected_tokens("old_logprobs")),
                 jnp.asarray(rollout_logprobs),
                 jnp.asarray(mask),
                 algorithm.correction_cap,
@@ -520,8 +332,8 @@ class Learner:
         packed = pack_minibatch(groups, members, *arguments)
         if minibatch.old_logprobs is not None:
             old_logprobs = np.zeros(kept.shape, np.float32)
-            minibatch.gather(minibatch.old_logprobs, old_logprobs)
-            packed.old_logprobs = packed.lay_out(old_logprobs)
+            minibatch.collect_tokens(minibatch.old_logprobs, old_logprobs)
+            packed.old_logprobs = packed.to_microbatches(old_logprobs)
         return packed
 
     def _kl_penalties(
@@ -557,14 +369,14 @@ class Learner:
             )
             for batch, advantage, weight, old in zip(
                 minibatch.batches,
-                minibatch.lay_out(advantages),
-                minibatch.lay_out(weights),
+                minibatch.to_microbatches(advantages),
+                minibatch.to_microbatches(weights),
                 olds,
                 strict=True,
             )
         ]
         if estimate.returns is not None:
-            returns = minibatch.lay_out(np.asarray(estimate.returns))
+            returns = minibatch.to_microbatches(np.asarray(estimate.returns))
             minibatch.value_targets = [
                 ValueTargets(new, old) for new, old in zip(returns, minibatch.old_values, strict=True)
             ]

@@ -1,10 +1,10 @@
 """The RL loop: roll out, reward, learn, evaluate. Read it from top to bottom.
 
 A step samples groups of responses from the current policy, rewards them, and updates the policy on them by
-GRPO (arXiv 2402.03300) or another algorithm of `rljax/algorithms/registry.py`. The parts of a run are built
-in `training_run.py`, the updates of a step are in `learner.py`. Other files start and stop a run
-(`session.py`), resume and save it, handle failures, and report; what takes part in a step without being a
-step's part is in `extras.py`.
+GRPO (arXiv 2402.03300) or another algorithm of `rljax/algorithms/registry.py`. The parts of a run
+(`training_run.py`) are built in `building.py`, the updates of a step are in `learner.py`. Other files start
+and stop a run (`session.py`), resume and save it, handle failures, and report; what takes part in a step
+without being a step's part is in `extras.py`.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rljax.algorithms.dynamic_sampling import DynamicSampler
+from rljax.config import ExperimentConfig
 from rljax.errors import Interrupted
 from rljax.evaluation.judging import group_metrics
 from rljax.evaluation.metrics import PASSED_FROM, part_names, success_part
@@ -26,12 +27,13 @@ from rljax.rollout.collector import EVALUATION, Group, Timing, WantedGroups, out
 from rljax.rollout.metrics import mean_rewards, rollout_metrics
 from rljax.training import failures, reporting, resuming, saving
 from rljax.training.batches import Rollout
+from rljax.training.compiling import compile_programs
 from rljax.training.training_run import TrainingRun
 
 
 def training_step(run: TrainingRun) -> dict[str, Any]:
     """One RL step, which changes `run.state`. Returns the metrics of the step."""
-    start, run.state.passed_over = time.perf_counter(), 0
+    start, run.state.skipped_problems = time.perf_counter(), 0
     for extra in run.extras:
         extra.begin_step()
     give_back()
@@ -55,7 +57,7 @@ def training_step(run: TrainingRun) -> dict[str, Any]:
         metrics |= extra.metrics(rollout, seconds)
     times = {"rollout": rollout.timing.decode, "reward": rollout.timing.reward, "step": seconds}
     metrics |= {f"time/{name}": value for name, value in times.items()}
-    return metrics | update_metrics | run.compilation_metrics
+    return metrics | update_metrics
 
 
 def roll_out(run: TrainingRun) -> Rollout:
@@ -82,18 +84,20 @@ def roll_out(run: TrainingRun) -> Rollout:
             extra.learn(outcomes(groups))
         if not config.algorithm.dynamic_sampling:
             return Rollout(groups, sampled, statistics, timing)
-        sampler.offer(groups, *sampling_rewards(run, groups))
+        sampler.offer(groups, *sampling_rewards(config, groups))
         for extra in run.extras:
             extra.after_round(round_, followed=not sampler.full)
         if sampler.full:
             return Rollout(sampler.take(), sampled, statistics, timing)
 
 
-def sampling_rewards(run: TrainingRun, groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray | None]:
+def sampling_rewards(
+    config: ExperimentConfig, groups: Sequence[Group]
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns what dynamic sampling decides by, float [P, G], and which responses are right, bool [P, G], or
     None where no part of the reward says so.
     """
-    part, success = run.config.algorithm.dynamic_sampling_part, run.config.evaluation.success
+    part, success = config.algorithm.dynamic_sampling_part, config.evaluation.success
     total = np.stack([group.reward for group in groups])
     values = total
     if part is not None:
@@ -101,17 +105,17 @@ def sampling_rewards(run: TrainingRun, groups: Sequence[Group]) -> tuple[np.ndar
             if not np.isnan(group.reward).all():
                 success_part(part_names(group.rewards), part, "algorithm.dynamic_sampling_part")
         values = np.where(np.isnan(total), np.nan, np.stack([group.part(part) for group in groups]))
-    judged_by = part or success or "correct"
-    judged = np.stack([group.part(judged_by) for group in groups])
-    known = not np.isnan(judged[~np.isnan(values)]).any()
-    return values, judged >= PASSED_FROM if known else None
+    scored_by = part or success or "correct"
+    scored = np.stack([group.part(scored_by) for group in groups])
+    known = not np.isnan(scored[~np.isnan(values)]).any()
+    return values, scored >= PASSED_FROM if known else None
 
 
 def learn(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     """Runs the updates of a step on rewarded groups. Returns their metrics."""
     for extra in run.extras:
         extra.before_update()
-    state, show = run.state, functools.partial(reporting.show_update, run)
+    state, show = run.state, functools.partial(reporting.show_update, run.progress)
     sampled_by = run.batches.sampled_by()
     state.trained, metrics = run.learner.learn(state.trained, groups, state.step, show, sampled_by)
     return metrics
@@ -152,9 +156,9 @@ def advance(run: TrainingRun) -> signal.Signals | None:
     run.progress.stage("train", config.training.steps, completed=state.step)
     metrics = training_step(run)
     state.step += 1
-    reporting.show_step(run, metrics)
+    reporting.show_step(run.progress, state.step, metrics)
     if state.step == 1:
-        reporting.show_doubts(run, metrics)
+        reporting.show_doubts(run.progress, config.task.name, metrics)
 
     # EVALUATE
     last = state.step == config.training.steps
@@ -183,12 +187,12 @@ def train(run: TrainingRun, allow_changes: bool = False) -> None:
     """
     # START: at step 0, or where an earlier session ended.
     resuming.begin_session(run, allow_changes)
-    run.compile()
+    compile_programs(run)
     if run.state.step == 0:
         saving.write_metrics(run, evaluate(run))
-    elif run.state.owes_evaluation:
+    elif run.state.evaluation_due:
         run.directory.extend_metrics({"step": run.state.step} | evaluate(run))
-        run.state.owes_evaluation = False
+        run.state.evaluation_due = False
 
     # STEP BY STEP
     with failures.reported(run), run.stop.finish_first("this step"):
@@ -198,4 +202,4 @@ def train(run: TrainingRun, allow_changes: bool = False) -> None:
                 run.checkpoints.wait()
                 raise Interrupted(f"stopped at step {run.state.step}, which is saved", stopped_by)
         run.checkpoints.wait()
-    reporting.report(run)
+    reporting.report(run.directory, run.progress, run.config.tracking.report)

@@ -68,7 +68,7 @@ def resume(run: TrainingRun, allow_changes: bool = False) -> None:
 
     # Restore the state on the host.
     run.state.data_position = host_state["data_position"]
-    run.state.owes_evaluation = host_state.get("owes_evaluation", False)
+    run.state.evaluation_due = host_state.get("owes_evaluation", False)
     if run.curriculum is not None:
         run.curriculum.load_state(host_state.get("curriculum", {}))
     arrays = run.checkpoints.host_arrays(run.state.step)

@@ -15,20 +15,20 @@ class RunState:
       trained: weights, optimizer state and critic.
       step: number of finished steps.
       data_position: index of the next training problem.
-      passed_over: problems that the curriculum has passed over since the step began.
+      skipped_problems: problems that the curriculum has skipped since the step began.
       versions: weights of `engine.load_params`, of this step and of those before that rollouts still need, by
         version.
       begun: rollouts that have begun, by their step.
-      owes_evaluation: the evaluation due after the latest step failed; it runs when the run is resumed.
+      evaluation_due: the evaluation due after the latest step failed; it runs when the run is resumed.
     """
 
     trained: TrainState
     step: int = 0
     data_position: int = 0
-    passed_over: int = 0
+    skipped_problems: int = 0
     versions: dict[int, Params] = dataclasses.field(default_factory=dict)
     begun: dict[int, BegunGroups] = dataclasses.field(default_factory=dict)
-    owes_evaluation: bool = False
+    evaluation_due: bool = False
 
     @property
     def params(self) -> Params:

@@ -70,7 +70,7 @@ def save(run: TrainingRun, score: float | None) -> None:
     }
     if run.curriculum is not None:
         host_state["curriculum"] = run.curriculum.state()
-    if run.state.owes_evaluation:
+    if run.state.evaluation_due:
         host_state["owes_evaluation"] = True
     if run.learner.reference_digest is not None:
         host_state["reference"] = run.learner.reference_digest

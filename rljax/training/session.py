@@ -25,9 +25,9 @@ from rljax.engine.number_type import with_number_type
 from rljax.errors import ClusterError, Interrupted
 from rljax.progress import Progress, silent_progress
 from rljax.run_directory import RunDirectory
+from rljax.training.building import make_run
 from rljax.training.interruption import StopRequest
 from rljax.training.loop import train
-from rljax.training.training_run import TrainingRun
 
 
 def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
@@ -64,9 +64,9 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
                 for change in changes:
                     progress.message(f"changed since the last start: {change}")
                 # The innermost context: the others' exits may wait for a process that has ended.
-                path = Path(config.run_dir)
-                with processes.ended_by_others(), cluster_of(config, progress.message, path) as cluster:
-                    training = TrainingRun(config, directory, checkpoints, progress, start, stop, cluster)
+                run_dir = Path(config.run_dir)
+                with processes.ended_by_others(), cluster_of(config, progress.message, run_dir) as cluster:
+                    training = make_run(config, directory, checkpoints, progress, start, stop, cluster)
                     with training.trackers, contextlib.closing(training), processes.ended_by_others():
                         train(training, allow_changes)
         except ClusterError as error:

@@ -10,7 +10,7 @@ only the factors are trained, and are float32 (`factor_updates.py`).
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +48,22 @@ _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by
 _MAXIMA = ("mismatch/logprob_abs_max",)  # maxima, at least 0; everything else is summed
 
 
+class Recipe(NamedTuple):
+    """What an update computes.
+
+    Attributes:
+      sampling: distribution that rollouts sample from. The supervised loss is unfiltered, at temperature 1.
+      algorithm: the policy gradient.
+      training: pack_length, rows_per_microbatch, remat, logprob_chunk and share_prompts are read.
+      optimizer: from `make_optimizer`.
+    """
+
+    sampling: SamplingParams
+    algorithm: AlgorithmConfig
+    training: TrainingConfig
+    optimizer: optax.GradientTransformation
+
+
 class Trainer:
     """Compiled scoring and updates of one policy architecture.
 
@@ -61,10 +77,7 @@ class Trainer:
     Args:
       config: architecture of the policy.
       numerics: numerics of the engine.
-      sampling: distribution that rollouts sample from. The supervised loss is unfiltered, at temperature 1.
-      algorithm: the policy gradient.
-      training: pack_length, rows_per_microbatch, remat, logprob_chunk and share_prompts are read.
-      optimizer: from `make_optimizer`.
+      recipe: what an update computes.
       pool: pool of compiled programs; may be shared with engines and other trainers.
       mesh: devices to use; None for one.
       adapter: LoRA's settings and first factors; None trains all weights.
@@ -79,14 +92,12 @@ class Trainer:
         self,
         config: ModelConfig,
         numerics: Numerics,
-        sampling: SamplingParams,
-        algorithm: AlgorithmConfig,
-        training: TrainingConfig,
-        optimizer: optax.GradientTransformation,
+        recipe: Recipe,
         pool: ExecutablePool,
         mesh: Mesh | None = None,
         adapter: Adapter | None = None,
     ) -> None:
+        sampling, algorithm, training, optimizer = recipe
         self.row_multiple = row_multiple(mesh)
         if training.rows_per_microbatch % self.row_multiple:
             raise ConfigError(
@@ -99,18 +110,9 @@ class Trainer:
                 "training.share_prompts: on is not possible on a mesh of several devices; use auto or off,"
                 " which compute every prompt there"
             )
-        self._make = functools.partial(
-            Trainer,
-            numerics=numerics,
-            sampling=sampling,
-            algorithm=algorithm,
-            training=training,
-            optimizer=optimizer,
-            pool=pool,
-            mesh=mesh,
-        )
+        self._recipe = recipe
         self.share_prompts = "off" if mesh is not None else training.share_prompts
-        self.config = config
+        self.config, self.numerics = config, numerics
         self.optimizer = optimizer
         self.pool = pool
         self.mesh = mesh
@@ -170,7 +172,7 @@ class Trainer:
 
     def of_architecture(self, config: ModelConfig) -> "Trainer":
         """Returns a trainer of another architecture with the same settings, to score by its weights."""
-        return self._make(config)
+        return Trainer(config, self.numerics, self._recipe, self.pool, self.mesh)
 
     @property
     def sizes(self) -> list[int]:

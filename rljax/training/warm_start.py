@@ -36,7 +36,7 @@ from rljax.tasks.wrapper import fingerprint
 from rljax.tools.markup import Markup
 from rljax.tools.use import make_tool_use
 from rljax.training.interruption import StopRequest
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 
 _CACHE_VERSION = 1  # raise when a change to the warm start makes cached policies stale
 _SAVED_EVERY = 100  # updates
@@ -72,18 +72,14 @@ def warm_start(
     if processes.from_first(cached.exists):
         progress.message(f"warm start: cached in {cached}")
         return dataclasses.replace(policy, params=load_params(cached, policy.config, dtype="float32"))
-    optimizer = make_optimizer(
-        **config.optimizer.model_dump()
-        | {
-            "learning_rate": settings.learning_rate,
-            "schedule": "cosine",
-            "warmup_steps": settings.steps // 20,
-        },
-        total_updates=settings.steps,
-    )
-    trainer = Trainer(
-        policy.config, numerics, SamplingParams(), config.algorithm, config.training, optimizer, pool, mesh
-    )
+    rule = {
+        "learning_rate": settings.learning_rate,
+        "schedule": "cosine",
+        "warmup_steps": settings.steps // 20,
+    }
+    optimizer = make_optimizer(config.optimizer.model_copy(update=rule), settings.steps)
+    recipe = Recipe(SamplingParams(), config.algorithm, config.training, optimizer)
+    trainer = Trainer(policy.config, numerics, recipe, pool, mesh)
     state = trainer.init(policy.params)
     done, next_problem = 0, 0
     checkpoints = RunCheckpoints(directory, keep=1)

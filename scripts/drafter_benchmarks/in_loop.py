@@ -13,6 +13,7 @@ from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError
 from rljax.training import loop
+from rljax.training.compiling import compile_programs
 from rljax.training.drafter_warm_up import WarmUp, warm_up
 from rollout_benchmarks.variants import open_run, with_keys
 
@@ -94,7 +95,7 @@ def _run(config: ExperimentConfig) -> list[dict[str, Any]]:
     """Trains as the config says, and returns the metrics of every step."""
     lines = []
     with open_run(config) as (run, progress):
-        run.compile()
+        compile_programs(run)
         progress.stage("bench", config.training.steps)
         while run.state.step < config.training.steps:
             lines.append(loop.training_step(run))

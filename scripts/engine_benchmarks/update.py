@@ -17,7 +17,7 @@ from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.timing import compare, interleave
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from workloads import PROMPT_TOKENS, SWITCH, config_of, import_reference, make_reference
 
 if TYPE_CHECKING:
@@ -104,14 +104,11 @@ class PackedUpdates:
         self._sequences = sequences
         self._training = training or UPDATE
         self._share_prompts = share_prompts
-        optimizer = make_optimizer(**OPTIMIZER.model_dump(), total_updates=1)
+        optimizer = make_optimizer(OPTIMIZER, 1)
         self._trainer = Trainer(
             config,
             numerics or Numerics(row_invariant, "float32"),
-            SamplingParams(),
-            GRPO,
-            self._training,
-            optimizer,
+            Recipe(SamplingParams(), GRPO, self._training, optimizer),
             ExecutablePool(row_invariant),
         )
         self._state = self._trainer.init(params)

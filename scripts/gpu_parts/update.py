@@ -18,7 +18,7 @@ from rljax.models.transformer import num_params
 from rljax.planning.command import present_topology
 from rljax.planning.topologies import hardware_of, parse_topology
 from rljax.sampling.distribution import SamplingParams
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from workloads import config_of
 
 _TOKENS, _SEQUENCES, _PROMPT = 4096, 4, 128
@@ -35,10 +35,7 @@ def measure(part: Part) -> None:
     trainer = Trainer(
         config,
         gpu_numerics(config, part.quick),
-        SamplingParams(),
-        GRPO,
-        training,
-        make_optimizer(**OptimizerConfig().model_dump(), total_updates=1),
+        Recipe(SamplingParams(), GRPO, training, make_optimizer(OptimizerConfig(), 1)),
         pool,
     )
     params = random_params(config)

@@ -19,7 +19,7 @@ from rljax.planning.planner import Plan
 from rljax.planning.roofline import Roofline
 from rljax.speculation.warm_up import time_passes
 from rljax.timing import interleave
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 
 
 def _peak_during(run: Callable[[], None]) -> int:
@@ -63,10 +63,10 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
     base = 1024 * memory_kilobytes("VmRSS")
     run, training = plan.run, config.training
     numerics = Numerics(bool(config.engine.row_invariant), config.policy.compute_dtype)
-    optimizer = make_optimizer(**config.optimizer.model_dump(), total_updates=100)
+    optimizer = make_optimizer(config.optimizer, 100)
     pool = ExecutablePool(numerics.row_invariant)
-    arguments = (config.algorithm, training, optimizer, pool)
-    trainer = Trainer(run.model, numerics, sampling_params(config), *arguments)
+    recipe = Recipe(sampling_params(config), config.algorithm, training, optimizer)
+    trainer = Trainer(run.model, numerics, recipe, pool)
     state = trainer.init(init_params(run.model, 0))
     rows, length = training.rows_per_microbatch, training.pack_length
     rng = np.random.default_rng(0)

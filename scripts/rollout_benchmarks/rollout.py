@@ -12,6 +12,7 @@ from rljax.config import ExperimentConfig
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.rollout.collector import Group
 from rljax.training import loop
+from rljax.training.compiling import compile_programs
 from rollout_benchmarks.variants import (
     Variant,
     check_same,
@@ -36,7 +37,7 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
     names = names or default_variants(config)
     check_variants(config, names)
     with open_run(config) as (run, progress):
-        run.compile(wait=True)
+        compile_programs(run, wait=True)
         plain, *variants = make_variants(run, names)
         baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
         same: dict[str, list[float]] = {variant.name: [] for variant in variants}  # share of the responses

@@ -16,6 +16,7 @@ from rljax.config import ExperimentConfig
 from rljax.engine.draft_tree import most_nodes
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.strategies import Strategy
+from rljax.training.compiling import compile_programs
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant, open_run, roll_out
 
@@ -52,7 +53,7 @@ def strategy_rows(config: ExperimentConfig, training_steps: int) -> list[Row]:
       training_steps: rollouts that the head is trained on.
     """
     with tempfile.TemporaryDirectory() as directory, open_run(config) as (run, progress):
-        run.compile(wait=True)
+        compile_programs(run, wait=True)
         times: dict[Any, PassTimes] = {}
         head = Path(directory) / "head"
         _train_head(run, head, training_steps, times)

@@ -35,6 +35,7 @@ from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
+from rljax.training.building import make_run
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
 
@@ -135,7 +136,7 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
         checkpoints = RunCheckpoints(Path(directory) / "checkpoints", config.checkpoint.keep)
         try:
             yield (
-                TrainingRun(config, RunDirectory(directory), checkpoints, progress, time.perf_counter()),
+                make_run(config, RunDirectory(directory), checkpoints, progress, time.perf_counter()),
                 progress,
             )
         finally:

@@ -102,7 +102,7 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
       name: name of the policy.
       repeats: rounds, after one that does not count.
     """
-    optimizer = make_optimizer(**OptimizerConfig().model_dump(), total_updates=1)
+    optimizer = make_optimizer(OptimizerConfig(), 1)
     state = random_state(name, optimizer)
     template = jax.eval_shape(lambda: state)
     zeros = jax.tree.map(jnp.zeros_like, state.params)

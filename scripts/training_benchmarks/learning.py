@@ -26,9 +26,10 @@ from rljax.reports.runs import RunData, read_run
 from rljax.rollout.collector import EVALUATION, WantedGroups
 from rljax.run_directory import RunDirectory
 from rljax.training import session
+from rljax.training.building import make_run
 from rljax.training.interruption import StopRequest
-from rljax.training.learner import completions_of, make_minibatches
 from rljax.training.loop import train as train_run
+from rljax.training.minibatches import completions_of, make_minibatches
 from rljax.training.training_run import TrainingRun
 from workloads import REAL_CONFIG
 
@@ -61,7 +62,7 @@ def train_measuring_kl(config: ExperimentConfig) -> RunData:
         if not finished.exists():
             checkpoints = session.open_checkpoints(directory, config.checkpoint)
             try:
-                training = TrainingRun(config, directory, checkpoints, progress, time.perf_counter(), stop)
+                training = make_run(config, directory, checkpoints, progress, time.perf_counter(), stop)
                 start = jax.tree.map(jnp.copy, training.state.params)
                 with training.trackers:
                     train_run(training)

@@ -29,7 +29,7 @@ from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective
 from rljax.training.scoring import score_packed
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from workloads import config_of, params_of
 
 _DAPO = AlgorithmConfig(name="dapo")
@@ -160,13 +160,11 @@ def _trainer(config: ModelConfig, kind: Kind) -> Trainer:
     if kind.lora is not None:
         lora = Lora.of(kind.lora, config)
         adapter = Adapter(lora, init_factors(config, lora, kind.lora.init, seed=0))
+    optimizer = make_optimizer(OptimizerConfig(), _REPEATED)
     return Trainer(
         config,
         Numerics(compute_dtype=kind.dtype, outline_layers=True),
-        SamplingParams(),
-        _DAPO,
-        _TRAINING,
-        make_optimizer(**OptimizerConfig().model_dump(), total_updates=_REPEATED),
+        Recipe(SamplingParams(), _DAPO, _TRAINING, optimizer),
         ExecutablePool(),
         None,
         adapter,

@@ -34,7 +34,7 @@ REWARDS[0] = 0.4  # ends at once, whatever the second token would have been
 UNIFORM = {"first": jnp.zeros(TOKENS), "second": jnp.zeros((TOKENS, TOKENS))}
 ARMS = np.array([0.4, 0.0, 0.25, 0.15])  # rewards where there is one token only
 RULE = OptimizerConfig(learning_rate=0.1, schedule="linear")
-OPTIMIZER = make_optimizer(**RULE.model_dump(), total_updates=240)
+OPTIMIZER = make_optimizer(RULE, 240)
 ESTIMATE = jax.jit(
     estimate_advantages, static_argnames=("baseline", "normalization", "discount", "gae_lambda")
 )

@@ -6,28 +6,20 @@ import numpy as np
 import optax
 import pytest
 
+from rljax.config import OptimizerConfig
 from rljax.errors import ConfigError
 from rljax.learning.accumulation import TrainState, apply_gradients
 from rljax.learning.optimizer import learning_rate_schedule, make_optimizer
 
 DEFAULTS = {
-    "name": "adamw",
     "learning_rate": 0.1,
-    "schedule": "constant",
-    "warmup_steps": 0,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "epsilon": 1e-8,
-    "weight_decay": 0.0,
     "clip_norm": 1e9,
-    "total_updates": 10,
 }
 
 
 def rates(schedule, warmup_steps, total_updates):
-    rate = learning_rate_schedule(
-        learning_rate=0.8, schedule=schedule, warmup_steps=warmup_steps, total_updates=total_updates
-    )
+    settings = OptimizerConfig(learning_rate=0.8, schedule=schedule, warmup_steps=warmup_steps)
+    rate = learning_rate_schedule(settings, total_updates)
     return [float(rate(jnp.int32(n))) for n in range(total_updates + 1)]
 
 
@@ -47,7 +39,7 @@ def test_schedule(schedule, warmup_steps, total_updates, expected):
 
 
 def update(gradients, params, **settings):
-    optimizer = make_optimizer(**{**DEFAULTS, **settings})
+    optimizer = make_optimizer(OptimizerConfig(**DEFAULTS | settings), 10)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     return optax.apply_updates(params, updates)
 
@@ -63,7 +55,7 @@ def test_only_matrices_decay():
 
 def test_adam_by_hand():
     """Gradients 1 and 3, beta1 = beta2 = 0.5: bias-corrected mean 7/3, mean square 19/3."""
-    optimizer = make_optimizer(**{**DEFAULTS, "beta1": 0.5, "beta2": 0.5, "epsilon": 1.0})
+    optimizer = make_optimizer(OptimizerConfig(**DEFAULTS, beta1=0.5, beta2=0.5, epsilon=1.0), 10)
     params = {"w": jnp.zeros(1)}
     state = optimizer.init(params)
     steps = []
@@ -98,8 +90,6 @@ def test_warm_up_reaches_the_updates():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "lion"}, "optimizer.name"),
-        ({"schedule": "step"}, "optimizer.schedule"),
         (
             {"schedule": "linear", "warmup_steps": 10},
             "optimizer.warmup_steps: 10 must be less than the 10 updates",
@@ -108,13 +98,13 @@ def test_warm_up_reaches_the_updates():
 )
 def test_errors_name_the_key(settings, message):
     with pytest.raises(ConfigError, match=message):
-        make_optimizer(**{**DEFAULTS, **settings})
+        make_optimizer(OptimizerConfig(**DEFAULTS | settings), 10)
 
 
 def test_an_update_needs_no_memory_for_the_weights_once_more():
     """Beside weights, moments and gradients. Clipping that divides every entry once keeps the quotients."""
     params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcdefgh"}
-    optimizer = make_optimizer(**(DEFAULTS | {"clip_norm": 1.0}))
+    optimizer = make_optimizer(OptimizerConfig(**DEFAULTS | {"clip_norm": 1.0}), 10)
 
     def update(state, gradients):
         return apply_gradients(state, gradients, optimizer)

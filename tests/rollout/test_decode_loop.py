@@ -11,7 +11,7 @@ from rljax.engine.shapes import warm_up_plain
 from rljax.requests import PartialResponse
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
-from rljax.rollout.open_loop import PLAIN, open_loop
+from rljax.rollout.open_loop import PLAIN, open_loop, open_slots
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
@@ -41,7 +41,7 @@ def make_loop(engine, params, drafts, overlap=False):
     speculator = PLAIN
     if drafts:
         speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CheapTimes())
-    return open_loop(engine, params, SLOTS, speculator, overlap, policy=SERVER)
+    return open_loop(open_slots(engine, params, speculator, overlap), SLOTS, policy=SERVER)
 
 
 @pytest.mark.parametrize(("drafts", "overlap"), [(False, False), (True, False), (True, True)])
@@ -102,7 +102,7 @@ def test_resuming_compiles_nothing_after_warm_up(requests):
         partial = PartialResponse(
             tuple(whole.response_ids[:count].tolist()), tuple(whole.logprobs[:count].tolist())
         )
-        loop = open_loop(warm, params, SLOTS, policy=SERVER)
+        loop = open_loop(open_slots(warm, params), SLOTS, policy=SERVER)
         response = LiveResponse.resume(requests[longest], partial)
         loop.submit([response])
         finish(loop)
@@ -158,7 +158,7 @@ def test_loaded_copies_survive_donation(engine):
 
 
 def test_ended_responses_are_refused(engine, params, requests):
-    loop = open_loop(engine, params, SLOTS)
+    loop = open_loop(open_slots(engine, params), SLOTS)
     ended = PartialResponse((5, EOS), (0.0, 0.0))
     with pytest.raises(ValueError, match="has ended"):
         loop.submit([LiveResponse.resume(requests[0], ended)])
@@ -178,7 +178,7 @@ def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(req
         engine = make_engine(buckets=BUCKETS)
         assembly.warm_up(Scheduler(engine, SLOTS), params, config, requests_join=True, resumes=resumes)
         before = len(engine.pool)
-        loop = open_loop(engine, params, SLOTS, policy=SERVER)
+        loop = open_loop(open_slots(engine, params), SLOTS, policy=SERVER)
         response = LiveResponse.resume(requests[longest], partial)
         loop.submit([response])
         finish(loop)

@@ -16,7 +16,7 @@ from rljax.errors import ConfigError
 from rljax.numerics.rows import Numerics
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
-from rljax.rollout.open_loop import open_loop
+from rljax.rollout.open_loop import open_loop, open_slots
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
@@ -120,7 +120,8 @@ def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, dra
 )
 def test_requests_that_join_and_leave_keep_their_settings(engine, params, requests, expected):
     """One after the other, as in a server: states are widened for them, and compacted when they leave."""
-    loop = open_loop(engine, params, SLOTS, policy=LoopPolicy(sync_at_every_ending=True, most_steps=3))
+    policy = LoopPolicy(sync_at_every_ending=True, most_steps=3)
+    loop = open_loop(open_slots(engine, params), SLOTS, policy=policy)
     responses = [LiveResponse(request) for request in requests]
     for response in reversed(responses):
         loop.submit([response])
@@ -177,7 +178,7 @@ def test_rules_that_sample_all_requests_alike_are_refused(rule):
     ],
 )
 def test_impossible_settings_are_refused(params, requests, per_slot, settings, said):
-    loop = open_loop(make_engine("float32", per_slot=per_slot), params, SLOTS)
+    loop = open_loop(open_slots(make_engine("float32", per_slot=per_slot), params), SLOTS)
     with pytest.raises(ValueError, match=said):
         loop.submit([LiveResponse(dataclasses.replace(requests[0], sampling=settings))])
     assert not loop.waiting

@@ -26,7 +26,7 @@ POOL = stored_pool()  # what the runs share, such as the engine, is compiled onc
 @pytest.fixture(autouse=True, scope="module")
 def _one_pool():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rljax.training.training_run.ExecutablePool", lambda *_: POOL)
+        patch.setattr("rljax.training.building.ExecutablePool", lambda *_: POOL)
         yield
 
 

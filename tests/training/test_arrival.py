@@ -8,30 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import ConfigError
-from rljax.training.arrival import Arrivals, ScheduledGroup, read_schedule
+from rljax.training.arrival import GroupBuffer, ScheduledGroup, read_schedule
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.booleans())
 def test_no_lag_is_larger_and_every_group_is_in_one_batch(seed, size, lag, steps, resumes):
     rng = random.Random(seed)
-    arrivals, ended, batches = Arrivals(size, lag, steps * size), [], []
+    buffer, ended, batches = GroupBuffer(size, lag, steps * size), [], []
     for step in range(steps):
-        while arrivals.room(step):
-            arrivals.create(problem=arrivals.created, step=step)
-        while (batch := arrivals.batch(step, ended)) is None:
-            ended.append(rng.choice([number for number in arrivals.open if number not in ended]))
+        while buffer.free_places(step):
+            buffer.create(problem=buffer.created, step=step)
+        while (batch := buffer.batch(step, ended)) is None:
+            ended.append(rng.choice([number for number in buffer.open if number not in ended]))
         assert len(batch) == size
-        assert all(step - arrivals.open[number].version <= lag for number in batch)
-        arrivals.take(batch)
+        assert all(step - buffer.open[number].version <= lag for number in batch)
+        buffer.take(batch)
         ended = [number for number in ended if number not in batch]
         batches += batch
         if resumes:  # what had ended is decoded again
-            state = json.loads(json.dumps(arrivals.state()))
-            arrivals, ended = Arrivals(size, lag, steps * size), []
-            arrivals.load_state(state)
+            state = json.loads(json.dumps(buffer.state()))
+            buffer, ended = GroupBuffer(size, lag, steps * size), []
+            buffer.load_state(state)
     assert sorted(batches) == list(range(steps * size))
-    assert not arrivals.open
+    assert not buffer.open
 
 
 @settings(max_examples=100, deadline=None)
@@ -39,36 +39,36 @@ def test_no_lag_is_larger_and_every_group_is_in_one_batch(seed, size, lag, steps
 def test_parked_groups_are_in_the_next_batch(seed, size, steps, share):
     """Or in that behind it; prompts are created one step ahead, and what is no outlier keeps its order."""
     rng = random.Random(seed)
-    arrivals, parked, batches = Arrivals(size, 2, steps * size, ahead=1), set(), []
+    buffer, parked, batches = GroupBuffer(size, 2, steps * size, ahead=1), set(), []
     for step in range(steps):
-        while arrivals.room(step):
-            arrivals.create(problem=arrivals.created, step=step)
-        outliers = {number for number in arrivals.open if rng.random() < share}
-        ended = [number for number in arrivals.open if number not in outliers or number in parked]
-        while (batch := arrivals.in_order(step, ended, outliers)) is None:
-            late = rng.choice([number for number in arrivals.open if number not in ended])
+        while buffer.free_places(step):
+            buffer.create(problem=buffer.created, step=step)
+        outliers = {number for number in buffer.open if rng.random() < share}
+        ended = [number for number in buffer.open if number not in outliers or number in parked]
+        while (batch := buffer.in_order(step, ended, outliers)) is None:
+            late = rng.choice([number for number in buffer.open if number not in ended])
             ended.append(late)
             outliers.discard(late)
         assert len(batch) == size
         assert batch == sorted(batch)
-        assert all(step - arrivals.open[number].version <= 2 for number in batch)
-        parked = {number for number in arrivals.open if number < max(batch) and number not in batch}
+        assert all(step - buffer.open[number].version <= 2 for number in batch)
+        parked = {number for number in buffer.open if number < max(batch) and number not in batch}
         assert parked <= outliers
-        arrivals.take(batch)
+        buffer.take(batch)
         batches += batch
     assert sorted(batches) == list(range(steps * size))
 
 
 def test_those_that_end_first_come_first_unless_others_are_due():
-    arrivals = Arrivals(size=2, lag=1, total=8)
-    assert [arrivals.create(problem, 0) for problem in range(arrivals.room(0))] == [0, 1, 2, 3]
-    assert arrivals.batch(0, [3]) is None
-    assert arrivals.batch(0, [3, 1, 2]) == [3, 1]
-    arrivals.take([3, 1])
-    assert [arrivals.create(problem, 1) for problem in range(arrivals.room(1))] == [4, 5]
-    assert arrivals.batch(1, [4, 5, 2]) is None  # 0 and 2 are of step 0
-    assert arrivals.batch(1, [4, 5, 0]) is None
-    assert arrivals.batch(1, [4, 5, 2, 0]) == [2, 0]
+    buffer = GroupBuffer(size=2, lag=1, total=8)
+    assert [buffer.create(problem, 0) for problem in range(buffer.free_places(0))] == [0, 1, 2, 3]
+    assert buffer.batch(0, [3]) is None
+    assert buffer.batch(0, [3, 1, 2]) == [3, 1]
+    buffer.take([3, 1])
+    assert [buffer.create(problem, 1) for problem in range(buffer.free_places(1))] == [4, 5]
+    assert buffer.batch(1, [4, 5, 2]) is None  # 0 and 2 are of step 0
+    assert buffer.batch(1, [4, 5, 0]) is None
+    assert buffer.batch(1, [4, 5, 2, 0]) == [2, 0]
 
 
 def test_a_schedule_is_read_as_it_was_written(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from rljax.errors import ConfigError, UserError
+from rljax.training import loop
 from tests.assembly.test_saved_policy import write_run
 from tests.training.tiny_run import train
 
@@ -43,8 +44,7 @@ def test_a_teacher_that_does_not_fit_is_one_line(tmp_path, teacher, monkeypatch,
         shutil.copytree(teacher, tmp_path / name)
         file = tmp_path / name / "tokenizer" / "tokenizer.json"
         file.write_text(file.read_text().replace('"content": "<|im_end|>"', '"content": "<|other|>"'))
-    compiling = "rljax.training.training_run.TrainingRun.compile"
-    monkeypatch.setattr(compiling, lambda self: pytest.fail("it compiles"))
+    monkeypatch.setattr(loop, "compile_programs", lambda run: pytest.fail("it compiles"))
     with pytest.raises(UserError, match=says) as caught:
         distil(tmp_path, tmp_path / name)
     assert "\n" not in str(caught.value)

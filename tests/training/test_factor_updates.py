@@ -18,7 +18,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.factor_updates import base_params, trained_alone
 from rljax.training.objectives import gradients
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from tests.engines import stored_pool
 from tests.training.test_update import (
     ALGORITHM,
@@ -55,8 +55,8 @@ def adapter(*targets, rank=2, alpha=3.0):
 def trainer(adapter, remat=False, dtype="float32", outline=False, pool=POOL, rows=4):
     training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=rows, remat=remat)
     numerics = Numerics(compute_dtype=dtype, outline_layers=outline)
-    arguments = (SamplingParams(), ALGORITHM, training, optimizer(1e-2), pool, None, adapter)
-    return Trainer(MODEL, numerics, *arguments)
+    recipe = Recipe(SamplingParams(), ALGORITHM, training, optimizer(1e-2))
+    return Trainer(MODEL, numerics, recipe, pool, None, adapter)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rljax.training import loop, reporting, session
 from rljax.training.batches import Batches
 from rljax.training.interruption import StopRequest
 from rljax.training.run_state import RunState
+from rljax.training.training_run import TrainingRun
 from tests.training.tiny_run import write_config
 
 EVALUATE = loop.evaluate  # which the fixture replaces
@@ -58,22 +59,22 @@ class Checkpoints:
 
 def make_run(directory, checkpoints, said, *overrides, evaluate):
     """A run whose steps are made up, as `train` finds it."""
-    run = object.__new__(session.TrainingRun)
+    run = object.__new__(TrainingRun)
     run.config = load_config(write_config(directory), ["tracking.report=true", *overrides])
     run.directory, run.checkpoints, checkpoints.run = RunDirectory(directory / "run"), checkpoints, run
     quiet = lambda *_, **__: None  # noqa: E731
     run.progress = SimpleNamespace(message=said.append, stage=quiet, step=quiet)
     run.stop, run.start, run.state = StopRequest(said.append), 0.0, RunState(made_up_state())
     run.trackers = SimpleNamespace(begin=quiet, write=quiet)
-    run.learner, run.speculator = SimpleNamespace(reference_digest=None), NoDrafts()
+    run.learner = SimpleNamespace(reference_digest=None)
+    run.scheduler = SimpleNamespace(speculator=NoDrafts())
     run.invariance = run.curriculum = run.evaluation_sampling = None
     run.data_digests, run.extras, run.cluster, run.base_digest = {}, [], None, None
     run.batches = Batches(run.config, run.state, None, None, None)
-    run.compile = quiet
 
     def training_step():
         run.state.data_position += 2
-        reporting.keep_for_report(run, run.directory.append_rollout, run.state.step + 1, {})
+        reporting.keep_for_report(run.progress, run.directory.append_rollout, run.state.step + 1, {})
         names = ("reward/mean", "rollout/tokens_per_second", "response_length/mean")
         return dict.fromkeys(names, 0.5)
 
@@ -84,6 +85,7 @@ def make_run(directory, checkpoints, said, *overrides, evaluate):
 @pytest.fixture(autouse=True)
 def _made_up(monkeypatch):
     """Steps and evaluations are those of `make_run`."""
+    monkeypatch.setattr(loop, "compile_programs", lambda run: None)
     monkeypatch.setattr(loop, "training_step", lambda run: run.training_step())
     monkeypatch.setattr(loop, "evaluate", lambda run: run.evaluate())
 
@@ -172,7 +174,7 @@ def test_a_run_that_is_stopped_twice_tells_the_signal(tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(session, "TrainingRun", stopped)
+    monkeypatch.setattr(session, "make_run", stopped)
     with pytest.raises(Interrupted, match="stopped at once") as error:
         session.run(load_config(write_config(tmp_path)))
     assert error.value.signal == signal.SIGTERM

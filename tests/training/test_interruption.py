@@ -8,7 +8,7 @@ import pytest
 from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.errors import Interrupted
 from rljax.rollout.collector import Collector
-from rljax.training import session, warm_start
+from rljax.training import loop, warm_start
 from rljax.training.interruption import StopRequest
 from tests.training.tiny_run import train
 
@@ -90,7 +90,7 @@ def no_further(monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.TrainingRun, "compile", stop)
+    monkeypatch.setattr(loop, "compile_programs", stop)
 
 
 def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
@@ -119,9 +119,9 @@ def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypatch):
     """Before the first step at once, with the checkpoint that is resumed named; and in a step after it."""
     options = ("training.steps=2", "evaluation.every=1")
-    compile_all = session.TrainingRun.compile
+    compile_all = loop.compile_programs
     with monkeypatch.context() as patch:
-        patch.setattr(session.TrainingRun, "compile", signalling(compile_all, 1, signal.SIGINT))
+        patch.setattr(loop, "compile_programs", signalling(compile_all, 1, signal.SIGINT))
         with pytest.raises(Interrupted, match=r"^stopped before the first checkpoint$") as stopped:
             train(tmp_path, *options)
     assert stopped.value.signal == signal.SIGINT
@@ -135,7 +135,7 @@ def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypa
         with pytest.raises(Interrupted, match=r"^stopped at step 1, which is saved$"):
             train(tmp_path, *options)
     with monkeypatch.context() as patch:
-        patch.setattr(session.TrainingRun, "compile", signalling(compile_all, 1))
+        patch.setattr(loop, "compile_programs", signalling(compile_all, 1))
         with pytest.raises(Interrupted, match=r"^stopped at step 1, which is saved$"):
             train(tmp_path, *options)
     lines = train(tmp_path, *options)

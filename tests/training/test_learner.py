@@ -25,7 +25,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.tasks.base import Problem
 from rljax.training.learner import Learner
 from rljax.training.objectives import policy_objective
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from tests.devices import run_on_devices
 from tests.engines import stored_pool
 from tests.training.test_update import NamingPool
@@ -86,14 +86,14 @@ def experiment(algorithm, **training):
 @functools.cache
 def optimizer():
     """One for all learners, since their programs are looked up by it."""
-    return make_optimizer(**OptimizerConfig(**OPTIMIZER).model_dump(), total_updates=10)
+    return make_optimizer(OptimizerConfig(**OPTIMIZER), 10)
 
 
 def make_learner(params, algorithm, pool=POOL, mesh=None, **training):
     config = experiment(algorithm, **training)
     numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh(mesh))
-    arguments = (SamplingParams(), config.algorithm, config.training, optimizer(), pool, mesh)
-    return Learner(config, CONFIG, numerics, Trainer(CONFIG, numerics, *arguments), pool, params)
+    recipe = Recipe(SamplingParams(), config.algorithm, config.training, optimizer())
+    return Learner(config, Trainer(CONFIG, numerics, recipe, pool, mesh), params)
 
 
 def make_groups(params):
@@ -226,10 +226,10 @@ def test_tokens_come_back_from_where_they_were_laid(params, groups):
     values = np.arange(6 * LONGEST, dtype=np.float32).reshape(6, LONGEST) + 1
     found = np.zeros_like(values)
     for minibatch in minibatches:
-        arrays = minibatch.lay_out(values)
+        arrays = minibatch.to_microbatches(values)
         for array, batch in zip(arrays, minibatch.batches, strict=True):
             np.testing.assert_array_equal(array != 0, batch.response_mask)
-        minibatch.gather(arrays, found)
+        minibatch.collect_tokens(arrays, found)
     np.testing.assert_array_equal(found, np.where(np.arange(LONGEST) < np.array(lengths)[:, None], values, 0))
 
 
@@ -260,7 +260,7 @@ def test_responses_without_advantage_are_left_out_and_nothing_else_changes(param
             arrays = []
             for each in (one, other):
                 values = np.zeros((6, LONGEST), np.float32)
-                each.gather([np.asarray(getattr(batch, field)) for batch in each.batches], values)
+                each.collect_tokens([np.asarray(getattr(batch, field)) for batch in each.batches], values)
                 arrays.append(values[other.members])
             np.testing.assert_array_equal(*arrays)
     lengths = [len(completion.response_ids) for group in groups for completion in group.completions]
@@ -402,8 +402,8 @@ def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
 def test_the_reference_is_scored_without_filters(params, groups):
     """Its own top-k would say -inf of what the policy has come to like, and no KL how far that is."""
     config = experiment({"name": "grpo"})
-    arguments = (CONFIG, Numerics(), SamplingParams(top_k=2), config.algorithm, config.training)
-    filtered = Trainer(*arguments, optimizer(), POOL)
+    recipe = Recipe(SamplingParams(top_k=2), config.algorithm, config.training, optimizer())
+    filtered = Trainer(CONFIG, Numerics(), recipe, POOL)
     learner = make_learner(params, {"name": "grpo"})
     (minibatch,) = learner._pack(groups, 0)
     expected = learner._trainer.score(params, minibatch.batches)

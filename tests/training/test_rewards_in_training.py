@@ -10,7 +10,7 @@ from rljax.config import load_config
 from rljax.errors import UserError
 from rljax.rollout.collector import Group
 from rljax.tasks.chain_arithmetic import ChainArithmetic
-from rljax.training.loop import sampling_rewards
+from rljax.training import loop
 from rljax.training.session import run
 from tests.tasks.reward_server import reward_server
 from tests.training.tiny_run import train, write_config
@@ -150,7 +150,7 @@ def test_dynamic_sampling_decides_by_the_part_that_is_named():
         algorithm = SimpleNamespace(dynamic_sampling_part=part)
         evaluation = SimpleNamespace(success=success)
         config = SimpleNamespace(algorithm=algorithm, evaluation=evaluation)
-        return sampling_rewards(SimpleNamespace(config=config), groups)
+        return loop.sampling_rewards(config, groups)
 
     values, passed = decided("acc")
     np.testing.assert_array_equal(values, [[0, 0, np.nan], [1, 0, 0]])
@@ -176,9 +176,7 @@ def refused(directory, *overrides):
 
 
 def test_what_cannot_run_is_said_before_anything_compiles(tmp_path, problems, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "rljax.training.training_run.TrainingRun.compile", lambda self: pytest.fail("it compiles")
-    )
+    monkeypatch.setattr(loop, "compile_programs", lambda run: pytest.fail("it compiles"))
     long = refused(tmp_path, task(problems), "rollout.max_prompt_length=8", "rollout.long_prompts=stop")
     assert long.startswith("rollout.max_prompt_length: 8, but ") and "sums.jsonl:" in long
     dataset = {"name": "dataset", "args": {"path": str(problems)}}

@@ -29,9 +29,9 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import make_mesh
 from rljax.tasks.base import Problem
 from rljax.training.critic import critic_params, packed_values
-from rljax.training.learner import make_minibatches, padding_share, shared_share
+from rljax.training.minibatches import make_minibatches, padding_share, shared_share
 from rljax.training.scoring import score_packed
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from tests.engines import stored_pool
 
 CONFIG = ModelConfig("qwen3", 61, 64, 2, 4, 2, 16, 96, tie_embeddings=True, qk_norm=True, max_positions=2048)
@@ -156,10 +156,10 @@ def test_every_token_is_computed_once_and_copies_read_the_first(sequences):
 def trainer(dtype="float32", remat=False, mesh=None, config=CONFIG, **training):
     training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=ROWS, remat=remat, **training)
     algorithm = AlgorithmConfig(entropy_coefficient=0.01)
-    optimizer = make_optimizer(**OptimizerConfig(learning_rate=1e-2).model_dump(), total_updates=10)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 10)
     keeping = optax.chain(optax.trace(decay=0.0), optimizer)  # its state has the gradients
     numerics = Numerics(compute_dtype=dtype)
-    return Trainer(config, numerics, SamplingParams(), algorithm, training, keeping, POOL, mesh)
+    return Trainer(config, numerics, Recipe(SamplingParams(), algorithm, training, keeping), POOL, mesh)
 
 
 @pytest.mark.parametrize(

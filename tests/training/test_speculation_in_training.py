@@ -17,7 +17,6 @@ from rljax.speculation.managers import expected as expected_manager
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from rljax.training.learner import Learner
-from rljax.training.training_run import TrainingRun
 from tests.training.tiny_run import SHRINKING, train
 
 STEPS, HALF = 16, 8
@@ -250,7 +249,7 @@ def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypa
         return step(run)
 
     monkeypatch.setattr(loop, "training_step", wait_after_two)
-    compile_updates, compile_first, threads = Learner.warm_up, TrainingRun.compile, []
+    compile_updates, compile_first, threads = Learner.warm_up, loop.compile_programs, []
 
     def spy(*args):
         threads.append(threading.current_thread().name)
@@ -261,7 +260,7 @@ def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypa
         assert "MainThread" not in threads  # the first rollout does not wait for updates to compile
 
     monkeypatch.setattr(Learner, "warm_up", spy)
-    monkeypatch.setattr(TrainingRun, "compile", without_updates)
+    monkeypatch.setattr(loop, "compile_programs", without_updates)
     lines = run(world, "behind", "engine.compile=behind", drafter="srt", verified=[True])
     assert threads
     check_same(world, "behind", lines, plain)

@@ -21,7 +21,7 @@ from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective, supervised_objective
-from rljax.training.update import Trainer
+from rljax.training.update import Recipe, Trainer
 from tests.engines import stored_pool
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
@@ -58,7 +58,7 @@ def sequences():
 @functools.cache
 def optimizer(rate):
     """Its state has the gradients of the last update."""
-    rule = make_optimizer(**OptimizerConfig(learning_rate=rate).model_dump(), total_updates=10)
+    rule = make_optimizer(OptimizerConfig(learning_rate=rate), 10)
     return optax.chain(optax.trace(decay=0.0), rule)
 
 
@@ -79,7 +79,7 @@ def trainer(
         pack_length=PACK_LENGTH, rows_per_microbatch=rows, remat=remat, logprob_chunk=logprob_chunk
     )
     numerics = Numerics(compute_dtype=dtype)
-    return Trainer(CONFIG, numerics, sampling, ALGORITHM, training, optimizer(rate), pool)
+    return Trainer(CONFIG, numerics, Recipe(sampling, ALGORITHM, training, optimizer(rate)), pool)
 
 
 def microbatches(sequences, rows, pack_length=PACK_LENGTH):

@@ -23,7 +23,7 @@ import itertools
 
 from pydantic import Field, model_validator
 
-from rljax.config.section import Buckets, Count, PathText, Section
+from rljax.config.section import Buckets, Count, PathText, Rule, Section
 from rljax.config.speculation_keys import SpeculationKeys
 
 
@@ -73,15 +73,6 @@ class ToggleConfig(Section):
     def _check(self) -> "ToggleConfig":
         if any(b <= a for a, b in itertools.pairwise(self.lengths)):
             raise ValueError(f"speculation.toggle.lengths: {list(self.lengths)} should be ascending")
-        if self.first is not None and self.first not in self.lengths:
-            raise ValueError(
-                f"speculation.toggle.first: {self.first} is none of lengths {list(self.lengths)}"
-            )
-        if self.alpha_down >= self.alpha_up:
-            raise ValueError(
-                f"speculation.toggle.alpha_down: {self.alpha_down} should be less than alpha_up"
-                f" {self.alpha_up}"
-            )
         return self
 
 
@@ -96,18 +87,27 @@ class EfficientRolloutKeys(SpeculationKeys):
     )
     toggle: ToggleConfig = ToggleConfig()
 
-    @model_validator(mode="after")
-    def _check_toggle(self) -> "EfficientRolloutKeys":
-        if self.choice != "roofline":
-            return self
-        if self.drafter is None or self.others:
-            raise ValueError(
-                "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and"
-                " no speculation.others"
-            )
-        first = self.toggle.first
-        if first is not None and first > self.max_drafts:
-            raise ValueError(
-                f"speculation.toggle.first: {first} is more than speculation.max_drafts {self.max_drafts}"
-            )
-        return self
+
+RULES = (
+    Rule(
+        ("speculation.toggle.first", "speculation.toggle.lengths"),
+        lambda first, lengths: first is not None and first not in lengths and str(list(lengths)),
+        "speculation.toggle.first: {0} is none of lengths {found}",
+    ),
+    Rule(
+        ("speculation.toggle.alpha_down", "speculation.toggle.alpha_up"),
+        lambda down, up: down >= up,
+        "speculation.toggle.alpha_down: {0} should be less than alpha_up {1}",
+    ),
+    Rule(
+        ("speculation.choice", "speculation.drafter", "speculation.others"),
+        lambda choice, drafter, others: choice == "roofline" and (drafter is None or others),
+        "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and no"
+        " speculation.others",
+    ),
+    Rule(
+        ("speculation.toggle.first", "speculation.max_drafts", "speculation.choice"),
+        lambda first, most, choice: choice == "roofline" and first is not None and first > most,
+        "speculation.toggle.first: {0} is more than speculation.max_drafts {1}",
+    ),
+)

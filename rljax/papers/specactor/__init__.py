@@ -19,13 +19,11 @@ Section 4.2, best-of-N.
 Races between workers, where each has a drafter of its own, are in `rljax/cluster/racing.py`.
 """
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rljax.config.decoding import EngineConfig, RolloutConfig
-from rljax.config.section import CountOrOff, Section
+from rljax.config.section import CountOrOff, Rule, Section
 from rljax.config.speculation_keys import SpeculationKeys
 from rljax.speculation.window_costs import Mode
 
@@ -66,28 +64,6 @@ class SpecActorKeys(SpeculationKeys):
 
     decoupled: DecoupledConfig = DecoupledConfig()
 
-    @model_validator(mode="after")
-    def _check_decoupled(self) -> "SpecActorKeys":
-        window, key = self.decoupled.window, "speculation.decoupled.window"
-        if not window:
-            return self
-        if self.drafter not in ("small_model", "eagle") or self.others:
-            raise ValueError(
-                f"{key}: needs speculation.drafter: small_model or eagle alone; others draft on the policy's"
-                " devices, or take no time that could be hidden"
-            )
-        if self.choice != "expected":
-            raise ValueError(
-                f"{key}: is chosen by SpecActor's Algorithm 1; leave out speculation.choice: {self.choice}"
-            )
-        if self.overlap or self.run_ahead_below:
-            raise ValueError(
-                f"{key}: is not possible with speculation.overlap or run_ahead_below; leave these out"
-            )
-        if window > self.max_drafts:
-            raise ValueError(f"{key}: {window} is more than speculation.max_drafts {self.max_drafts}")
-        return self
-
     @property
     def policy(self) -> str:
         return "decoupled" if self.decoupled.window else super().policy
@@ -101,17 +77,40 @@ class SpecActorKeys(SpeculationKeys):
     def by_one_clock(self) -> tuple[str, ...]:
         return ("speculation.decoupled.window",) if self.decoupled.window else ()
 
-    def contradictions(self, rollout: RolloutConfig, engine: EngineConfig) -> Iterator[str]:
-        if not self.decoupled.window:
-            return
-        if engine.verification != "coupled":
-            yield (
-                "speculation.decoupled.window: needs engine.verification: coupled, got"
-                f" {engine.verification}; drafts ahead are sampled with the requests' noise"
-            )
-        penalties = (rollout.repetition_penalty, rollout.frequency_penalty, rollout.presence_penalty)
-        if penalties != (1.0, 0.0, 0.0):
-            yield (
-                "speculation.decoupled.window: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and"
-                " presence_penalty 0; the drafter's devices do not have the policy's counts of tokens"
-            )
+
+_WINDOW = "speculation.decoupled.window"
+RULES = (
+    Rule(
+        (_WINDOW, "speculation.drafter", "speculation.others"),
+        lambda window, drafter, others: window and (drafter not in ("small_model", "eagle") or others),
+        f"{_WINDOW}: needs speculation.drafter: small_model or eagle alone; others draft on the policy's"
+        " devices, or take no time that could be hidden",
+    ),
+    Rule(
+        (_WINDOW, "speculation.choice"),
+        lambda window, choice: window and choice != "expected",
+        f"{_WINDOW}: is chosen by SpecActor's Algorithm 1; leave out speculation.choice: {{1}}",
+    ),
+    Rule(
+        (_WINDOW, "speculation.overlap", "speculation.run_ahead_below"),
+        lambda window, overlap, below: window and (overlap or below),
+        f"{_WINDOW}: is not possible with speculation.overlap or run_ahead_below; leave these out",
+    ),
+    Rule(
+        (_WINDOW, "speculation.max_drafts"),
+        lambda window, most: window > most,
+        f"{_WINDOW}: {{0}} is more than speculation.max_drafts {{1}}",
+    ),
+    Rule(
+        (_WINDOW, "engine.verification"),
+        lambda window, verification: window and verification != "coupled",
+        f"{_WINDOW}: needs engine.verification: coupled, got {{1}}; drafts ahead are sampled with the"
+        " requests' noise",
+    ),
+    Rule(
+        (_WINDOW, "rollout.repetition_penalty", "rollout.frequency_penalty", "rollout.presence_penalty"),
+        lambda window, *penalties: window and penalties != (1.0, 0.0, 0.0),
+        f"{_WINDOW}: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; the"
+        " drafter's devices do not have the policy's counts of tokens",
+    ),
+)

@@ -14,9 +14,9 @@ The EAGLE head that TLT trains on idle devices is in `drafters/eagle`, its train
 
 import itertools
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
-from rljax.config.section import Buckets, Count
+from rljax.config.section import Buckets, Count, Rule
 from rljax.config.speculation_keys import SpeculationKeys
 
 
@@ -41,18 +41,24 @@ class TltKeys(SpeculationKeys):
         32, description="Number of uses of a strategy that the bandit remembers. Lower it to adapt faster."
     )
 
-    @model_validator(mode="after")
-    def _check_thresholds(self) -> "TltKeys":
-        thresholds, key = self.batch_thresholds, "speculation.batch_thresholds"
-        if not thresholds:
-            return self
-        if self.choice != "bandit" or not self.strategies:
-            raise ValueError(f"{key}: needs speculation.choice: bandit, and speculation.strategies")
+    @field_validator("batch_thresholds")
+    @classmethod
+    def _check_ascending(cls, thresholds: tuple[int, ...]) -> tuple[int, ...]:
         if any(larger <= smaller for smaller, larger in itertools.pairwise(thresholds)):
-            raise ValueError(f"{key}: should ascend, got {list(thresholds)}")
-        if thresholds[-1] > self.max_batch:
-            raise ValueError(
-                f"{key}: from {thresholds[-1]} responses on nothing is drafted, since speculation.max_batch"
-                f" is {self.max_batch}; raise that, or leave the threshold and its strategies out"
-            )
-        return self
+            raise ValueError(f"speculation.batch_thresholds: should ascend, got {list(thresholds)}")
+        return thresholds
+
+
+RULES = (
+    Rule(
+        ("speculation.batch_thresholds", "speculation.choice", "speculation.strategies"),
+        lambda thresholds, choice, strategies: thresholds and (choice != "bandit" or not strategies),
+        "speculation.batch_thresholds: needs speculation.choice: bandit, and speculation.strategies",
+    ),
+    Rule(
+        ("speculation.batch_thresholds", "speculation.max_batch"),
+        lambda thresholds, most: thresholds and thresholds[-1] > most and thresholds[-1],
+        "speculation.batch_thresholds: from {found} responses on nothing is drafted, since"
+        " speculation.max_batch is {1}; raise that, or leave the threshold and its strategies out",
+    ),
+)

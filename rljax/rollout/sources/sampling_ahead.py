@@ -37,7 +37,7 @@ class SamplingAhead(IdleSlots):
         self._run_ahead, self._speculator, self._takes_over = run_ahead, speculator, takes_over
         self._times = speculator.decoder.times
         self.responses = [LiveResponse(request, yields=True) for request in run_ahead.upcoming]
-        self._upcoming = collections.deque(self.responses)
+        self._waiting = collections.deque(self.responses)
 
     def begin(self, slots: Slots, requests: Sequence[Request]) -> Mapping[int, Completion]:
         """Returns the responses that were sampled ahead to their end with the present weights. Only an engine
@@ -57,17 +57,17 @@ class SamplingAhead(IdleSlots):
         if not free or not self._may_fill(slots):
             return
         start = time.perf_counter()
-        prompt = self._upcoming[0].request.prompt_ids
+        prompt = self._waiting[0].request.prompt_ids
         if len(prompt) < slots.length:
             prefilled, rows = slots.prefill([prompt]), []
-            while free and self._upcoming and self._upcoming[0].request.prompt_ids == prompt:
-                rows.append((0, free.pop(0), self._upcoming.popleft()))
+            while free and self._waiting and self._waiting[0].request.prompt_ids == prompt:
+                rows.append((0, free.pop(0), self._waiting.popleft()))
             slots.insert(prefilled, rows)
         slots.statistics.ahead_seconds += time.perf_counter() - start
 
     def _may_fill(self, slots: Slots) -> bool:
         ahead, statistics = self._run_ahead, slots.statistics
-        if not self._upcoming or len(slots.running) > ahead.below:
+        if not self._waiting or len(slots.running) > ahead.below:
             return False
         spent, decoding = agree(statistics.ahead_seconds, statistics.host_seconds + statistics.device_seconds)
         return spent <= ahead.max_share * decoding
@@ -82,16 +82,16 @@ class SamplingAhead(IdleSlots):
         if smallest >= slots.batch:
             return smallest
         buckets, statistics, running = slots.engine.buckets, slots.statistics, len(slots.running)
-        available = len(slots.yielding) + (len(self._upcoming) if self._may_fill(slots) else 0)
+        available = len(slots.yielding) + (len(self._waiting) if self._may_fill(slots) else 0)
         value = self._run_ahead.accepted_share * self._saved_per_token(slots)
         verified = statistics.drafted / max(statistics.verified_slots, 1)
-        needed = min(verified, _room(buckets, smallest, running))
+        needed = min(verified, _free_nodes(buckets, smallest, running))
 
         def gain(batch: int) -> float:
             return value * min(batch - running, available) - self._longer(slots, batch, smallest)
 
         fitting = [batch for batch in buckets.batch if smallest < batch <= slots.batch]
-        fitting = [batch for batch in fitting if _room(buckets, batch, running) >= needed]
+        fitting = [batch for batch in fitting if _free_nodes(buckets, batch, running) >= needed]
         return max([smallest, *fitting], key=gain)  # of equal ones the smallest
 
     def weight(self, slots: Slots) -> float:
@@ -161,7 +161,7 @@ def _decoding_seconds(statistics: DecodeStatistics) -> float:
     return seconds
 
 
-def _room(buckets: Buckets, batch: int, running: int) -> float:
+def _free_nodes(buckets: Buckets, batch: int, running: int) -> float:
     """Draft nodes that a pass over a full batch can have for each running response."""
     passes = buckets.passes(batch)
     return max((min(nodes, (rows - batch) / max(running, 1)) for rows, nodes in passes), default=0.0)
