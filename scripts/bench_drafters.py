@@ -30,9 +30,7 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         if (value := getattr(arguments, name)) <= 0:
             raise UserError(f"--{name}: {value} is not above 0")
     settings = WarmUp("eagle", steps=slices, slices_per_round=max(slices // 2, 1))
-    losses = dataclasses.replace(
-        settings, variant="eagle3", draft_vocabulary=arguments.draft_vocabulary, depth=4
-    )
+    losses = dataclasses.replace(settings, draft_vocabulary=arguments.draft_vocabulary, depth=4)
     losses = config, losses, 3, arguments.losses.split(","), arguments.work
     rl = config, settings, arguments.updates, _SLICES
     return [

@@ -14,9 +14,10 @@ import numpy as np
 
 from drafters.eagle.data import DataBuffer
 from drafters.eagle.evaluation import Acceptance
-from drafters.eagle.model import HeadConfig, shared_params
+from drafters.eagle.model import BlockShape, HeadConfig, shared_params
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.states import States
+from drafters.eagle.variant import Variant
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError, known_names
@@ -32,15 +33,19 @@ from rollout_benchmarks.variants import open_run, with_keys
 
 _CHUNK = 128  # positions whose logits are computed at once: about half of a slice is prompts
 _EACH = {"cross_entropy_weight": 0.0, "step_decay": 0.8, "logit_chunk": _CHUNK}
-LOSSES: dict[str, HeadTraining] = {
-    "LK": HeadTraining(**_EACH | {"lk_weight": 1.0}),
-    "TV": HeadTraining(**_EACH | {"tv_weight": 1.0}),
-    "cross entropy": HeadTraining(**_EACH | {"cross_entropy_weight": 1.0}),
-    "reverse KL": HeadTraining(**_EACH | {"reverse_kl_weight": 1.0}),
-    "coupled": HeadTraining(**_EACH | {"coupled_weight": 1.0}),
-    "sampled": HeadTraining(**_EACH | {"sampled_weight": 1.0}),
+LOSSES: dict[str, tuple[Variant, str]] = {
+    "LK": ("eagle3", "lk_weight"),
+    "coupled": ("eagle3", "coupled_weight"),
+    "sampled": ("eagle3", "sampled_weight"),
+    "cross entropy": ("eagle3", "cross_entropy_weight"),
+    "TV": ("eagle3", "tv_weight"),
+    "reverse KL": ("eagle3", "reverse_kl_weight"),
+    "block LK": ("block", "lk_weight"),
+    "block sampled": ("block", "sampled_weight"),
 }
-"""By name; the first is the baseline. The decay is that of EAGLE-3; the last two multiply steps instead."""
+"""Head and loss, by name; the first is the baseline. Steps decay as EAGLE-3's; coupled and sampled multiply
+them instead.
+"""
 
 
 def acceptance_rows(
@@ -50,8 +55,8 @@ def acceptance_rows(
 
     Args:
       config: the experiment.
-      settings: of the heads; `training` is ignored.
-      unrolled: times that a head is applied in training.
+      settings: of the heads; `variant` and `training` are ignored. A block has `depth` positions.
+      unrolled: times that an EAGLE-3 head is applied in training.
       names: some of `LOSSES`.
       work: directory for the rollouts and what each head is worth: what is there is not computed again.
 
@@ -63,7 +68,7 @@ def acceptance_rows(
             raise UserError(f"--losses: {name!r} is not one; {known_names(name, LOSSES)}")
     work.mkdir(parents=True, exist_ok=True)
     with open_run(with_keys(config, rollout={"temperature": 1.0})) as (run, progress):
-        head = HeadConfig(settings.variant, run.trainer.config)
+        head = HeadConfig("eagle3", run.trainer.config)
         rounds = -(-settings.steps // settings.slices_per_round)
         heldout, *sampled = (_kept(run, head, settings, work, step) for step in range(-1, rounds))
         if settings.draft_vocabulary is not None:
@@ -76,7 +81,12 @@ def acceptance_rows(
         for number, name in enumerate(names, 1):
             file = work / f"{name}.json"
             if not file.exists():
-                training = dataclasses.replace(LOSSES[name], steps=unrolled)
+                variant, loss = LOSSES[name]
+                steps, block = unrolled, None
+                if variant == "block":
+                    steps, block = settings.depth, BlockShape(settings.depth)
+                head = HeadConfig(variant, head.policy, vocabulary=head.vocabulary, block=block)
+                training = HeadTraining(steps=steps, **_EACH | {loss: 1.0})
                 trainer = make_trainer(run, head, dataclasses.replace(settings, training=training))
                 for done in range(settings.steps):
                     step = done // settings.slices_per_round
@@ -100,8 +110,8 @@ def acceptance_rows(
             rejection_sampling=worth[name].accept_length,
             agreement_by_position=list(worth[name].agreement),
             starts=worth[name].starts,
-            variant=settings.variant,
-            steps_unrolled=unrolled,
+            variant=LOSSES[name][0],
+            steps_unrolled=unrolled if LOSSES[name][0] == "eagle3" else settings.depth,
             slices=settings.steps,
             slice_tokens=config.training.pack_length * config.training.rows_per_microbatch,
             draft_vocabulary=settings.draft_vocabulary,
