@@ -12,12 +12,13 @@ from drafters.arguments import (
     SuffixDecodingArguments,
     checked,
 )
-from drafters.eagle.arguments import EagleArguments
+from drafters.eagle.arguments import BlockArguments, EagleArguments
 from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError, known_names
 
 # By name: the arguments that `speculation.args` may hold.
 ARGUMENTS: dict[str, type[Arguments]] = {
+    "block": BlockArguments,
     "eagle": EagleArguments,
     "histospec": HistoSpecArguments,
     "prompt_lookup": PromptLookupArguments,

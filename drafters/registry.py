@@ -26,12 +26,13 @@ HOST_DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
     "suffix_decoding": suffix_decoding,
 }
 DEVICE_DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
+    "block": EagleDrafter,
     "eagle": EagleDrafter,
     "quantized": QuantizedDrafter,
     "small_model": SmallModelDrafter,
 }
 # Those whose weights are trained in the run, by measured times.
-TRAINED_DRAFTERS = frozenset({"eagle"})
+TRAINED_DRAFTERS = frozenset({"block", "eagle"})
 DRAFTERS = dict(sorted((HOST_DRAFTERS | DEVICE_DRAFTERS).items()))
 
 

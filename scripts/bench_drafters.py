@@ -4,9 +4,12 @@ Trains heads for the config's policy, SmolLM2 by default, on its rollouts. `docs
 The policy's updates have the config's learning rate.
 """
 
+import dataclasses
 import sys
 from argparse import Namespace
+from pathlib import Path
 
+from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
 from drafter_benchmarks.adaptation import adaptation_rows
 from drafter_benchmarks.in_loop import in_loop_rows
 from drafter_benchmarks.objectives import objective_rows
@@ -27,6 +30,8 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         if (value := getattr(arguments, name)) <= 0:
             raise UserError(f"--{name}: {value} is not above 0")
     settings = WarmUp("eagle", steps=slices, slices_per_round=max(slices // 2, 1))
+    losses = dataclasses.replace(settings, draft_vocabulary=arguments.draft_vocabulary, depth=4)
+    losses = config, losses, 3, arguments.losses.split(","), arguments.work
     rl = config, settings, arguments.updates, _SLICES
     return [
         Measurement("packing", "against padding", packing_rows, (config, settings, 5)),
@@ -34,6 +39,7 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         Measurement("adaptation", "heads", adaptation_rows, (config, settings, 4, _SLICES), disturbed=False),
         Measurement("rl", "beside a policy that is trained", rl_rows, rl, disturbed=False),
         Measurement("loop", "a head trained in the loop", in_loop_rows, rl, disturbed=False),
+        Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
     ]
 
@@ -46,6 +52,21 @@ BENCHMARK = Benchmark(
     config=REAL_CONFIG,
     options={
         "--slices": {"type": int, "default": 60, "help": "of each head's training (default: 60)"},
+        "--losses": {
+            "default": ",".join(LOSSES),
+            "help": "in losses, the baseline first; separated by commas (default: all)",
+        },
+        "--draft-vocabulary": {
+            "type": int,
+            "default": 4096,
+            "help": "tokens that the heads of losses draft (default: 4096)",
+        },
+        "--work": {
+            "type": Path,
+            "default": Path("cache/losses"),
+            "help": "where losses keeps rollouts and results, so that the same command goes on (default:"
+            " cache/losses)",
+        },
         "--updates": {"type": int, "default": 8, "help": "of the policy, in rl and loop (default: 8)"},
     },
 )

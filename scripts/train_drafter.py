@@ -1,9 +1,12 @@
-"""Train an EAGLE head before RL: `python scripts/train_drafter.py --config FILE --output DIR`."""
+"""Train a draft head before RL: `python scripts/train_drafter.py --config FILE --output DIR`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from drafters.eagle.arguments import BlockArguments
+from drafters.eagle.objective import WEIGHTS, head_training
+from drafters.eagle.variant import VARIANTS
 from rljax.accelerators import skip_absent
 from rljax.config import load_config
 from rljax.errors import Interrupted, UserError
@@ -11,10 +14,7 @@ from rljax.errors import Interrupted, UserError
 # By argument of `speculation.args`, where the same may be said for a run.
 _OBJECTIVE = {
     "unrolled_steps": "times the head is applied, from the second one on to its previous output (1, 3, 7)",
-    "hidden_weight": "smooth L1 distance of hidden states (1, 1, none)",
-    "cross_entropy_weight": "cross entropy with the policy (0.1, 0.1, 1)",
-    "reverse_kl_weight": "reverse KL divergence (0)",
-    "lk_weight": "minus the logarithm of the acceptance rate (0)",
+    **WEIGHTS,
 }
 
 
@@ -47,10 +47,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--variant",
-        choices=("eagle", "hass", "eagle3"),
+        choices=VARIANTS,
         default="eagle3",
-        help="eagle is the fastest to train, eagle3 reads three layers (default: eagle3, as in"
-        " speculation.args)",
+        help="eagle is the fastest to train, eagle3 reads three layers, block drafts in one pass (default:"
+        " eagle3, as in speculation.args)",
+    )
+    for name, what in (("size", "tokens of a draft"), ("depth", "layers"), ("width", "of the correction")):
+        option, default = f"--block-{name}", BlockArguments.model_fields[f"block_{name}"].default
+        parser.add_argument(
+            option, type=_count, default=default, help=f"of a block head: {what} (default: {default})"
+        )
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=_count,
+        metavar="N",
+        help="tokens that the head drafts, those most frequent in the first rollouts, by its own LM head;"
+        " fewer cost less (default: the policy's)",
     )
     objective = parser.add_argument_group(
         "objective", "losses by weight; the defaults are those of the variant"
@@ -87,13 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides)
         skip_absent()
         # JAX takes seconds to import, so the config is checked first.
-        from drafters.eagle.objective import head_training
+        from drafters.eagle.model import BlockShape
         from rljax.training.drafter_warm_up import WarmUp, warm_up
 
-        objective = {name: getattr(arguments, name) for name in _OBJECTIVE}
+        objective, block = {name: getattr(arguments, name) for name in _OBJECTIVE}, None
+        if arguments.variant == "block":
+            block = BlockShape(arguments.block_size, arguments.block_depth, arguments.block_width)
+            objective["unrolled_steps"] = objective["unrolled_steps"] or block.size
         settings = WarmUp(
             variant=arguments.variant,
+            block=block,
             training=head_training(arguments.variant, **objective),
+            draft_vocabulary=arguments.draft_vocabulary,
             steps=arguments.steps,
             slices_per_round=arguments.slices_per_round,
             learning_rate=arguments.learning_rate,

@@ -121,11 +121,12 @@ def test_a_run_and_a_warm_up_make_the_same_head():
     required = ["--config", "c", "--output", "o"]
     assert train_drafter._parser().parse_args(required).variant == EagleArguments().variant
     objective = {"unrolled_steps": 2, "cross_entropy_weight": 0.0, "reverse_kl_weight": 0.5, "lk_weight": 1.0}
+    objective |= {"tv_weight": 0.25, "coupled_weight": 2.0, "sampled_weight": 3.0}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in objective.items()]
     parsed = vars(train_drafter._parser().parse_args([*required, *options]))
     assert {name: parsed[name] for name in train_drafter._OBJECTIVE} == {"hidden_weight": None} | objective
     training = EagleArguments(**objective).training
-    assert training == HeadTraining(2, 0.8, 0.0, 0.0, 0.5, 1.0)
+    assert training == HeadTraining(2, 0.8, 0.0, 0.0, 0.5, 1.0, 0.25, 2.0, 3.0)
     assert training == head_training("eagle3", **objective)
 
 

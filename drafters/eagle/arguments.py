@@ -1,24 +1,19 @@
-"""Arguments of `speculation.drafter: eagle` (`speculation.args`)."""
+"""Arguments of `speculation.drafter: eagle` and `block` (`speculation.args`)."""
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from drafters.arguments import Arguments
-from drafters.eagle.objective import HeadTraining, head_training
+from drafters.eagle.objective import WEIGHTS, HeadTraining, head_training
 from drafters.eagle.variant import Variant
 from rljax.config.section import PathText
 from rljax.errors import ConfigError
 
 
-class EagleArguments(Arguments):
-    """Arguments of `EagleDrafter`."""
+class HeadArguments(Arguments):
+    """Arguments of every head."""
 
-    variant: Variant = Field(
-        "eagle3",
-        description="eagle and hass read the policy's last hidden state, eagle3 three. hass and eagle3"
-        " train on their own outputs too: dearer steps, longer drafts.",
-    )
     path: PathText | None = Field(
         None,
         description="Directory of a trained head (scripts/train_drafter.py), of a published EAGLE checkpoint,"
@@ -36,23 +31,31 @@ class EagleArguments(Arguments):
     nodes: int | None = Field(
         None, ge=1, description="Nodes of a tree that may be verified; null is speculation.max_drafts."
     )
+    draft_vocabulary: int | None = Field(
+        None,
+        ge=2,
+        description="Tokens that a new head drafts, by its own LM head: the first of the vocabulary, which"
+        " most tokenizers order by frequency, and those that end a response; null is all. Fewer cost less."
+        " scripts/train_drafter.py takes those of the rollouts. Not for eagle and hass.",
+    )
     train: bool = Field(
         True, description="Keep the head up with the policy. false keeps it as it is: to see what that costs."
     )
     unrolled_steps: int | None = Field(
         None,
         description="How often the head is applied in training, from the second time on to its own output;"
-        " null is 1 for eagle, 3 for hass, 7 for eagle3. More draft deeper, and a slice takes longer.",
+        " null is 1 for eagle, 3 for hass, 7 for eagle3, block_size for block. More draft deeper, and a slice"
+        " takes longer.",
     )
     hidden_weight: float | None = Field(
         None,
         description="Weight of the smooth L1 distance from the policy's hidden states; null is 1, and 0 for"
-        " eagle3, which cannot have any. Lower it where drafts matter and states do not.",
+        " eagle3 and block, which cannot have any. Lower it where drafts matter and states do not.",
     )
     cross_entropy_weight: float | None = Field(
         None,
         description="Weight of the cross entropy with the policy's distribution; null is 0.1, and 1 for"
-        " eagle3. Lower it where another loss shall decide.",
+        " eagle3 and block. Lower it where another loss shall decide.",
     )
     reverse_kl_weight: float | None = Field(
         None,
@@ -63,6 +66,21 @@ class EagleArguments(Arguments):
         None,
         description="Weight of -log of the acceptance rate itself (LK); null is 0. Set it, and the others to"
         " 0, to train for nothing else.",
+    )
+    tv_weight: float | None = Field(
+        None,
+        description="Weight of 1 - the acceptance rate (Bebop), by which likelier drafts count more than"
+        " by lk_weight; null is 0. Try it on a head that is trained already.",
+    )
+    coupled_weight: float | None = Field(
+        None,
+        description="Weight of -log of the drafts of a chain that are accepted under the request's noise;"
+        " null is 0. It is what drafting at a temperature above 0 pays by; it sorts the vocabulary.",
+    )
+    sampled_weight: float | None = Field(
+        None,
+        description="The same by the chance of drafting what the policy has sampled, which takes no sorting"
+        " and counts the whole path right; null is 0. Prefer it with a large vocabulary.",
     )
     learning_rate: float = Field(
         1e-3, gt=0, description="Of the head. Raise it where the policy moves fast; lower it if loss jumps."
@@ -128,7 +146,7 @@ class EagleArguments(Arguments):
     seed: int = Field(0, description="Of a new head, and of the order of training.")
 
     @model_validator(mode="after")
-    def _check(self) -> "EagleArguments":
+    def _check(self) -> Self:
         if min(self.depths) < 1:
             raise ValueError(f"depths: should be at least 1, got {min(self.depths)}")
         try:
@@ -142,11 +160,48 @@ class EagleArguments(Arguments):
     @property
     def training(self) -> HeadTraining:
         """Settings of the head's training data."""
-        return head_training(
-            self.variant,
-            self.unrolled_steps,
-            self.hidden_weight,
-            self.cross_entropy_weight,
-            self.reverse_kl_weight,
-            self.lk_weight,
-        )
+        weights = {name: getattr(self, name) for name in WEIGHTS}
+        return head_training(self.variant, self.unrolled_steps, **weights)
+
+
+class EagleArguments(HeadArguments):
+    """Arguments of `drafter: eagle`."""
+
+    variant: Literal["eagle", "hass", "eagle3"] = Field(
+        "eagle3",
+        description="eagle and hass read the policy's last hidden state, eagle3 three. hass and eagle3"
+        " train on their own outputs too: dearer steps, longer drafts.",
+    )
+
+
+class BlockArguments(HeadArguments):
+    """Arguments of `drafter: block`."""
+
+    variant: ClassVar[Variant] = "block"
+    block_size: int = Field(
+        8,
+        ge=1,
+        description="Most tokens of a draft, which one pass computes. Raise it where most are accepted.",
+    )
+    block_depth: int = Field(
+        1, ge=1, description="Decoder layers of a new head. More know the context better, and draft slower."
+    )
+    block_width: int = Field(
+        128,
+        ge=1,
+        description="Width of the correction of a new head, by which later drafts follow from earlier ones."
+        " Wider learns more of that, token by token.",
+    )
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        for name, value in (("depths", max(self.depths)), ("unrolled_steps", self.training.steps)):
+            if value > self.block_size:
+                raise ValueError(f"{name}: {value} is more than block_size {self.block_size}")
+        return self
+
+    @property
+    def training(self) -> HeadTraining:
+        """Settings of the head's training data."""
+        weights = {name: getattr(self, name) for name in WEIGHTS}
+        return head_training("block", self.unrolled_steps or self.block_size, **weights)

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from drafters.base import Drafter, DraftRequest, Outcome, Sampled
-from drafters.eagle.arguments import EagleArguments
+from drafters.eagle.arguments import BlockArguments, EagleArguments
 from drafters.eagle.checkpoint import load_head
 from drafters.eagle.collecting import FeatureCollector
 from drafters.eagle.drafting import DraftStrategy
 from drafters.eagle.head_state import FrozenHead
-from drafters.eagle.model import HeadConfig, init_head, shared_params
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, init_head, shared_params
+from drafters.eagle.objective import HeadTraining
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots, head_numerics
 from drafters.eagle.spot import HeadSession
@@ -45,7 +46,7 @@ class EagleDrafter(Drafter, Training):
     """A head that drafts and learns beside the policy: it is its own `Training`, for others, too.
 
     Args:
-      arguments: see `EagleArguments`.
+      arguments: see `EagleArguments` and `BlockArguments`; with the latter it is a block head.
 
     Attributes:
       config: the head's shape, after `reads`.
@@ -58,7 +59,7 @@ class EagleDrafter(Drafter, Training):
 
     on_host = False
 
-    def __init__(self, arguments: EagleArguments) -> None:
+    def __init__(self, arguments: EagleArguments | BlockArguments) -> None:
         self.arguments, self.below = arguments, arguments.train_below
         self._loaded: Params | None = None
         self._saver: AsyncHeadSaver | None = None
@@ -96,14 +97,24 @@ class EagleDrafter(Drafter, Training):
     # -- what it drafts for ----------------------------------------------------------------------------------
 
     def reads(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-        arguments = self.arguments
-        self.config = HeadConfig(arguments.variant, policy)
-        if arguments.path is not None:
-            self.config, self._loaded = load_head(arguments.path, policy)
-            if self.config.fused != (arguments.variant == "eagle3"):
-                raise ConfigError(
-                    f"speculation.args.path: {arguments.path} is no head of variant {arguments.variant}"
-                )
+        arguments, same = self.arguments, {"hass": "eagle"}
+        if arguments.path is None:
+            self.config = _new_head(arguments, policy, tokenizer)
+            return self.config.layers
+        self.config, self._loaded = load_head(arguments.path, policy)
+        variants = self.config.variant, arguments.variant
+        if len({same.get(variant, variant) for variant in variants}) > 1:
+            raise ConfigError(
+                f"speculation.args.path: {arguments.path} is no head of variant {arguments.variant}"
+            )
+        if self.config.block is not None:
+            for name in ("depths", "unrolled_steps"):
+                most = max(arguments.depths) if name == "depths" else arguments.training.steps
+                if most > self.config.block.size:
+                    raise ConfigError(
+                        f"speculation.args.{name}: {most} is more than the {self.config.block.size} positions"
+                        f" of the head in {arguments.path}"
+                    )
         return self.config.layers
 
     def attach(self, engine: DecodeEngine) -> HeadSlots:
@@ -152,7 +163,7 @@ class EagleDrafter(Drafter, Training):
 
     def make_trainer(self, head: Params, pool: ExecutablePool | None = None) -> HeadTrainer:
         """Returns a trainer of a head, with this one's settings; arguments as of `HeadTrainer`."""
-        arguments, training = self.arguments, self.arguments.training
+        arguments, training = self.arguments, self.objective
         return HeadTrainer(
             self.config,
             training,
@@ -167,6 +178,11 @@ class EagleDrafter(Drafter, Training):
             pool,
             self.engine.mesh,
         )
+
+    @property
+    def objective(self) -> HeadTraining:
+        """What the head learns for the engine that it drafts for."""
+        return dataclasses.replace(self.arguments.training, sampling=self.engine.sampling)
 
     @functools.cached_property
     def reader(self) -> StateReader:
@@ -339,6 +355,27 @@ class HeadOnWorkers:
     def session(self, params: Params, saved: Mapping[str, np.ndarray] | None) -> HeadSession:
         trainer = self._drafter.make_trainer(self._drafter.trainer.params, self._drafter.engine.pool)
         return HeadSession(trainer, shared_params(params, self._drafter.engine.config), saved)
+
+
+def _new_head(
+    arguments: EagleArguments | BlockArguments, policy: ModelConfig, tokenizer: Tokenizer | None
+) -> HeadConfig:
+    """Returns the shape of a head that is not loaded."""
+    block = vocabulary = None
+    if isinstance(arguments, BlockArguments):
+        block = BlockShape(arguments.block_size, arguments.block_depth, arguments.block_width)
+    if arguments.draft_vocabulary is not None:
+        size, ends = arguments.draft_vocabulary, () if tokenizer is None else tokenizer.eos_token_ids
+        if size > policy.used_rows:
+            raise ConfigError(
+                f"speculation.args.draft_vocabulary: {size} is more than the {policy.used_rows} tokens of the"
+                " policy"
+            )
+        vocabulary = DraftVocabulary.most_frequent(np.zeros(policy.used_rows), size, ends)
+    try:
+        return HeadConfig(arguments.variant, policy, vocabulary=vocabulary, block=block)
+    except ValueError as error:
+        raise ConfigError(f"speculation.args.draft_vocabulary: {error}") from error
 
 
 def _warn(failure: CheckpointError) -> None:

@@ -24,14 +24,22 @@ differences of positions only.
 """
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array, lax
 
-from drafters.eagle.model import DraftVocabulary, HeadConfig, apply_head, head_logits, hidden_inputs
+from drafters.eagle.block import block_pass, context_entries, corrections, next_state, pair_vectors
+from drafters.eagle.model import (
+    DraftVocabulary,
+    HeadConfig,
+    apply_head,
+    corrected,
+    head_logits,
+    hidden_inputs,
+    lm_logits,
+)
 from rljax.engine.draft_tree import DraftStrategy, DraftTree, ScoredTree
 from rljax.engine.kv_cache import KVCache, commit, empty_cache
 from rljax.models.transformer import Params
@@ -47,9 +55,9 @@ class DrafterState:
     """The state of a head for B slots.
 
     Attributes:
-      cache: keys and values of the absorbed pairs, one layer.
+      cache: keys and values of the absorbed pairs, in every layer of the head.
       lengths: int32 [B], absorbed pairs.
-      outputs: [B, d], the head's output at the last of them; zeros before the first.
+      outputs: [B, d], the head's output at the last of them, or a block head's a; zeros before the first.
     """
 
     cache: KVCache
@@ -86,6 +94,7 @@ class HeadAttention:
       visible: bool [B, T, P + T], which of the earlier and the new entries each new one sees.
       numerics: see `Numerics`.
       attended: the number of the cache's first entries that are read, a multiple of KEY_BLOCK; None for all.
+      layer: whose entries of the cache.
     """
 
     cache: KVCache
@@ -95,12 +104,13 @@ class HeadAttention:
     visible: Array
     numerics: Numerics
     attended: int | None = None
+    layer: int = 0
 
     def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
         """q [B, T, H, D], k and v [B, T, Hk, D] -> ([B, T, H, D], (k, v) in the cache's type)."""
         capacity = self.cache.length if self.attended is None else self.attended
-        cached_keys = self.cache.keys[0][:, :, : capacity // KEY_BLOCK]
-        cached_values = self.cache.values[0][:, :, :capacity]
+        cached_keys = self.cache.keys[self.layer][:, :, : capacity // KEY_BLOCK]
+        cached_values = self.cache.values[self.layer][:, :, :capacity]
         batch, new, heads, dim = q.shape
         kv_heads = cached_values.shape[1]
         k, v = k.astype(cached_keys.dtype), v.astype(cached_values.dtype)
@@ -123,17 +133,27 @@ class HeadAttention:
         return out.transpose(0, 3, 1, 2, 4).reshape(batch, new, heads, dim).astype(q.dtype), (k, v)
 
 
+def _no_entries(state: DrafterState, config: HeadConfig) -> Array:
+    batch, shape = len(state.lengths), (0, config.layer.num_kv_heads, config.layer.head_dim)
+    return jnp.zeros((batch, *shape), state.cache.values[0].dtype)
+
+
+def _causal(batch: int, width: int) -> Array:
+    order = jnp.arange(width, dtype=jnp.int32)
+    return jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
+
+
 @struct.dataclass
 class Pairs:
     """Verified pairs that are not in the cache yet.
 
     Attributes:
-      entries: keys and values, each [B, W, Hk, D].
-      newest: [B, d], the head's output for the last valid pair; of any value where there is none.
+      entries: keys and values of every layer, each [B, W, Hk, D].
+      newest: [B, d], `DrafterState.outputs` of the last valid pair; of any value where there is none.
       counts: int32 [B], how many of the W pairs of each slot are valid.
     """
 
-    entries: tuple[Array, Array]
+    entries: list[tuple[Array, Array]]
     newest: Array
     counts: Array
 
@@ -169,13 +189,18 @@ def compute_pairs(
     batch, width = tokens.shape
     counts = jnp.minimum(counts, state.cache.length - state.lengths)
     order = jnp.arange(width, dtype=jnp.int32)
-    cached = state.cache.values[0]
-    none = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
-    causal = jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
-    attention = HeadAttention(state.cache, state.lengths, none, none, causal, numerics, attended)
     angles = rope[state.lengths[:, None] + order[None]]
-    hidden = hidden_inputs(params, config, states.astype(numerics.dtype), numerics)
-    outputs, entries = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
+    if config.block is not None:
+        outputs = pair_vectors(params, config, shared, states, tokens, numerics)
+        kept = state.cache.values[0].dtype
+        entries = context_entries(params, config, outputs, angles, numerics)
+        entries = [(k.astype(kept), v.astype(kept)) for k, v in entries]
+    else:
+        none, causal = _no_entries(state, config), _causal(batch, width)
+        attention = HeadAttention(state.cache, state.lengths, none, none, causal, numerics, attended)
+        hidden = hidden_inputs(params, config, states.astype(numerics.dtype), numerics)
+        outputs, own = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
+        entries = [own]
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(outputs, last, axis=1)[:, 0].astype(state.outputs.dtype)
     return Pairs(entries, newest, counts)
@@ -187,10 +212,10 @@ def append_pairs(state: DrafterState, pairs: Pairs, numerics: Numerics) -> Draft
     It is a program of its own: with one program that reads the cache and writes it, in no order that the
     compiler must keep, the whole cache is copied.
     """
-    batch, width = pairs.entries[0].shape[:2]
+    batch, width = pairs.entries[0][0].shape[:2]
     path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
     return DrafterState(
-        cache=commit(state.cache, [pairs.entries], path, pairs.counts, state.lengths, numerics),
+        cache=commit(state.cache, pairs.entries, path, pairs.counts, state.lengths, numerics),
         lengths=state.lengths + pairs.counts,
         outputs=jnp.where(pairs.counts[:, None] > 0, pairs.newest, state.outputs),
     )
@@ -250,6 +275,103 @@ def _largest(logits: Array, top_k: int, parts: int) -> tuple[Array, Array]:
     return best, jnp.take_along_axis(tokens, chosen, axis=-1)
 
 
+class _Steps:
+    """An EAGLE head level by level: each node is computed from the output above it and its own token.
+
+    Args: as of `draft`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: HeadConfig,
+        shared: Params,
+        state: DrafterState,
+        rope: Array,
+        strategy: DraftStrategy,
+        numerics: Numerics,
+        attended: int | None,
+    ) -> None:
+        self._head, self._state, self._rope = (params, config, shared), state, rope
+        self._numerics, self._attended, self._level = numerics, attended, 0
+        batch, top_k = len(state.lengths), strategy.top_k
+        self._outputs = state.outputs.astype(numerics.dtype)[:, None]
+        self._keys = self._values = _no_entries(state, config)
+        self._visible = jnp.zeros((batch, 1, 0), bool)  # which expanded nodes lie above each of the level
+        self._itself = jnp.broadcast_to(jnp.eye(top_k, dtype=bool)[None], (batch, top_k, top_k))
+
+    def logits(self) -> Array:
+        """Returns logits [B, n, V'] behind the nodes of a level, at first behind the slots' last tokens."""
+        return head_logits(*self._head, self._outputs, self._numerics)
+
+    def below(self, tokens: Array, parent: Array) -> Array:
+        """Returns logits [B, k, V'] behind k nodes: their tokens int32 [B, k], and which node of the level
+        before, int32 [B, k], is above them.
+        """
+        state, numerics = self._state, self._numerics
+        hidden, ancestors = (_take(x, parent[:, :, None]) for x in (self._outputs, self._visible))
+        self._visible = jnp.concatenate([ancestors, self._itself], axis=2)
+        attention = HeadAttention(
+            state.cache, state.lengths, self._keys, self._values, self._visible, numerics, self._attended
+        )
+        # The pair of a node at this level: the output above it, and its own token.
+        angles = self._rope[state.lengths + self._level][:, None]
+        angles = jnp.broadcast_to(angles, (*tokens.shape, *angles.shape[2:]))
+        self._outputs, (k, v) = apply_head(*self._head, hidden, tokens, angles, attention, numerics)
+        self._keys = jnp.concatenate([self._keys, k], axis=1)
+        self._values = jnp.concatenate([self._values, v], axis=1)
+        self._level += 1
+        return self.logits()
+
+
+class _Block:
+    """A block head, with the methods of `_Steps`: one pass computes all levels, and only its correction goes
+    level by level.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: HeadConfig,
+        shared: Params,
+        state: DrafterState,
+        rope: Array,
+        strategy: DraftStrategy,
+        numerics: Numerics,
+        attended: int | None,
+    ) -> None:
+        self._head, self._numerics, self._level = (params, config, shared), numerics, 0
+        batch, depth = len(state.lengths), strategy.depth
+        none, causal = _no_entries(state, config), _causal(batch, depth)
+        attentions = [
+            HeadAttention(state.cache, state.lengths, none, none, causal, numerics, attended, layer)
+            for layer in range(config.layer.num_layers)
+        ]
+        pairs = state.outputs.astype(numerics.dtype)[:, None]
+        angles = rope[state.lengths[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]]
+        self._x = block_pass(params, config, pairs, depth, angles, attentions, numerics)[:, 0]
+        self._logits = lm_logits(params, config, shared, self._x, numerics)
+        self._own = jnp.zeros((batch, 1, config.block.width), jnp.float32)
+
+    def logits(self) -> Array:
+        params, config, _ = self._head
+        x = self._x[:, self._level, None]
+        x = jnp.broadcast_to(x, (*self._own.shape[:2], x.shape[-1]))
+        correction = corrections(params, config, x, self._own, self._numerics)
+        return corrected(params, self._logits[:, self._level, None], correction, self._numerics)
+
+    def below(self, tokens: Array, parent: Array) -> Array:
+        params, _, shared = self._head
+        above = _take(self._own, parent[:, :, None])
+        self._own = next_state(params, shared, above, tokens, self._numerics)
+        self._level += 1
+        return self.logits()
+
+
+def _take(x: Array, indices: Array) -> Array:
+    return jnp.take_along_axis(x, indices, axis=1)
+
+
 def draft(
     params: Params,
     config: HeadConfig,
@@ -278,38 +400,27 @@ def draft(
     """
     batch = positions.shape[0]
     top_k = strategy.top_k
-    take = functools.partial(jnp.take_along_axis, axis=1)
     known = state.lengths > 0
+    kind = _Steps if config.block is None else _Block
+    levels = kind(params, config, shared, state, rope, strategy, numerics, attended)
     parts = vocab_parts if config.vocabulary is None else 1  # an LM head of its own is whole everywhere
 
-    def children(outputs: Array, level: int) -> tuple[Array, Array]:
-        logits = head_logits(params, config, shared, outputs, numerics)
+    def children(logits: Array, level: int) -> tuple[Array, Array]:
         return likeliest_children(
             logits, positions + level, noise_keys, sampling, numerics, top_k, config.vocabulary, parts
         )
 
-    tokens, scores = children(state.outputs.astype(numerics.dtype)[:, None], 1)
+    tokens, scores = children(levels.logits(), 1)
     scores = jnp.where(known[:, None, None], scores, -jnp.inf)
     # Candidates of all levels so far: [B, C]. The frontier are the k of the newest level to be continued.
     all_tokens, all_scores = tokens[:, 0], scores[:, 0]
     all_parents = jnp.full((batch, top_k), -1, jnp.int32)
     frontier = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32)[None], (batch, top_k))
-    hidden = jnp.repeat(state.outputs.astype(numerics.dtype)[:, None], top_k, axis=1)
-    itself = jnp.broadcast_to(jnp.eye(top_k, dtype=bool)[None], (batch, top_k, top_k))
-    ancestors = jnp.zeros((batch, top_k, 0), bool)  # which expanded nodes lie above each of the frontier
-    cached = state.cache.values[0]
-    keys = values = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
+    parent = jnp.zeros((batch, top_k), jnp.int32)
     for level in range(1, strategy.depth):
-        visible = jnp.concatenate([ancestors, itself], axis=2)
-        attention = HeadAttention(state.cache, state.lengths, keys, values, visible, numerics, attended)
-        # The pair of a node at this level: the output above it, and its own token.
-        angles = jnp.broadcast_to(rope[state.lengths + level - 1][:, None], (batch, top_k, *rope.shape[1:]))
-        outputs, (k, v) = apply_head(
-            params, config, shared, hidden, take(all_tokens, frontier), angles, attention, numerics
-        )
-        keys, values = jnp.concatenate([keys, k], axis=1), jnp.concatenate([values, v], axis=1)
-        tokens, scores = children(outputs, level + 1)
-        scores = (take(all_scores, frontier)[:, :, None] + scores).reshape(batch, top_k * top_k)
+        logits = levels.below(_take(all_tokens, frontier), parent)
+        tokens, scores = children(logits, level + 1)
+        scores = (_take(all_scores, frontier)[:, :, None] + scores).reshape(batch, top_k * top_k)
         first = all_tokens.shape[1]
         all_tokens = jnp.concatenate([all_tokens, tokens.reshape(batch, -1)], axis=1)
         all_scores = jnp.concatenate([all_scores, scores], axis=1)
@@ -317,13 +428,11 @@ def draft(
         _, best = lax.top_k(scores, top_k)
         parent = best // top_k
         frontier = first + best.astype(jnp.int32)
-        hidden = take(outputs, parent[:, :, None])
-        ancestors = take(visible, parent[:, :, None])
     # Best first; of equals the earlier candidate, which is the parent.
     best, chosen = lax.top_k(all_scores, strategy.nodes)
     place = jnp.full((batch, all_scores.shape[1]), -1, jnp.int32)
     place = place.at[jnp.arange(batch)[:, None], chosen].set(jnp.arange(strategy.nodes, dtype=jnp.int32))
-    parents = take(all_parents, chosen)
-    parents = jnp.where(parents < 0, -1, take(place, jnp.maximum(parents, 0)))
-    tree = DraftTree(tokens=take(all_tokens, chosen), parents=parents, valid=jnp.isfinite(best))
+    parents = _take(all_parents, chosen)
+    parents = jnp.where(parents < 0, -1, _take(place, jnp.maximum(parents, 0)))
+    tree = DraftTree(tokens=_take(all_tokens, chosen), parents=parents, valid=jnp.isfinite(best))
     return ScoredTree(tree=tree, log_probability=best)

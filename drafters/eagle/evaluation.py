@@ -2,7 +2,8 @@
 
 Computed from features, without decoding: at every start in a response the head drafts `depth` tokens deep
 along the sampled tokens, from its own outputs as in drafting. Each of its distributions q is compared with
-the policy's p: sum_v min(p, q) is the probability that the token is accepted, if those before it were.
+the policy's p: sum_v min(p, q) is the probability that speculative sampling accepts the token, if it has
+accepted those before. Under shared noise it is that of drafting what was sampled (`losses.coupled_at`).
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from drafters.eagle.states import States
 from drafters.eagle.training import head_loss
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +32,16 @@ class Acceptance:
     Attributes:
       accept_length: tokens that a verifying pass yields on average, the policy's own included.
       by_position: chance that the token at each depth is accepted, if those before it were.
+      coupled_length: as `accept_length`, under shared noise.
+      coupled: chance that the drafts up to each depth are all accepted, under shared noise.
       agreement: share of starts at which the policy's likeliest token is the head's too, at each depth.
       starts: number of starts counted.
     """
 
     accept_length: float
     by_position: tuple[float, ...]
+    coupled_length: float
+    coupled: tuple[float, ...]
     agreement: tuple[float, ...]
     starts: int
 
@@ -55,6 +61,7 @@ def evaluate_head(
     depth: int,
     pack_length: int,
     rows: int = 4,
+    sampling: SamplingParams | None = None,
 ) -> Acceptance:
     """What the head's drafts are worth on sequences with their states; batches weigh by their starts.
 
@@ -67,9 +74,10 @@ def evaluate_head(
       numerics: see `Numerics`.
       depth: drafted tokens.
       pack_length, rows: size of the batches.
+      sampling: the sampling distribution; None for temperature 1 without filters.
     """
     # No loss is asked for: only its metrics.
-    training = HeadTraining(steps=depth, cross_entropy_weight=0.0)
+    training = HeadTraining(steps=depth, cross_entropy_weight=0.0, sampling=sampling)
     held = [HeadSequence(*sequence, step=0) for sequence in sequences]
     results: list[dict[str, np.ndarray]] = []
     for batch in pack(held, pack_length).batches(rows):
@@ -87,10 +95,20 @@ def evaluate_head(
     def by_depth(name: str) -> tuple[float, ...]:
         return tuple(mean(f"{name}/{step}") for step in range(1, depth + 1))
 
-    return Acceptance(mean("accept_length"), by_depth("acceptance"), by_depth("agreement"), int(starts.sum()))
+    return Acceptance(
+        accept_length=mean("accept_length"),
+        by_position=by_depth("acceptance"),
+        coupled_length=mean("coupled_length"),
+        coupled=by_depth("coupled"),
+        agreement=by_depth("agreement"),
+        starts=int(starts.sum()),
+    )
 
 
 def describe(acceptance: Acceptance) -> str:
     """Returns one line for the user."""
     positions = " ".join(f"{share:.2f}" for share in acceptance.by_position)
-    return f"accept length {acceptance.accept_length:.2f}, acceptance by position {positions}"
+    return (
+        f"accept length {acceptance.accept_length:.2f}, acceptance by position {positions};"
+        f" under shared noise {acceptance.coupled_length:.2f}"
+    )

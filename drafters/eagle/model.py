@@ -1,8 +1,9 @@
-"""The head: one decoder layer over (hidden state at t, embedding of token t + 1), as pure functions.
+"""Heads: decoder layers over (hidden state at t, embedding of token t + 1), as pure functions.
 
 EAGLE (Li et al., 2024, arXiv 2401.15077), HASS (Zhang et al., 2025, arXiv 2408.15766), EAGLE-3 (Li et al.,
 2025, arXiv 2503.01840); TLT, section 4.1. The policy's embeddings and LM head are passed in wherever they are
-needed: never copied, never trained. The layer is the policy's own `decoder_layer`.
+needed: never copied, never trained. The layer is the policy's own `decoder_layer`. `block.py` has the layers
+and params of the head that drafts a block in one pass, from the same pairs and states as eagle3.
 
 **Pairs.** Pair t is the policy's hidden state at position t with the embedding of token t + 1, at RoPE
 position t. Its output predicts token t + 2, so what it should match is the policy at position t + 1. Pairing
@@ -11,7 +12,7 @@ hidden t with token t instead silently halves acceptance.
 **States.** What the policy hands over for every token (`HeadConfig.states`), [..., S, d]:
 
     eagle, hass   S = 1: the hidden state after the final norm, which the LM head reads
-    eagle3        S = 4: the residual stream behind `layers` (low, middle, high; no norm), then, for the
+    eagle3, block S = 4: the residual stream behind `layers` (low, middle, high; no norm), then, for the
                   training target only, the hidden state after the final norm
 
 **Params** (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size). The layer is always a Llama
@@ -74,6 +75,12 @@ class DraftVocabulary:
         """Returns the vocabulary of a checkpoint's `d2t` [V']: id i of the head is token i + d2t[i]."""
         return cls(np.arange(len(d2t)) + np.asarray(d2t, np.int64))
 
+    @classmethod
+    def most_frequent(cls, counts: np.ndarray, size: int, always: Sequence[int] = ()) -> "DraftVocabulary":
+        """Returns the `size` tokens of the largest counts [V], of equals the first, `always` among them."""
+        ranked = np.argsort(-np.asarray(counts, np.int64), kind="stable").tolist()
+        return cls(sorted(list(dict.fromkeys([*always, *ranked]))[:size]))
+
     @property
     def offsets(self) -> np.ndarray:
         """The `d2t` of a checkpoint, int64 [V']."""
@@ -93,35 +100,61 @@ class DraftVocabulary:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockShape:
+    """The shape of a block head (`block.py`).
+
+    Attributes:
+      size: positions of a block, the most tokens of a draft.
+      depth: decoder layers.
+      width: of the correction.
+    """
+
+    size: int = 8
+    depth: int = 1
+    width: int = 128
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) < 1:
+                raise ValueError(f"{field.name}: should be at least 1, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadConfig:
     """The shape of a head.
 
     Attributes:
-      variant: "eagle", "hass" (the same head, trained otherwise) or "eagle3".
+      variant: "eagle", "hass" (the same head, trained otherwise), "eagle3" or "block".
       policy: the policy's architecture.
-      layers: for eagle3, behind how many of the policy's layers the low, middle and high states are taken;
-        empty for SGLang's and vLLM's default (see `default_layers`).
-      vocabulary: for eagle3, the tokens that the head can draft; None is the policy's whole vocabulary, with
-        the policy's LM head.
+      layers: for eagle3 and block, behind how many of the policy's layers low, middle and high states are
+        taken; empty for SGLang's and vLLM's default (see `default_layers`).
+      vocabulary: for eagle3 and block, the tokens that the head can draft; None is the policy's whole
+        vocabulary, with the policy's LM head.
+      block: for block, its shape; None for the default one.
     """
 
     variant: Variant
     policy: ModelConfig
     layers: tuple[int, ...] = ()
     vocabulary: DraftVocabulary | None = None
+    block: BlockShape | None = None
 
     def __post_init__(self):
         if self.variant not in VARIANTS:
             raise ValueError(f"variant: {self.variant!r} is unknown; use {', '.join(VARIANTS)}")
-        if self.variant != "eagle3" and self.layers:
+        if self.variant == "block":
+            object.__setattr__(self, "block", self.block or BlockShape())
+        elif self.block is not None:
+            raise ValueError(f"block: {self.variant} drafts token by token")
+        if not self.fused and self.layers:
             raise ValueError(f"layers: {self.variant} reads the last hidden state only")
-        if self.variant == "eagle3":
+        if self.fused:
             layers = self.layers or default_layers(self.policy.num_layers)
             if len(layers) != 3 or not all(0 <= layer <= self.policy.num_layers for layer in layers):
                 raise ValueError(f"layers: expected 3 from 0 to {self.policy.num_layers}, got {layers}")
             object.__setattr__(self, "layers", tuple(layers))
         if self.vocabulary is not None:
-            if self.variant != "eagle3":
+            if not self.fused:
                 raise ValueError(f"vocabulary: {self.variant} drafts from the policy's whole vocabulary")
             if self.vocabulary.tokens.max() >= self.policy.vocab_size:
                 raise ValueError(
@@ -132,7 +165,7 @@ class HeadConfig:
     @property
     def fused(self) -> bool:
         """Reads three states of the policy, fused by a linear layer."""
-        return self.variant == "eagle3"
+        return self.variant in ("eagle3", "block")
 
     @property
     def states(self) -> int:
@@ -141,9 +174,10 @@ class HeadConfig:
 
     @property
     def layer(self) -> ModelConfig:
-        """The decoder layer as an architecture of its own (also of its KV cache)."""
+        """The decoder layers as an architecture of its own (also of its KV cache)."""
+        layers = 1 if self.block is None else self.block.depth
         return dataclasses.replace(
-            self.policy, architecture="llama", num_layers=1, attention_bias=False, qk_norm=False
+            self.policy, architecture="llama", num_layers=layers, attention_bias=False, qk_norm=False
         )
 
 
@@ -160,6 +194,8 @@ def head_shapes(config: HeadConfig) -> Params:
     """The params pytree with a shape tuple in the place of every array."""
     d = config.policy.hidden_size
     layer = transformer.param_shapes(config.layer)["layers"][0]
+    if config.block is not None:
+        return _block_shapes(config, layer)
     del layer["attention_norm"]
     if not config.fused:
         return {"fc": (d, 2 * d), "layer": layer}
@@ -169,14 +205,31 @@ def head_shapes(config: HeadConfig) -> Params:
     return shapes if config.vocabulary is None else shapes | {"lm_head": (len(config.vocabulary), d)}
 
 
+def _block_shapes(config: HeadConfig, layer: Params) -> Params:
+    d, shape = config.policy.hidden_size, config.block
+    size = config.policy.vocab_size if config.vocabulary is None else len(config.vocabulary)
+    shapes = {
+        "fc": (d, 4 * d),
+        "context_norm": (d,),
+        "place": (shape.size, d),
+        "norm": (d,),
+        "layers": {str(number): dict(layer) for number in range(shape.depth)},
+        "state_in": (3 * shape.width, d),
+        "state": (3 * shape.width, shape.width),
+        "mix": (shape.width, d + shape.width),
+        "out": (size, shape.width),
+    }
+    return shapes if config.vocabulary is None else shapes | {"lm_head": (size, d)}
+
+
 def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     """Float32 weights that start from what is known: the hidden state goes through.
 
     `fc` passes the hidden state on (eagle3: the mean of the three) and adds a little of the embedding, and
     the layer adds little to it, so an untrained EAGLE head answers with the hidden state one token late: the
     L1 loss begins near, not at noise. `norm` begins as the policy's final norm, which the LM head was trained
-    behind, an LM head over a draft vocabulary as the rows of the policy's. Everything else is normal with
-    standard deviation input^-0.5.
+    behind, an LM head over a draft vocabulary as the rows of the policy's. A block begins without its
+    correction, all its positions alike. Everything else is normal with standard deviation input^-0.5.
     """
     rng = np.random.default_rng(seed)
     d = config.policy.hidden_size
@@ -193,7 +246,11 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     )
     identity = jnp.eye(d, dtype=jnp.float32)
     if config.fused:
-        params["fc"] = 0.1 * params["fc"] + jnp.concatenate([identity / 3.0] * 3, axis=1)
+        params["fc"] = 0.1 * params["fc"] + jnp.concatenate(
+            [jnp.zeros((d, params["fc"].shape[1] - 3 * d)), *[identity / 3.0] * 3], axis=1
+        )
+        if config.block is not None:
+            params |= {name: jnp.zeros_like(params[name]) for name in ("place", "out")}
         # A copy: the head's arrays are given up to its updates, the policy's are not.
         params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True)
         if config.vocabulary is not None:
@@ -262,12 +319,39 @@ def apply_head(
     )
 
 
+def normed_outputs(params: Params, config: HeadConfig, outputs: Array, numerics: Numerics) -> Array:
+    """Returns the head's outputs [..., d] as the LM head reads them."""
+    if not config.fused:
+        return outputs
+    return rms_norm(outputs, params["norm"], config.policy.norm_epsilon, numerics)
+
+
 def head_logits(
     params: Params, config: HeadConfig, shared: Params, outputs: Array, numerics: Numerics
 ) -> Array:
-    """Float32 logits [..., V] of the head's outputs [..., d]; [..., V'] with a draft vocabulary."""
-    if config.fused:
-        outputs = rms_norm(outputs, params["norm"], config.policy.norm_epsilon, numerics)
+    """Float32 logits [..., V] of the head's outputs [..., d]; [..., V'] with a draft vocabulary. Those of a
+    block head are (x ; correction), [..., d + w].
+    """
+    if config.block is None:
+        return lm_logits(params, config, shared, outputs, numerics)
+    x, correction = jnp.split(outputs, [config.policy.hidden_size], axis=-1)
+    return corrected(params, lm_logits(params, config, shared, x, numerics), correction, numerics)
+
+
+def corrected(params: Params, logits: Array, correction: Array, numerics: Numerics) -> Array:
+    """Returns a block head's logits [..., V'] with the correction [..., w]. On a mesh the policy's LM head
+    may have more rows (`padded_vocab_size`), which stand for no token.
+    """
+    change = linear(correction, params["out"], numerics).astype(jnp.float32)
+    padding = logits.shape[-1] - change.shape[-1]
+    return logits + jnp.pad(change, [*[(0, 0)] * (change.ndim - 1), (0, padding)])
+
+
+def lm_logits(
+    params: Params, config: HeadConfig, shared: Params, outputs: Array, numerics: Numerics
+) -> Array:
+    """Returns `head_logits` without a correction."""
+    outputs = normed_outputs(params, config, outputs, numerics)
     if config.vocabulary is not None:
         untied = dataclasses.replace(config.policy, tie_embeddings=False)
         return transformer.logits({"lm_head": params["lm_head"]}, untied, outputs, numerics)

@@ -25,6 +25,10 @@ _HEAD_AXES: dict[str, tuple[str | None, ...]] = PARAM_AXES | {
     "embed_norm": ("norm",),
     "hidden_norm": ("norm",),
     "norm": ("norm",),
+    # Of a block head:
+    "context_norm": ("norm",),
+    "state_in": (None, "embed"),
+    "mix": (None, "embed"),
 }
 
 
@@ -78,7 +82,9 @@ def result_shardings(result: Any, config: HeadConfig, mesh: Mesh) -> Any:
     if isinstance(result, Pairs):
         replicated = replicated_axes(config.layer, mesh, decoding=True)
         entries = named(mesh, "slots", None, "kv_heads", None, replicated=replicated)
-        return Pairs((entries, entries), named(mesh, "slots", None), slot_sharding(mesh))
+        return Pairs(
+            [(entries, entries)] * config.layer.num_layers, named(mesh, "slots", None), slot_sharding(mesh)
+        )
     if isinstance(result, ScoredTree):
         return jax.tree.map(lambda _: replicated_sharding(mesh), result)
     return feature_sharding(mesh)

@@ -10,6 +10,7 @@ stopped at any moment loses what was learned since the last save, and nothing el
 `load_head` (`checkpoint.py`) reads such a directory as well: `path` of a drafter may name a `save_dir`.
 """
 
+import dataclasses
 import json
 import os
 import threading
@@ -22,7 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from drafters.eagle.head_state import named_leaves, nested_leaves
-from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_shapes
 from rljax.durable_files import write_durably
 from rljax.errors import CheckpointError
 from rljax.models.config import ModelConfig
@@ -54,10 +55,11 @@ def load_saved(directory: Path, policy: ModelConfig) -> tuple[HeadConfig, Params
     try:
         vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets)
         layers = tuple(json.loads(metadata["layers"]))
-        config = HeadConfig(metadata["variant"], policy, layers, vocabulary)
+        block = BlockShape(**json.loads(metadata["block"])) if "block" in metadata else None
+        config = HeadConfig(metadata["variant"], policy, layers, vocabulary, block)
     except KeyError as error:
         raise CheckpointError(f"{path} does not tell the head's {error}; save it again") from error
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     params = nested_leaves(tensors)
     expected, stored = named_leaves(_shaped(config)), named_leaves(params)
@@ -123,6 +125,8 @@ class AsyncHeadSaver:
             jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves
         }
         metadata = {"step": str(step), "variant": config.variant, "layers": json.dumps(config.layers)}
+        if config.block is not None:
+            metadata["block"] = json.dumps(dataclasses.asdict(config.block))
         if config.vocabulary is not None:
             tensors[_VOCABULARY] = config.vocabulary.offsets
         # Not a daemon: a process that ends normally first finishes its save.

@@ -2,5 +2,5 @@
 
 from typing import Literal
 
-Variant = Literal["eagle", "hass", "eagle3"]
-VARIANTS: tuple[Variant, ...] = ("eagle", "hass", "eagle3")
+Variant = Literal["eagle", "hass", "eagle3", "block"]
+VARIANTS: tuple[Variant, ...] = ("eagle", "hass", "eagle3", "block")

@@ -17,10 +17,10 @@ class SpeculationKeys(Section):
         None,
         min_length=1,
         description="Drafter that proposes tokens: prompt_lookup, srt, histospec, suffix_decoding,"
-        " quantized, eagle, small_model, or a class of yours as module:Class; null decodes"
+        " quantized, eagle, block, small_model, or a class of yours as module:Class; null decodes"
         " without drafts. Set srt for prompts that return and groups of samples; quantized (the"
-        " policy in fewer bits), eagle (a head trained beside it) or small_model (a smaller"
-        " model) also for new prompts.",
+        " policy in fewer bits), eagle or block (heads trained beside it, which draft token by token"
+        " or in one pass) or small_model (a smaller model) also for new prompts.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the drafter, by name; see docs/drafters.md."

@@ -93,7 +93,7 @@ def _compile_update(
 ) -> None:
     """As `HeadTrainer.warm_up`."""
     arguments, config = drafter.arguments, drafter.config
-    training = arguments.training
+    training = drafter.objective
     table = rope_table(planning.model, arguments.pack_length + training.steps)
     rope = planning.place(jax.ShapeDtypeStruct(table.shape, table.dtype))
     dtype = np.dtype(BufferSettings().dtype)

@@ -19,8 +19,9 @@ import numpy as np
 
 from drafters.eagle.checkpoint import ServingEngine, check_layers, save_head
 from drafters.eagle.evaluation import Acceptance, describe, evaluate_head
-from drafters.eagle.model import HeadConfig, init_head, shared_params
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, init_head, shared_params
 from drafters.eagle.objective import HeadTraining, published_training
+from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.eagle.states import StateReader, States
 from drafters.eagle.variant import Variant
@@ -49,7 +50,11 @@ class WarmUp:
 
     Attributes:
       variant: variant of the head.
-      training: losses and unrolled steps; None for the published ones.
+      block: shape of a block head; None for the default one.
+      training: losses and unrolled steps; None for the published ones. The policy's sampling distribution
+        takes the place of its own.
+      draft_vocabulary: number of tokens that the head can draft, those most frequent in the first rollouts;
+        None for the policy's vocabulary.
       steps: total number of updates.
       slices_per_round: number of updates on the rollouts of a step before the next are sampled.
       learning_rate: see `head_optimizer`.
@@ -60,7 +65,9 @@ class WarmUp:
     """
 
     variant: Variant = "eagle3"
+    block: BlockShape | None = None
     training: HeadTraining | None = None
+    draft_vocabulary: int | None = None
     steps: int = 400
     slices_per_round: int = 100
     learning_rate: float = 1e-3
@@ -125,6 +132,7 @@ def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTr
       settings: objective, learning rate and buffer are read.
     """
     training = published_training(head.variant) if settings.training is None else settings.training
+    training = dataclasses.replace(training, sampling=run.engine.sampling)
     pack_length = run.config.training.pack_length
     return HeadTrainer(
         head,
@@ -150,10 +158,12 @@ def measure(
     heldout: Sequence[States],
     depth: int,
 ) -> Acceptance:
-    """Returns the acceptance of a head by `evaluate_head`. `shared` are weights of the policy that sampled
-    `heldout`.
+    """Returns the acceptance of a head by `evaluate_head`, at most a block deep. `shared` are weights of the
+    policy that sampled `heldout`.
     """
     training = run.config.training
+    if head.block is not None:
+        depth = min(depth, head.block.size)
     return evaluate_head(
         params,
         head,
@@ -164,7 +174,29 @@ def measure(
         depth,
         training.pack_length,
         training.rows_per_microbatch,
+        run.engine.sampling,
     )
+
+
+def with_vocabulary(run: TrainingRun, head: HeadConfig, size: int, sampled: Sequence[States]) -> HeadConfig:
+    """Returns the head with a draft vocabulary: responses' most frequent tokens, and those that end one.
+
+    Raises:
+      UserError: the head cannot have one, or not one of that size.
+    """
+    counts = np.zeros(head.policy.vocab_size, np.int64)
+    for tokens, _, response in sampled:
+        counts += np.bincount(tokens[response], minlength=len(counts))
+    try:
+        if not len(run.engine.eos_token_ids) < size <= head.policy.used_rows:
+            raise ValueError(
+                f"{size} is not above the {len(run.engine.eos_token_ids)} tokens that end a"
+                f" response, and at most the policy's {head.policy.used_rows}"
+            )
+        vocabulary = DraftVocabulary.most_frequent(counts, size, run.engine.eos_token_ids)
+        return dataclasses.replace(head, vocabulary=vocabulary)
+    except ValueError as error:
+        raise UserError(f"--draft-vocabulary: {error}") from error
 
 
 def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> tuple[Acceptance, Acceptance]:
@@ -189,6 +221,10 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
             f"training.pack_length: {config.training.pack_length} is too short for {training.steps} unrolled"
             " steps"
         )
+    if settings.block is not None and training.steps > settings.block.size:
+        raise UserError(
+            f"--unrolled-steps: {training.steps} is more than the {settings.block.size} positions of a block"
+        )
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output: {output} exists and is not an empty directory; choose another one")
@@ -205,8 +241,8 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
     try:
         with Progress() as progress:
             run = make_run(config, directory, checkpoints, progress, time.perf_counter())
-            head = HeadConfig(settings.variant, run.trainer.config)
-            if head.fused:
+            head = HeadConfig(settings.variant, run.trainer.config, block=settings.block)
+            if settings.variant == "eagle3":
                 check_layers(output, head)
             before, after = _train(run, head, settings, partial / _TRAINER, output)
     finally:
@@ -220,6 +256,10 @@ def _train(
 ) -> tuple[Acceptance, Acceptance]:
     """Trains the head, and returns its acceptance before and after."""
     progress, rollouts = run.progress, PolicyRollouts(run, head)
+    first: list[States] = []
+    if settings.draft_vocabulary is not None:
+        first = list(rollouts.training(0))
+        head = with_vocabulary(run, head, settings.draft_vocabulary, first)
     trainer = make_trainer(run, head, settings)
     shared = shared_params(run.state.params, head.policy)
     heldout = rollouts.heldout(settings.heldout)
@@ -244,7 +284,7 @@ def _train(
                 number = done // settings.slices_per_round
                 progress.update("rollout", f"round {number + 1}")
                 trainer.begin_step(number)
-                for sequence in rollouts.training(number):
+                for sequence in first if first and number == 0 else rollouts.training(number):
                     trainer.add(*sequence)
             start = time.perf_counter()
             metrics = trainer.slice(shared)
@@ -270,7 +310,12 @@ def _train(
     _save(file, trainer, done)
     after = measure(run, head, trainer.params, shared, heldout, settings.depth)
     progress.message(f"after:  {describe(after)}")
-    save_head(output, head, jax.device_get(trainer.params), engine=settings.engine)
+    if head.block is None:
+        save_head(output, head, jax.device_get(trainer.params), engine=settings.engine)
+    else:
+        saver = AsyncHeadSaver(output)
+        saver.save(done, trainer.params, head)
+        saver.wait()
     progress.message(f"head: {output} ({settings.variant}, {done} updates)")
     return before, after
 

@@ -456,11 +456,15 @@ def refusal(name, **args):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("str", {}, r"speculation\.drafter: unknown drafter 'str'; did you mean 'srt'\? Known: eagle, "),
+        (
+            "str",
+            {},
+            r"speculation\.drafter: unknown drafter 'str'; did you mean 'srt'\? Known: block, eagle, ",
+        ),
         (
             "xyz",
             {},
-            r"unknown drafter 'xyz'; Known: eagle, histospec, prompt_.*, quantized, small_model, srt, s.*,"
+            r"unknown drafter 'xyz'; Known: block, eagle, histospec, prompt_.*, quantized, small.*, srt, s.*,"
             r" or a class of yours as module:Class$",
         ),
         ("srt", {"rolouts": 1}, r"speculation\.args\.rolouts: srt has .*; did you mean 'rollouts'\? Known: "),

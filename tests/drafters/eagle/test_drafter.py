@@ -94,7 +94,7 @@ def make(clock, **args):
     drafter.engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
     drafter.trainer = drafter.collector.trainer = Trainer(clock)
     drafter.slots = Slots(drafter.collector)
-    drafter.config = types.SimpleNamespace(variant="eagle", layers=(), vocabulary=None)
+    drafter.config = types.SimpleNamespace(variant="eagle", layers=(), vocabulary=None, block=None)
     drafter.refresh(policy())
     return drafter
 
@@ -152,7 +152,7 @@ def test_the_share_of_the_step_before_reaches_the_buffer(monkeypatch):
     monkeypatch.setattr(module, "HeadTrainer", lambda *args, **_: settings.append(args[5]))
     monkeypatch.setattr(module, "rope_table", lambda *args: None)
     drafter = EagleDrafter(EagleArguments(previous_share=0.25))
-    nothing = types.SimpleNamespace(config=None, numerics=Numerics(), mesh=None)
+    nothing = types.SimpleNamespace(config=None, numerics=Numerics(), mesh=None, sampling=None)
     drafter.config = drafter.engine = drafter.slots = nothing
     drafter.make_trainer({})
     assert settings[0].previous_share == 0.25

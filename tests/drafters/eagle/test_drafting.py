@@ -188,7 +188,7 @@ def test_a_chain_is_what_training_unrolls(variant, noise):
             np.testing.assert_allclose(tree.log_probability[slot, depth], total, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each != "block"])
 def test_behind_an_unanswered_chain_the_draft_goes_on(variant):
     """Each slot has another number of unanswered drafts, one of them none."""
     config, params = head(variant)

@@ -65,7 +65,7 @@ def sequences():
 def test_init_has_the_documented_shapes(variant):
     config, params = head_of(variant)
     assert jax.tree.map(jnp.shape, params) == head_shapes(config)
-    assert config.states == (4 if variant == "eagle3" else 1)
+    assert config.states == (4 if config.fused else 1)
 
 
 def test_an_untrained_head_answers_one_token_late():

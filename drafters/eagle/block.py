@@ -1,0 +1,111 @@
+"""The block head: one pass drafts a block of tokens, and a small correction makes them follow each other.
+
+DFlash (2026, arXiv 2602.06036): the layers of the head see the policy's features of every verified token as
+keys and values, and compute all positions of a block at once. Domino (2026, arXiv 2605.29707): a recurrent
+state over the tokens drafted so far corrects the logits of each position. Here every step of the correction
+draws with the request's noise, which is known for all positions beforehand; the pass is the same whatever is
+drawn, and the draft is the policy's sample if the corrected logits are the policy's.
+
+    a[t] = fc (embedding of token t + 1 ; low ; middle ; high of token t)
+    layer l   keys and values: k, v of norm a[t] at position t, for every pair t, and of the block itself
+    block     x[i] = a[t] + place[i] at position t + 1 + i behind the last pair t; causal, so that the same
+              block may be cut short
+    state     c[0] = 0, c[i] = GRU(c[i - 1], embedding of the i-th drafted token)
+    logits    LM head (norm x[i]) + out silu(mix (norm x[i] ; c[i]))
+
+`a` is the pair of `model.py`, so what the head knows of a slot is appended as that of an EAGLE head is.
+
+**Params** (shapes; as in `model.py`, and L = depth, k = size, w = width):
+
+    fc [d, 4d]   context_norm [d]   place [k, d]   norm [d]   layers: "0" .. "L - 1", Llama layers
+    state_in [3w, d]   state [3w, w]   mix [w, d + w]   out [V', w]
+    lm_head [V', d], with a draft vocabulary
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from drafters.eagle.model import HeadConfig, normed_outputs
+from rljax.kernels.linear import linear
+from rljax.models.rope import apply_rope
+from rljax.models.transformer import Attention, Params, decoder_layer
+from rljax.numerics.rows import Numerics, rms_norm
+
+
+def pair_vectors(
+    params: Params, config: HeadConfig, shared: Params, states: Array, tokens: Array, numerics: Numerics
+) -> Array:
+    """Returns a [..., d] of pairs: the policy's features [..., S, d], and the tokens int32 [...] behind."""
+    embedded = shared["embed"][tokens].astype(numerics.dtype)
+    features = states[..., :3, :].astype(numerics.dtype).reshape(*embedded.shape[:-1], -1)
+    return linear(jnp.concatenate([embedded, features], axis=-1), params["fc"], numerics)
+
+
+def context_entries(
+    params: Params, config: HeadConfig, pairs: Array, angles: Array, numerics: Numerics
+) -> list[tuple[Array, Array]]:
+    """Returns keys and values [N, T, Hk, D] of pairs a [N, T, d] for every layer; `angles` [N, T, 2, D/2]."""
+    normed = rms_norm(pairs, params["context_norm"], config.policy.norm_epsilon, numerics)
+    heads = (*pairs.shape[:2], -1, config.layer.head_dim)
+    entries = []
+    for layer in block_layers(params, config):
+        k, v = (linear(normed, layer[name], numerics).reshape(heads) for name in ("k", "v"))
+        entries.append((apply_rope(k, angles), v))
+    return entries
+
+
+def block_layers(params: Params, config: HeadConfig) -> list[Params]:
+    """Returns the weights of the layers, in order."""
+    return [params["layers"][str(number)] for number in range(config.layer.num_layers)]
+
+
+def block_pass(
+    params: Params,
+    config: HeadConfig,
+    pairs: Array,
+    size: int,
+    angles: Array,
+    attentions: list[Attention],
+    numerics: Numerics,
+) -> Array:
+    """Computes blocks behind pairs.
+
+    Args:
+      params, config: the head's.
+      pairs: a [N, T, d], the last pair in front of each block.
+      size: positions of a block, at most `config.block.size`.
+      angles: rows of the RoPE table, float32 [N, T * size, 2, D/2], block after block.
+      attentions: one for each layer, over T * size entries.
+      numerics: see `Numerics`.
+
+    Returns:
+      x [N, T, size, d] after the layers.
+    """
+    places = params["place"][:size].astype(numerics.dtype)
+    x = pairs[:, :, None] + places[None, None]
+    shape = x.shape
+    x = x.reshape(shape[0], -1, shape[-1])
+    for layer, attention in zip(block_layers(params, config), attentions, strict=True):
+        x, _ = decoder_layer(layer, None, x, angles, attention, config.layer, numerics)
+    return x.reshape(shape)
+
+
+def next_state(params: Params, shared: Params, state: Array, tokens: Array, numerics: Numerics) -> Array:
+    """Returns the correction's state float32 [..., w] behind one more token, int32 [...] (GRU, Cho et al.,
+    2014, "Learning Phrase Representations using RNN Encoder-Decoder", section 2.3).
+    """
+    embedded = shared["embed"][tokens].astype(numerics.dtype)
+    given = linear(embedded, params["state_in"], numerics).astype(jnp.float32)
+    own = linear(state.astype(numerics.dtype), params["state"], numerics).astype(jnp.float32)
+    (reset, update, new), (own_reset, own_update, own_new) = (jnp.split(x, 3, axis=-1) for x in (given, own))
+    new = jnp.tanh(new + jax.nn.sigmoid(reset + own_reset) * own_new)
+    update = jax.nn.sigmoid(update + own_update)
+    return update * state + (1.0 - update) * new
+
+
+def corrections(params: Params, config: HeadConfig, x: Array, state: Array, numerics: Numerics) -> Array:
+    """Returns what `out` reads [..., w], of block positions x [..., d] and states [..., w]."""
+    normed = normed_outputs(params, config, x, numerics)
+    joined = jnp.concatenate([normed, state.astype(numerics.dtype)], axis=-1)
+    return jax.nn.silu(linear(joined, params["mix"], numerics))

@@ -1,0 +1,258 @@
+"""A block head: its proposals against NumPy, its tokens against plain decoding, what it learns and keeps.
+
+`test_drafting.py` holds it, like every head, to what training unrolls.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.arguments import checked
+from drafters.eagle.arguments import BlockArguments
+from drafters.eagle.checkpoint import load_head
+from drafters.eagle.drafting import DraftStrategy, draft, empty_state
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_shapes, init_head
+from drafters.eagle.objective import head_training
+from drafters.eagle.saving import AsyncHeadSaver
+from drafters.eagle.training import head_loss
+from drafters.registry import make_drafter, states_read
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.errors import ConfigError
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import gumbel, request_key
+from rljax.speculation.speculator import Speculator
+from tests.drafters.eagle.test_training import ROWS, train
+from tests.drafters.eagle.tiny import (
+    NUMERICS,
+    POLICY,
+    ROPE,
+    absorb,
+    packed_batch,
+    policy_params,
+    policy_states,
+    rollouts,
+    shared,
+)
+from tests.exactness import exact_numerics
+from tests.tiny_policy import (
+    CONFIG,
+    EOS,
+    SLOTS,
+    CheapTimes,
+    assert_same,
+    make_params,
+    make_requests,
+    outcomes,
+)
+
+SHAPE = BlockShape(size=5, depth=2, width=24)
+VOCABULARY = DraftVocabulary(np.arange(1, 45)[::-1])
+ARGUMENTS = {"pack_length": 64, "depths": [1, 3], "slices": 2, "block_size": 4, "block_depth": 2}
+
+
+@functools.cache
+def noisy(vocabulary=VOCABULARY):
+    """A head with opinions: noise on everything."""
+    config = HeadConfig("block", POLICY, vocabulary=vocabulary, block=SHAPE)
+    rng = np.random.default_rng(6)
+    params = init_head(config, policy_params(), 5)
+    return config, jax.tree.map(
+        lambda leaf: jnp.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), jnp.float32), params
+    )
+
+
+def norm(x, weight):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + POLICY.norm_epsilon) * weight
+
+
+def rotate(x, positions):
+    """x [T, heads, D]."""
+    table = np.asarray(ROPE, np.float64)[positions][:, None]
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = table[:, :, 0], table[:, :, 1]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def sigmoid(x):
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def proposed(params, states, tokens, last, key, depth, temperature):
+    """Tokens that a chain proposes behind `last`, and their log-probabilities, one position at a time.
+
+    Args:
+      states: [n, 4, d] of the tokens [n] before `last`.
+    """
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    embed, n, dim = np.asarray(shared()["embed"], np.float64), len(tokens), POLICY.head_dim
+    behind = [*tokens[1:], last]
+    a = np.concatenate([embed[behind], states[:, :3].reshape(n, -1)], axis=1) @ params["fc"].T
+    context = norm(a, params["context_norm"])
+    rows = [[a[-1] + params["place"][i]] for i in range(depth)]  # of each position, behind every layer
+    for number in range(SHAPE.depth):
+        layer = params["layers"][str(number)]
+        keys = rotate((context @ layer["k"].T).reshape(n, -1, dim), np.arange(n))
+        values = (context @ layer["v"].T).reshape(n, -1, dim)
+        for i in range(depth):
+            x = rows[i][-1]
+            h = norm(x, layer["attention_norm"])[None]
+            at = np.asarray([n + i])
+            q, k = (rotate((h @ layer[name].T).reshape(1, -1, dim), at) for name in ("q", "k"))
+            keys = np.concatenate([keys, k])
+            values = np.concatenate([values, (h @ layer["v"].T).reshape(1, -1, dim)])
+            heads = []
+            for head in range(POLICY.num_heads):
+                group = head * POLICY.num_kv_heads // POLICY.num_heads
+                scores = keys[:, group] @ q[0, head] / np.sqrt(dim)
+                shares = np.exp(scores - scores.max())
+                heads.append(shares / shares.sum() @ values[:, group])
+            x = x + layer["o"] @ np.concatenate(heads)
+            h = norm(x, layer["mlp_norm"])
+            gate = layer["gate"] @ h
+            rows[i].append(x + layer["down"] @ (gate * sigmoid(gate) * (layer["up"] @ h)))
+    state, found, total = np.zeros(SHAPE.width), [], 0.0
+    for i in range(depth):
+        x = norm(rows[i][-1], params["norm"])
+        mixed = params["mix"] @ np.concatenate([x, state])
+        logits = params["lm_head"] @ x + params["out"] @ (mixed * sigmoid(mixed))
+        noise = gumbel(key, jnp.int32(n + i + 1), jnp.asarray(VOCABULARY.tokens, jnp.uint32))
+        logits = logits / temperature + np.asarray(noise, np.float64)
+        best = int(np.argmax(logits))
+        total += logits[best] - np.logaddexp.reduce(logits)
+        found.append((int(VOCABULARY.tokens[best]), total))
+        given, own = params["state_in"] @ embed[found[-1][0]], params["state"] @ state
+        (r, z, new), (r2, z2, new2) = np.split(given, 3), np.split(own, 3)
+        z = sigmoid(z + z2)
+        state = z * state + (1 - z) * np.tanh(new + sigmoid(r + r2) * new2)
+    return found
+
+
+def test_a_block_proposes_what_plain_numpy_does():
+    """Under the noise, at a temperature, behind contexts of two lengths; a shorter draft is its beginning."""
+    config, params = noisy()
+    tokens, lengths = rollouts(2, 24, 11), (17, 9)
+    positions = np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)
+    states = np.asarray(policy_states(policy_params(), tokens, positions, np.ones_like(tokens), config))
+    keys = np.stack([request_key(1, 2), request_key(1, 3)])
+    sampling = SamplingParams(temperature=0.7)
+    state = empty_state(config, 2, 64, jnp.float32)
+    counts = jnp.asarray(lengths, jnp.int32)
+    state = absorb(
+        params, config, shared(), state, states[:, :23], jnp.asarray(tokens[:, 1:]), counts, ROPE, NUMERICS
+    )
+    for depth in (5, 2):
+        tree = draft(
+            params, config, shared(), state, counts, jnp.asarray(keys), ROPE,
+            DraftStrategy(depth, 1, depth), sampling, NUMERICS,
+        )  # fmt: skip
+        for slot, n in enumerate(lengths):
+            given = (states[slot, :n].astype(np.float64), tokens[slot, :n], tokens[slot, n])
+            expected = proposed(params, *given, jnp.asarray(keys[slot]), depth, 0.7)
+            np.testing.assert_array_equal(tree.tree.tokens[slot], [token for token, _ in expected])
+            scores = [score for _, score in expected]
+            np.testing.assert_allclose(tree.log_probability[slot], scores, atol=2e-3)
+
+
+def test_shapes_are_those_documented():
+    config, params = noisy()
+    assert jax.tree.map(jnp.shape, params) == head_shapes(config)
+    assert config.states == 4 and config.layer.num_layers == 2
+    for shape in ({"size": 0}, {"depth": 0}, {"width": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(shape))}: should be at least 1"):
+            BlockShape(**shape)
+    with pytest.raises(ValueError, match="block: eagle3 drafts token by token"):
+        HeadConfig("eagle3", POLICY, block=SHAPE)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "sampled"])
+def test_it_learns_its_policy(name):
+    """On rollouts that it has not seen, and its correction is part of what it learns."""
+    config = HeadConfig("block", POLICY, block=BlockShape(size=3, depth=1, width=32))
+    params = init_head(config, policy_params(), 0)
+    training = head_training("block", 3, **{"cross_entropy_weight": 0.0, f"{name}_weight": 1.0})
+    state, _ = train(config, params, training, 80)
+    unseen = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
+    measured = jax.jit(lambda p: head_loss(p, config, training, shared(), unseen, ROPE, NUMERICS)[1])
+    before, after = measured(params), measured(state.params)
+    without = measured(state.params | {"out": jnp.zeros_like(state.params["out"])})
+    assert after["coupled_length"] > before["coupled_length"] + 0.2
+    assert after["coupled_length"] > without["coupled_length"] + 0.02
+
+
+def make_speculator(numerics, buckets, **args):
+    drafters = {"block": make_drafter("block", **(ARGUMENTS | args))}
+    engine = DecodeEngine(
+        CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, hidden_layers=states_read(drafters, CONFIG)
+    )
+    return Speculator(engine, drafters, SLOTS, times=CheapTimes())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
+    """Before and after it has learned; and as another run loads it from where it was saved."""
+    buckets = Buckets((4,), (128,), (16,), 7)
+    numerics = exact_numerics(CONFIG, dtype, buckets)
+    params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
+    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16)
+    expected = Scheduler(plain, SLOTS).run(params, requests)[0]
+    speculator = make_speculator(numerics, buckets, save_dir=str(tmp_path / "head"), draft_vocabulary=48)
+    head = speculator.drafters["block"]
+    head._budget.allows = lambda: True  # however slow this machine is
+    for _ in range(2):
+        completions, statistics = Scheduler(speculator.engine, SLOTS, None, speculator).run(params, requests)
+        assert_same(completions, expected)
+        assert statistics.drafted > 0 and statistics.accepted > 0
+        speculator.learn(outcomes(requests, completions))
+    assert head.trainer.updates == 4
+    head._saver.wait()
+    loaded = make_speculator(numerics, buckets, path=str(tmp_path / "head"), train=False)
+    completions, statistics = Scheduler(loaded.engine, SLOTS, None, loaded).run(params, requests)
+    assert_same(completions, expected)
+    assert statistics.accepted > 0 and loaded.drafters["block"].config == head.config
+    jax.tree.map(np.testing.assert_array_equal, head.trainer.params, loaded.drafters["block"].trainer.params)
+
+
+def test_a_saved_head_is_the_same(tmp_path):
+    config, params = noisy()
+    saver = AsyncHeadSaver(tmp_path)
+    saver.save(3, params, config)
+    saver.wait()
+    found, loaded = load_head(tmp_path, POLICY)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    with pytest.raises(ConfigError, match="is no head of variant eagle3"):
+        make_drafter("eagle", path=str(tmp_path)).reads(POLICY, None)
+    with pytest.raises(ConfigError, match=r"speculation\.args\.depths: 6 is more than the 5 positions"):
+        make_drafter("block", path=str(tmp_path)).reads(POLICY, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depths": [9]}, "depths: 9 is more than block_size 8"),
+        ({"unrolled_steps": 9}, "unrolled_steps: 9 is more than block_size 8"),
+        ({"hidden_weight": 1.0}, "hidden_weight: block's outputs are no hidden states"),
+        ({"variant": "eagle3"}, "variant"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        checked("speculation.args", "block", BlockArguments, arguments)
+
+
+def test_a_draft_vocabulary_has_the_ends_of_responses():
+    counts = np.zeros(48, np.int64)
+    counts[[40, 7, 9]] = 5, 3, 3
+    assert DraftVocabulary.most_frequent(counts, 5, (31,)).tokens.tolist() == [0, 7, 9, 31, 40]
+    drafter = make_drafter("block", **ARGUMENTS, draft_vocabulary=12)
+    drafter.reads(CONFIG, None)
+    assert drafter.config.vocabulary.tokens.tolist() == list(range(12))
+    with pytest.raises(ConfigError, match="draft_vocabulary: 65 is more than the 64 tokens"):
+        make_drafter("block", **ARGUMENTS, draft_vocabulary=65).reads(CONFIG, None)
+    with pytest.raises(ConfigError, match=r"draft_vocabulary: .*eagle drafts from the policy's whole"):
+        make_drafter("eagle", variant="eagle", draft_vocabulary=12).reads(CONFIG, None)

@@ -1,0 +1,224 @@
+"""Acceptance under shared noise: against the plain sum, draws with the noise field, and in training."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafters.eagle import losses
+from drafters.eagle.model import DraftVocabulary, HeadConfig, head_logits, init_head
+from drafters.eagle.objective import HeadTraining
+from drafters.eagle.training import head_loss
+from drafters.eagle.unrolling import unroll
+from rljax.models import transformer
+from rljax.sampling.distribution import SamplingParams, transform_logits
+from rljax.sampling.noise import gumbel_rows
+from tests.drafters.eagle.test_training import train
+from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
+
+DRAWS = 40_000
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def pairs(size=24, filtered=True):
+    """log p and log q, float64: some of each without a probability, some equal."""
+    rng = np.random.default_rng(5)
+    p, q = (np.log(rng.dirichlet(np.full(size, 0.4), 6) + 1e-12) for _ in range(2))
+    q[1] = p[1]
+    q[2, :7] = p[2, :7]
+    if filtered:
+        p[3, 10:], q[4, :9], q[5, 5:], p[5, :4] = -np.inf, -np.inf, -np.inf, -np.inf
+    return [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q)]
+
+
+def chances(p, q):
+    """P(both take i), by the sum over all pairs of tokens: float64 [..., V]."""
+    p, q = np.exp(p)[..., None, :], np.exp(q)[..., None, :]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        larger = np.maximum(p / p.swapaxes(-1, -2), q / q.swapaxes(-1, -2))
+        both = 1.0 / larger.sum(-1)
+    return np.where((p[..., 0, :] > 0) & (q[..., 0, :] > 0), both, 0.0)
+
+
+def test_it_is_the_plain_sum(float64):
+    p, q = pairs()
+    expected = chances(p, q)
+    np.testing.assert_allclose(np.exp(losses.coupled(p, q)), expected.sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(losses.coupled(p, q)[1], 0.0, atol=1e-12)  # the same distribution
+    tokens = np.argmax(expected, axis=-1).astype(np.int32)
+    both, sampled = (np.take_along_axis(x, tokens[:, None], axis=-1)[:, 0] for x in (expected, np.exp(p)))
+    np.testing.assert_allclose(np.exp(losses.coupled_at(p, q, tokens)), both / sampled, rtol=1e-12)
+
+
+def test_it_is_what_draws_with_the_noise_say():
+    """argmax(log p + G) and argmax(log q + G), token by token, within four standard deviations."""
+    p, q = (jnp.asarray(x, jnp.float32) for x in pairs())
+    keys = jnp.stack([jnp.arange(DRAWS, dtype=jnp.uint32)] * 2, axis=1)
+    noise = gumbel_rows(keys, jnp.zeros(DRAWS, jnp.int32), p.shape[1])
+    for row in range(len(p)):
+        sampled, drafted = (np.asarray(jnp.argmax(x[row][None] + noise, axis=-1)) for x in (p, q))
+        chance = float(np.exp(losses.coupled(p[row], q[row])))
+        assert abs(np.mean(sampled == drafted) - chance) <= 4 * np.sqrt(chance * (1 - chance) / DRAWS) + 1e-6
+        token = np.bincount(sampled).argmax()
+        right = drafted[sampled == token] == token
+        chance = float(np.exp(losses.coupled_at(p[row], q[row], jnp.int32(token))))
+        assert abs(right.mean() - chance) <= 4 * np.sqrt(chance * (1 - chance) / len(right)) + 1e-6
+
+
+def test_tokens_that_cannot_be_drafted(float64):
+    """A head over some tokens is one over all with a probability of 0 elsewhere."""
+    p, q = pairs(filtered=False)
+    ids = np.arange(0, 24, 2)
+    whole = np.full_like(q, -np.inf)
+    whole[:, ids] = q[:, ids] - np.log(np.exp(q[:, ids]).sum(-1, keepdims=True))
+    rest = 1.0 - np.exp(p[:, ids]).sum(-1)
+    few = losses.coupled(p[:, ids], whole[:, ids], rest)
+    np.testing.assert_allclose(few, losses.coupled(p, whole), rtol=1e-12)
+    np.testing.assert_allclose(np.exp(few), chances(p, whole).sum(-1), rtol=1e-12)
+    tokens = np.full(len(p), 5, np.int32)  # 10 of the vocabulary
+    few = losses.coupled_at(p[:, ids], whole[:, ids], tokens, rest)
+    np.testing.assert_allclose(few, losses.coupled_at(p, whole, tokens * 2), rtol=1e-12)
+    assert np.all(np.isneginf(losses.coupled_at(p, whole, tokens)))
+    assert np.all(np.isneginf(losses.coupled_at(p[:, ids], q[:, ids], np.full(len(p), -1), rest)))
+
+
+@pytest.mark.parametrize("which", ["coupled", "coupled_at"])
+def test_the_gradient_is_that_of_the_plain_sum(which, float64):
+    """By differences of the O(V^2) sum, with respect to both distributions; never NaN."""
+    p, q = pairs()
+    tokens = np.argmax(chances(p, q), axis=-1).astype(np.int32)
+
+    def loss(p, q):
+        each = losses.coupled(p, q) if which == "coupled" else losses.coupled_at(p, q, tokens)
+        return jnp.sum(each)
+
+    def plain(p, q):
+        both = chances(p, q)
+        if which == "coupled":
+            return np.log(both.sum(-1)).sum()
+        at = tokens[:, None]
+        return (np.log(np.take_along_axis(both, at, -1)) - np.take_along_axis(p, at, -1)).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1))(p, q)
+    rng, step = np.random.default_rng(1), 1e-6
+    rows = np.array([0, 3, 4, 5])  # the others have equal ratios, where differences see a corner
+    for at, gradient in enumerate(gradients):
+        assert np.all(np.isfinite(gradient))
+        for _ in range(4):
+            given = [p, q]
+            change = np.zeros_like(p)
+            change[rows] = rng.standard_normal(p.shape)[rows]
+            there = np.where(np.isinf(given[at]), 0.0, change)
+            sides = []
+            for sign in (1, -1):
+                given[at] = (p, q)[at] + sign * step * there
+                sides.append(plain(*given))
+            difference = (sides[0] - sides[1]) / (2 * step)
+            np.testing.assert_allclose(difference, np.sum(gradient * there), rtol=1e-5)
+
+
+def test_a_tie_has_the_gradient_of_either_side():
+    """Where p = q both are at their best, and nothing pulls in any direction that keeps q a distribution."""
+    p = jnp.log(jnp.asarray([0.5, 0.3, 0.2]))
+
+    def logits(x, which):
+        q = jax.nn.log_softmax(x)
+        return losses.coupled(p, q) if which else losses.coupled_at(p, q, jnp.int32(1))
+
+    np.testing.assert_allclose(jax.grad(logits)(p, True), 0.0, atol=0.5)
+    assert np.all(np.isfinite(jax.grad(logits)(p, False)))
+
+
+@pytest.mark.parametrize("vocabulary", [None, DraftVocabulary(np.arange(3, 40)[::-1])], ids=["all", "some"])
+def test_training_multiplies_along_the_draft(vocabulary):
+    """Both losses and the metrics against loops over starts, at a temperature and with filters."""
+    sampling = SamplingParams(temperature=0.7, top_k=20)
+    config = HeadConfig("eagle3", POLICY, vocabulary=vocabulary)
+    params = init_head(config, policy_params(), 0)
+    base = HeadTraining(steps=3, cross_entropy_weight=0.0, logit_chunk=23, sampling=sampling)
+    sequences = [row[:n] for row, n in zip(rollouts(3, 40), (40, 33, 12), strict=True)]
+    members = [[0, 2], [1]]
+    batch = packed_batch(config, sequences, members, 60)
+
+    def log_softmax(logits):
+        return np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+    ids = np.arange(POLICY.vocab_size) if vocabulary is None else vocabulary.tokens
+    logits = transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)
+    p = log_softmax(transform_logits(logits, sampling, NUMERICS))
+    outputs = unroll(params, config, shared(), batch, ROPE, NUMERICS, 3)
+    found = {"coupled": [], "sampled": [], "offered": []}
+    for r, row in enumerate(members):
+        start = 0
+        for member in row:
+            n = len(sequences[member])
+            for s in range(start, start + n - 2):
+                drafts = {name: [] for name in found}
+                for j, output in enumerate(outputs):
+                    if s + j + 2 >= start + n:
+                        break
+                    token = int(batch.tokens[r, s + j + 2])
+                    drawn = head_logits(params, config, shared(), output[r, s], NUMERICS)
+                    kept = transform_logits(drawn, sampling, NUMERICS)
+                    for name, logits in (("all", drawn / 0.7), ("kept", kept)):
+                        q = np.full(POLICY.vocab_size, -np.inf)
+                        q[ids] = log_softmax(logits)
+                        both, here = chances(p[r, s + j + 1], q), np.exp(p[r, s + j + 1, token])
+                        if name == "all":
+                            drafts["coupled"].append(both.sum())
+                        at = both[token] / here if here else 0.0
+                        drafts["sampled" if name == "all" else "offered"].append(at)
+                for name, each in drafts.items():
+                    found[name].append(np.pad(np.cumprod(each), (0, 3 - len(each))))
+            start += n
+    sums = {name: np.sum(each, axis=1) for name, each in found.items()}
+    for name in ("coupled", "sampled"):
+        training = dataclasses.replace(base, **{f"{name}_weight": 2.0})
+        value, metrics = head_loss(params, config, training, shared(), batch, ROPE, NUMERICS)
+        logs = np.log(np.where(sums[name] > 0, sums[name], 1.0))
+        np.testing.assert_allclose(value, -2.0 * logs.mean(), rtol=2e-4)
+        assert metrics["starts"] == len(logs)
+    np.testing.assert_allclose(metrics["coupled_length"], 1.0 + sums["offered"].mean(), rtol=2e-4)
+    for step in range(3):
+        expected = np.mean([each[step] for each in found["offered"]])
+        np.testing.assert_allclose(metrics[f"coupled/{step + 1}"], expected, rtol=2e-4)
+
+
+def test_chunks_without_a_response_change_nothing():
+    """They are skipped: losses and gradients are those of one chunk with everything in it."""
+    config = HeadConfig("eagle3", POLICY)
+    params = init_head(config, policy_params(), 0)
+    batch = packed_batch(config, list(rollouts(3, 40)), [[0], [1, 2]], 96)
+    late = jnp.arange(96)[None] >= 20
+    batch = dataclasses.replace(batch, response_mask=batch.response_mask & late)
+
+    @jax.jit
+    def both(params, chunk=None):
+        def loss(params, chunk):
+            training = HeadTraining(steps=2, sampled_weight=1.0, logit_chunk=chunk)
+            return head_loss(params, config, training, shared(), batch, ROPE, NUMERICS)
+
+        return [jax.value_and_grad(loss, has_aux=True)(params, chunk) for chunk in (192, 16)]
+
+    whole, parts = both(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), whole, parts)
+
+
+@pytest.mark.parametrize("name", ["coupled", "sampled"])
+def test_it_learns_to_agree(name):
+    """On rollouts that it has not seen."""
+    config = HeadConfig("eagle3", POLICY)
+    params = init_head(config, policy_params(), 0)
+    training = HeadTraining(steps=2, cross_entropy_weight=0.0, **{f"{name}_weight": 1.0})
+    state, _ = train(config, params, training, 60)
+    unseen = packed_batch(config, list(rollouts(16, 48, 99)), [[2 * r, 2 * r + 1] for r in range(8)], 96)
+    measured = jax.jit(lambda p: head_loss(p, config, training, shared(), unseen, ROPE, NUMERICS)[1])
+    before, after = measured(params), measured(state.params)
+    assert after["coupled_length"] > before["coupled_length"] + 0.15
