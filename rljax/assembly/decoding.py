@@ -28,7 +28,7 @@ from rljax.engine.plain_programs import PlainPrograms
 from rljax.engine.shapes import warm_up_plain
 from rljax.environments.use import make_environment_use
 from rljax.errors import ConfigError
-from rljax.kernels.token_logprobs.base import chunk_columns
+from rljax.kernels.token_logprobs.base import chunk_columns, chunk_tokens
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.kernel_choice import KernelChoice
@@ -44,7 +44,7 @@ from rljax.speculation.speculator import Speculator
 from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
 
-_OUTLINED_FROM = 4  # layers; with fewer, the update needs hardly less memory
+_OUTLINED_FROM = 4  # layers; with fewer, little time and memory is saved
 
 
 def make_numerics(
@@ -59,7 +59,8 @@ def make_numerics(
     engine, numerics = config.engine, unmeasured_numerics(config, policy, mesh)
     if mesh is not None or not (engine.row_invariant or engine.weight_blocks):
         return numerics, None
-    counts = row_counts(make_buckets_of(config, mesh, speculative=True), _training_rows(config.training))
+    training_rows = _training_rows(config.training, policy.vocab_size)
+    counts = row_counts(make_buckets_of(config, mesh, speculative=True), training_rows)
     invariance = measured(policy, numerics, counts, engine.compilation_cache)
     if not engine.weight_blocks:
         form = dataclasses.replace(invariance.form, blocks=())
@@ -85,17 +86,20 @@ def unmeasured_numerics(config: ExperimentConfig, policy: ModelConfig, mesh: Mes
     """Returns the numerics of the policy before row-invariance is measured."""
     kernels = KernelChoice(**config.kernels.model_dump())
     outline, platform = config.policy.outline_layers, target.platform()
+    dtype = with_compute_dtype(config, platform).policy.compute_dtype
     if outline == "on" and platform == "gpu":
         raise ConfigError(
             "policy.outline_layers: on makes slow programs on a GPU, whose compiler fuses nothing in a called"
             " layer; set auto"
         )
     if outline == "auto":
-        frugal = platform == "cpu" and config.training.remat and policy.num_layers >= _OUTLINED_FROM
-        outline = "on" if frugal else "off"
+        # In bfloat16 layers that are not called are traced one by one (`transformer.forward`).
+        pays = config.training.remat or dtype == "bfloat16"
+        pays = pays and platform == "cpu" and policy.num_layers >= _OUTLINED_FROM
+        outline = "on" if pays else "off"
     return Numerics(
         bool(config.engine.row_invariant),
-        with_compute_dtype(config, target.platform()).policy.compute_dtype,
+        dtype,
         kernels if mesh is None else kernels.on_mesh(mesh),
         outline_layers=outline == "on",
     )
@@ -114,10 +118,10 @@ def numerics_line(config: ExperimentConfig, invariance: Invariance | None) -> st
     return "numerics: engine.row_invariant is off, so bits may depend on the batch"
 
 
-def _training_rows(training: TrainingConfig) -> tuple[int, ...]:
+def _training_rows(training: TrainingConfig, vocab_size: int) -> tuple[int, ...]:
     """Numbers of rows in an update's matrix products: in the layers, and in the LM head."""
     rows = training.rows_per_microbatch
-    columns = chunk_columns(rows, training.pack_length, training.logprob_chunk)
+    columns = chunk_columns(rows, training.pack_length, chunk_tokens(training.logprob_chunk, vocab_size))
     return rows * training.pack_length, rows * columns
 
 
@@ -133,6 +137,7 @@ def make_buckets_of(config: ExperimentConfig, mesh: Mesh | None, speculative: bo
         row_multiple(mesh),
         speculation.verify_buckets if speculative and speculation.drafter is not None else (),
         speculation.max_drafts,
+        rollout.prompts_per_step,
     )
 
 

@@ -71,7 +71,13 @@ class PlainPrograms:
             for length in plain.lengths
             if length >= self._shortest and (batch, length) != first
         ]
-        later = [prefix for prefix in plain.prefixes if prefix not in first_prefixes]
+        # Prompts that are shorter than the first ones are padded to their length, unless there are any: then
+        # their programs are compiled, too.
+        later = [
+            (rows, length)
+            for rows, length in plain.prefixes
+            if length >= min(padded) and (rows, length) not in first_prefixes
+        ]
         # Compile what comes first, and leave the rest to the thread.
         at_once = [*plain.steps(first), *plain.inserts(first, first_prefixes)]
         for compile_program in (*at_once, *map(plain.prefill, first_prefixes)):
