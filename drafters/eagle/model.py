@@ -143,7 +143,7 @@ class HeadConfig:
     def layer(self) -> ModelConfig:
         """The decoder layer as an architecture of its own (also of its KV cache)."""
         return dataclasses.replace(
-            self.policy, architecture="llama", num_layers=1, attention_bias=False, qk_norm=False
+            self.policy, architecture="llama", num_layers=1, attention_bias=False, qk_norm=False, gemma=None
         )
 
 
@@ -195,7 +195,8 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     if config.fused:
         params["fc"] = 0.1 * params["fc"] + jnp.concatenate([identity / 3.0] * 3, axis=1)
         # A copy: the head's arrays are given up to its updates, the policy's are not.
-        params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True)
+        more = 0.0 if config.policy.gemma is None else 1.0  # Gemma's norms multiply by so much more
+        params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True) + more
         if config.vocabulary is not None:
             rows = transformer.lm_head(policy_params, config.policy)[config.vocabulary.tokens]
             params["lm_head"] = jnp.array(rows, jnp.float32, copy=True)

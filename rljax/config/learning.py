@@ -109,7 +109,7 @@ class TrainingConfig(Section):
     )
     logprob_chunk: Count | None = Field(
         None,
-        description="Number of tokens whose logits are in memory at once, several times over in an update. null"
-        " is 1,024, on a CPU fewer where these take more than 64 MB. Lower it when memory runs out; logprobs"
-        " stay the same.",
+        description="Number of tokens whose logits are in memory at once, several times over in an update."
+        " null is 1,024, on a CPU fewer where these take more than 64 MB. Lower it when memory runs out;"
+        " logprobs stay the same.",
     )

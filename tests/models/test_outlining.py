@@ -120,7 +120,7 @@ def test_gradients_are_those_of_layers_written_out(layout, remat):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_gradients_in_bfloat16_are_as_good_as_those_of_inlined_layers(remat):
     """The compiler leaves out roundings between layers that it can see at once, so the two differ."""
     name, dtype = POLICIES[1]
