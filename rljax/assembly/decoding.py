@@ -10,6 +10,7 @@ completions, statistics = scheduler.run(params, requests)
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from jax.sharding import Mesh
 
@@ -262,20 +263,23 @@ def warm_up(
         behind = False
     engine.close()
     engine.behind = None
-    if longest is not None:
-        thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
-        first_prompts = first_prompts if behind else [1]  # else nothing that shorter prompts need is left out
-        plain = PlainPrograms(
-            engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
-        )
-        if behind:
-            engine.behind = plain
+    if longest is not None and not behind:
+        first_prompts = [1]  # nothing that shorter prompts need is left out
+    joins = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
+    with ThreadPoolExecutor(1) as beside:  # numba compiles in Python, while XLA compiles outside of it
+        rehearsed = beside.submit(rehearse_drafters, config.speculation)
+        if longest is not None:
+            thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
+            plain = PlainPrograms(
+                engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
+            )
+            if behind:
+                engine.behind = plain
+            else:
+                plain.finish()
         else:
-            plain.finish()
-    else:
-        kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
-        warm_up_plain(engine, params, slots, prompt_length, **kinds)
-    rehearse_drafters(config.speculation)
+            warm_up_plain(engine, params, slots, prompt_length, **joins)
+    rehearsed.result()
     if behind:
         speculator.warm_up_behind(params, slots, prompt_length, requests_join, first_prompts, longest, thread)
     else:
