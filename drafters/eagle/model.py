@@ -177,7 +177,12 @@ class HeadConfig:
         """The decoder layers as an architecture of its own (also of its KV cache)."""
         layers = 1 if self.block is None else self.block.depth
         return dataclasses.replace(
-            self.policy, architecture="llama", num_layers=layers, attention_bias=False, qk_norm=False
+            self.policy,
+            architecture="llama",
+            num_layers=layers,
+            attention_bias=False,
+            qk_norm=False,
+            gemma=None,
         )
 
 
@@ -252,7 +257,8 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
         if config.block is not None:
             params |= {name: jnp.zeros_like(params[name]) for name in ("place", "out")}
         # A copy: the head's arrays are given up to its updates, the policy's are not.
-        params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True)
+        more = 0.0 if config.policy.gemma is None else 1.0  # Gemma's norms multiply by so much more
+        params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True) + more
         if config.vocabulary is not None:
             rows = transformer.lm_head(policy_params, config.policy)[config.vocabulary.tokens]
             params["lm_head"] = jnp.array(rows, jnp.float32, copy=True)

@@ -10,6 +10,7 @@ completions, statistics = scheduler.run(params, requests)
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from jax.sharding import Mesh
 
@@ -28,7 +29,7 @@ from rljax.engine.plain_programs import PlainPrograms
 from rljax.engine.shapes import warm_up_plain
 from rljax.environments.use import make_environment_use
 from rljax.errors import ConfigError
-from rljax.kernels.token_logprobs.base import chunk_columns
+from rljax.kernels.token_logprobs.base import chunk_columns, chunk_tokens
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.kernel_choice import KernelChoice
@@ -44,7 +45,7 @@ from rljax.speculation.speculator import Speculator
 from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
 
-_OUTLINED_FROM = 4  # layers; with fewer, the update needs hardly less memory
+_OUTLINED_FROM = 4  # layers; with fewer, little time and memory is saved
 
 
 def make_numerics(
@@ -59,7 +60,8 @@ def make_numerics(
     engine, numerics = config.engine, unmeasured_numerics(config, policy, mesh)
     if mesh is not None or not (engine.row_invariant or engine.weight_blocks):
         return numerics, None
-    counts = row_counts(make_buckets_of(config, mesh, speculative=True), _training_rows(config.training))
+    training_rows = _training_rows(config.training, policy.vocab_size)
+    counts = row_counts(make_buckets_of(config, mesh, speculative=True), training_rows)
     invariance = measured(policy, numerics, counts, engine.compilation_cache)
     if not engine.weight_blocks:
         form = dataclasses.replace(invariance.form, blocks=())
@@ -85,17 +87,20 @@ def unmeasured_numerics(config: ExperimentConfig, policy: ModelConfig, mesh: Mes
     """Returns the numerics of the policy before row-invariance is measured."""
     kernels = KernelChoice(**config.kernels.model_dump())
     outline, platform = config.policy.outline_layers, target.platform()
+    dtype = with_compute_dtype(config, platform).policy.compute_dtype
     if outline == "on" and platform == "gpu":
         raise ConfigError(
             "policy.outline_layers: on makes slow programs on a GPU, whose compiler fuses nothing in a called"
             " layer; set auto"
         )
     if outline == "auto":
-        frugal = platform == "cpu" and config.training.remat and policy.num_layers >= _OUTLINED_FROM
-        outline = "on" if frugal else "off"
+        # In bfloat16 layers that are not called are traced one by one (`transformer.forward`).
+        pays = config.training.remat or dtype == "bfloat16"
+        pays = pays and platform == "cpu" and policy.num_layers >= _OUTLINED_FROM
+        outline = "on" if pays else "off"
     return Numerics(
         bool(config.engine.row_invariant),
-        with_compute_dtype(config, target.platform()).policy.compute_dtype,
+        dtype,
         kernels if mesh is None else kernels.on_mesh(mesh),
         outline_layers=outline == "on",
     )
@@ -114,10 +119,10 @@ def numerics_line(config: ExperimentConfig, invariance: Invariance | None) -> st
     return "numerics: engine.row_invariant is off, so bits may depend on the batch"
 
 
-def _training_rows(training: TrainingConfig) -> tuple[int, ...]:
+def _training_rows(training: TrainingConfig, vocab_size: int) -> tuple[int, ...]:
     """Numbers of rows in an update's matrix products: in the layers, and in the LM head."""
     rows = training.rows_per_microbatch
-    columns = chunk_columns(rows, training.pack_length, training.logprob_chunk)
+    columns = chunk_columns(rows, training.pack_length, chunk_tokens(training.logprob_chunk, vocab_size))
     return rows * training.pack_length, rows * columns
 
 
@@ -133,6 +138,7 @@ def make_buckets_of(config: ExperimentConfig, mesh: Mesh | None, speculative: bo
         row_multiple(mesh),
         speculation.verify_buckets if speculative and speculation.drafter is not None else (),
         speculation.max_drafts,
+        rollout.prompts_per_step,
     )
 
 
@@ -257,22 +263,23 @@ def warm_up(
         in_background = False
     engine.close()
     engine.behind = None
-    if longest is not None:
-        thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
-        first_prompts = (
-            first_prompts if in_background else [1]
-        )  # else nothing that shorter prompts need is left out
-        plain = PlainPrograms(
-            engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
-        )
-        if in_background:
-            engine.behind = plain
+    if longest is not None and not in_background:
+        first_prompts = [1]  # nothing that shorter prompts need is left out
+    kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
+    with ThreadPoolExecutor(1) as rehearsal:  # numba compiles in Python, while XLA compiles outside of it
+        rehearsed = rehearsal.submit(rehearse_drafters, config.speculation)
+        if longest is not None:
+            thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
+            plain = PlainPrograms(
+                engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
+            )
+            if in_background:
+                engine.behind = plain
+            else:
+                plain.finish()
         else:
-            plain.finish()
-    else:
-        kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
-        warm_up_plain(engine, params, slots, prompt_length, **kinds)
-    rehearse_drafters(config.speculation)
+            warm_up_plain(engine, params, slots, prompt_length, **kinds)
+    rehearsed.result()
     if in_background:
         speculator.warm_up_behind(params, slots, prompt_length, requests_join, first_prompts, longest, thread)
     else:

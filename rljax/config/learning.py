@@ -107,8 +107,9 @@ class TrainingConfig(Section):
         description="Recompute activations in the backward pass. Set it when memory runs out, for about a"
         " third more time.",
     )
-    logprob_chunk: Count = Field(
-        1024,
-        description="Number of tokens whose logits are in memory at once. Lower it for large vocabularies;"
-        " the numbers stay the same.",
+    logprob_chunk: Count | None = Field(
+        None,
+        description="Number of tokens whose logits are in memory at once, several times over in an update."
+        " null is 1,024, on a CPU fewer where these take more than 64 MB. Lower it when memory runs out;"
+        " logprobs stay the same.",
     )

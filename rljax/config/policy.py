@@ -123,8 +123,9 @@ class PolicyConfig(Section):
         "auto",
         description="Whether compiled programs call the decoder layer, which is traced once either way, or"
         " have it inlined. On a CPU with training.remat the update of a called layer needs a fraction of the"
-        " memory: there auto is on, from 4 layers on. Set on to save memory on a TPU, too; a GPU refuses it,"
-        " since its compiler fuses nothing in a called layer.",
+        " memory, and in bfloat16 layers that are not called are traced one by one: there auto is on, from 4"
+        " layers on. Set on to save memory on a TPU, too; a GPU refuses it, since its compiler fuses nothing"
+        " in a called layer.",
     )
     chat_date: Annotated[str, AfterValidator(_date)] = Field(
         "2024-07-26",

@@ -4,6 +4,7 @@ Batch and cache length are rounded up to a bucket, in place of CUDA graphs captu
 5.1). Fewer buckets compile less, more buckets waste less.
 """
 
+import bisect
 import dataclasses
 
 from rljax import target
@@ -25,6 +26,7 @@ class Buckets:
       cache: numbers of positions per slot.
       verify: numbers of rows of a verifying pass, of all slots together; empty without speculation.
       max_drafts: largest number of draft nodes of a slot in one pass.
+      prompts: most prompts that are prefilled together, where that is known; None for as many as slots.
       too_large: (batch, rows) of passes that do not fit into the device's memory.
     """
 
@@ -32,6 +34,7 @@ class Buckets:
     cache: tuple[int, ...]
     verify: tuple[int, ...] = ()
     max_drafts: int = 0
+    prompts: int | None = None
     too_large: set[tuple[int, int]] = dataclasses.field(default_factory=set, compare=False)
 
     def passes(self, batch: int) -> list[tuple[int, int]]:
@@ -46,6 +49,8 @@ class Buckets:
     def prefill(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the numbers of prompts of one prefill, and their padded lengths, both ascending."""
         rows = tuple(sorted({*self.batch[::2], self.batch[-1]}))
+        if self.prompts is not None:  # more come in several prefills
+            rows = rows[: bisect.bisect_left(rows, self.prompts) + 1]
         # Prompts are often much shorter than the shortest cache.
         return rows, tuple(sorted({*_SHORT_PROMPTS, KEY_BLOCK, *self.cache}))
 
@@ -96,6 +101,7 @@ def make_buckets(
     row_multiple: int = 1,
     verify_buckets: tuple[int, ...] = (),
     max_drafts: int = 0,
+    prompts: int | None = None,
 ) -> Buckets:
     """Returns buckets up to `max_slots` slots and `max_length` positions.
 
@@ -151,7 +157,7 @@ def make_buckets(
                 f"engine.cache_buckets: the largest, {cache[-1]}, is below the longest sequence, "
                 f"{max_length} (rollout.max_prompt_length + rollout.max_response_length)"
             )
-    return Buckets(tuple(batch), tuple(cache), tuple(verify_buckets), max_drafts)
+    return Buckets(tuple(batch), tuple(cache), tuple(verify_buckets), max_drafts, prompts)
 
 
 def _valid_cache_length(length: int) -> int:

@@ -307,14 +307,16 @@ class Companion:
         wanted = [tuple(sequence) for sequence in sequences]
         by_length: dict[int, list[tuple[int, ...]]] = {}
         # Into states of fewer slots, prompts are inserted from the smallest prefill only (`PlainShapes`).
-        batches = self.engine.buckets.batch
-        rows = batches[-1] if self.batch == batches[-1] else batches[0]
+        batches, prefills = self.engine.buckets.batch, self.engine.prefill_rows
+        rows = prefills[-1] if self.batch == batches[-1] else prefills[0]
         for sequence in dict.fromkeys(wanted):
             if sequence not in self._prefixes or self._prefixes[sequence][0].cache.batch > rows:
                 by_length.setdefault(self.engine.prefill_length(len(sequence)), []).append(sequence)
         for alike in by_length.values():
-            prefix = self.engine.prefill(self.params, alike)
-            self._prefixes |= {sequence: (prefix, row) for row, sequence in enumerate(alike)}
+            for start in range(0, len(alike), rows):
+                together = alike[start : start + rows]
+                prefix = self.engine.prefill(self.params, together)
+                self._prefixes |= {sequence: (prefix, row) for row, sequence in enumerate(together)}
         found = [self._prefixes[sequence] for sequence in wanted]
         while len(self._prefixes) > self.engine.buckets.batch[-1]:
             del self._prefixes[next(iter(self._prefixes))]

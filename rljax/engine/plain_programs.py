@@ -11,7 +11,7 @@ changes a token, since a token depends on its request and its prefix alone.
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
+from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, compile_all
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import PlainShapes, compile_until
 from rljax.models.transformer import Params
@@ -71,11 +71,16 @@ class PlainPrograms:
             for length in plain.lengths
             if length >= self._shortest and (batch, length) != first
         ]
-        later = [prefix for prefix in plain.prefixes if prefix not in first_prefixes]
-        # Compile what comes first, and leave the rest to the thread.
-        at_once = [*plain.steps(first), *plain.inserts(first, first_prefixes)]
-        for compile_program in (*at_once, *map(plain.prefill, first_prefixes)):
-            compile_program()
+        # Prompts that are shorter than the first ones are padded to their length, unless there are any: then
+        # their programs are compiled, too.
+        later = [
+            (rows, length)
+            for rows, length in plain.prefixes
+            if length >= min(padded) and (rows, length) not in first_prefixes
+        ]
+        # Compile what comes first, the largest programs to begin with, and leave the rest to the thread.
+        at_once = [*plain.steps(first), *map(plain.prefill, first_prefixes)]
+        compile_all([*at_once, *plain.inserts(first, first_prefixes)])
         thread.near = first
         failure = "are not decoded so, since plain decoding cannot be compiled"
         self._shapes = BackgroundCompiler(

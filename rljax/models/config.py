@@ -1,8 +1,8 @@
 """The architecture of a policy: one frozen dataclass for every supported architecture.
 
-Qwen2/2.5 (attention bias), Qwen3 (query/key norms, head_dim independent of hidden_size / num_heads) and Llama
-3.x (RoPE scaling) differ in a few switches; everything else is shared. Instances are hashable, so they are
-static arguments of `jax.jit`.
+Qwen2/2.5 (attention bias), Qwen3 (query/key norms, head_dim independent of hidden_size / num_heads), Llama
+3.x (RoPE scaling) and Gemma 3 (`GemmaParts`) differ in a few switches; everything else is shared. Instances
+are hashable, so they are static arguments of `jax.jit`.
 """
 
 import dataclasses
@@ -26,27 +26,48 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Architecture of a decoder-only transformer with pre-norm, SwiGLU, RoPE and grouped-query attention.
+class GemmaParts:
+    """What Gemma 3 has beside the others ("Gemma 3 Technical Report", 2025): embeddings times the root of
+    their width, GELU in the place of SiLU, norms that multiply by one more than their weights, also behind
+    attention and MLP, and layers with a base of rotary frequencies of their own, whose attention is local.
+    Sequences are no longer than the window of these layers, so their attention is that of all others.
 
     Attributes:
-      architecture: Hugging Face `model_type`: "qwen2", "qwen3" or "llama".
+      local_layers: whether each layer is local.
+      local_rope_theta: base of the rotary frequencies of local layers.
+      window: tokens that a local layer attends to.
+      trained_positions: longest sequence of pre-training, in tokens.
+    """
+
+    local_layers: tuple[bool, ...]
+    local_rope_theta: float
+    window: int
+    trained_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a decoder-only transformer with pre-norm, gated MLP, RoPE and grouped-query attention.
+
+    Attributes:
+      architecture: Hugging Face `model_type`: "qwen2", "qwen3", "llama" or "gemma3_text".
       vocab_size: rows of the embedding, V.
       hidden_size: width of the residual stream, d.
       num_layers: number of decoder layers.
       num_heads: number of query heads, H.
       num_kv_heads: number of key/value heads, Hk; a divisor of H.
       head_dim: size of a head, D; need not be hidden_size / num_heads.
-      mlp_size: width of the SwiGLU layer, f.
+      mlp_size: width of the gated MLP, f.
       rope_theta: base of the rotary frequencies.
       rope_scaling: Llama-3 scaling, or None.
       norm_epsilon: epsilon of every RMSNorm.
       tie_embeddings: use the embedding as the LM head.
       attention_bias: add a bias to query, key and value projections (Qwen2).
-      qk_norm: apply RMSNorm to each query and key head (Qwen3).
+      qk_norm: apply RMSNorm to each query and key head (Qwen3, Gemma 3).
       max_positions: longest sequence that the policy is designed for, in tokens.
       padding_rows: rows at the end of the embedding that stand for no token of the tokenizer. Their logits
         are -inf wherever the policy samples or is scored.
+      gemma: what Gemma 3 has beside the others; None for them.
     """
 
     architecture: str
@@ -65,6 +86,7 @@ class ModelConfig:
     qk_norm: bool = False
     max_positions: int = 32_768
     padding_rows: int = 0
+    gemma: GemmaParts | None = None
 
     @property
     def used_rows(self) -> int:

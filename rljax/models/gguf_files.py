@@ -16,12 +16,14 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from rljax.errors import CheckpointError
-from rljax.models.config import ModelConfig, RopeScaling
+from rljax.models.config import GemmaParts, ModelConfig, RopeScaling
 from rljax.models.huggingface import save_model
 from rljax.models.rope import inverse_frequencies
 from rljax.models.transformer import Params
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_GEMMA = "gemma3"
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", _GEMMA)
+_GEMMA_PATTERN, _GEMMA_LOCAL_THETA = 6, 10_000.0  # of every Gemma 3; files do not say them
 _TENSORS = {"token_embd.weight": "embed", "output_norm.weight": "final_norm", "output.weight": "lm_head"}
 _LAYER_TENSORS = {
     "attn_norm.weight": "attention_norm",
@@ -34,6 +36,8 @@ _LAYER_TENSORS = {
     "attn_v.bias": "v_bias",
     "attn_q_norm.weight": "q_norm",
     "attn_k_norm.weight": "k_norm",
+    "post_attention_norm.weight": "attention_post_norm",
+    "post_ffw_norm.weight": "mlp_post_norm",
     "ffn_norm.weight": "mlp_norm",
     "ffn_gate.weight": "gate",
     "ffn_up.weight": "up",
@@ -130,18 +134,24 @@ def _model_config(file: _File) -> ModelConfig:
 
     file.require("split.count", 1, 0, 1)
     file.require(f"{architecture}.rope.scaling.type", "none", "none")
-    file.require(f"{architecture}.attention.sliding_window", 0, 0)
+    if architecture != _GEMMA:
+        file.require(f"{architecture}.attention.sliding_window", 0, 0)
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing")
     hidden_size, heads = int(number("embedding_length")), int(number("attention.head_count"))
     head_dim = int(number("attention.key_length", hidden_size // heads))
     file.require(f"{architecture}.rope.dimension_count", head_dim, head_dim)
-    theta = number("rope.freq_base", 10_000.0)
+    theta, layers = number("rope.freq_base", 10_000.0), int(number("block_count"))
+    longest = int(number("context_length"))
+    gemma = None
+    if architecture == _GEMMA:
+        local = tuple((layer + 1) % _GEMMA_PATTERN != 0 for layer in range(layers))
+        gemma = GemmaParts(local, _GEMMA_LOCAL_THETA, int(number("attention.sliding_window")), longest)
     return ModelConfig(
-        architecture=architecture,
+        architecture=architecture if gemma is None else "gemma3_text",
         vocab_size=int(file.tensors["token_embd.weight"].shape[1]),
         hidden_size=hidden_size,
-        num_layers=int(number("block_count")),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(number("attention.head_count_kv", heads)),
         head_dim=head_dim,
@@ -151,8 +161,9 @@ def _model_config(file: _File) -> ModelConfig:
         norm_epsilon=number("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in file.tensors,
         attention_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
-        max_positions=int(number("context_length")),
+        qk_norm=architecture in ("qwen3", _GEMMA),
+        max_positions=longest if gemma is None else min(longest, gemma.window),
+        gemma=gemma,
     )
 
 
@@ -178,6 +189,8 @@ def _params(file: _File, config: ModelConfig, dtype: str) -> Params:
         if key is None or (layer is not None and int(layer[1]) >= config.num_layers):
             raise CheckpointError(f"{file.path}: {name} is no tensor of a {config.architecture} policy here")
         values = file.tensor(name)
+        if config.gemma is not None and key.endswith("norm"):
+            values = values - 1.0  # llama.cpp stores what the norm multiplies by
         if key in turned:
             values = _halved_rotation(values, turned[key])
         (params if layer is None else params["layers"][int(layer[1])])[key] = values.astype(dtype)

@@ -21,6 +21,8 @@ _WRITES_STREAM = ("o", "down", "embed")
 def grown_config(config: ModelConfig, hidden_size: int, mlp_size: int, num_layers: int) -> ModelConfig:
     """The config of a policy that `grow` has made larger; raises as it does."""
     sizes = {"hidden_size": hidden_size, "mlp_size": mlp_size, "num_layers": num_layers}
+    if config.gemma is not None:
+        raise ValueError("a Gemma cannot grow: its norms behind attention and MLP would see the new channels")
     for name, size in sizes.items():
         if size < getattr(config, name):
             raise ValueError(f"cannot grow to {name} {size} from {getattr(config, name)}")
@@ -37,7 +39,7 @@ def grow(
     smaller: its weights and epsilon make up for that.
 
     Raises:
-      ValueError: a size below the present one.
+      ValueError: a size below the present one, or norms behind attention and MLP (Gemma).
     """
     grown = grown_config(config, hidden_size, mlp_size, num_layers)
     wider = hidden_size / config.hidden_size

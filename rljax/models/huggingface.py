@@ -24,14 +24,20 @@ import safetensors
 import safetensors.numpy
 
 from rljax.errors import CheckpointError
-from rljax.models.config import ModelConfig, RopeScaling
+from rljax.models.config import GemmaParts, ModelConfig, RopeScaling
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params, param_shapes
 
 ParamPath = tuple[str | int, ...]
 """Path of a weight in the params pytree, such as ("layers", 3, "q")."""
 
-_CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+_GEMMA = "gemma3_text"
+_CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    _GEMMA: "Gemma3ForCausalLM",
+}
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (
@@ -70,6 +76,12 @@ _LAYER_TENSOR_NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_GEMMA_TENSOR_NAMES = {
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+_LOCAL, _WHOLE = "sliding_attention", "full_attention"  # of Gemma's layer_types
 _LISTED = 4  # names in a message before "and N more"
 _COMPARED_ROWS = 4096  # rows of a redundant LM head compared at a time
 
@@ -150,6 +162,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     if architecture not in _CLASSES:
         raise options.refuse("model_type", f"supported are {', '.join(_CLASSES)}")
     _refuse_unsupported(options)
+    gemma = _read_gemma(options) if architecture == _GEMMA else None
 
     hidden_size, num_heads = options.count("hidden_size"), options.count("num_attention_heads")
     # Published Llama configs may omit the key; those of Qwen always have it.
@@ -158,7 +171,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise options.refuse("num_key_value_heads", f"it should divide num_attention_heads, {num_heads}")
     head_dim = options.get("head_dim")
-    if head_dim is None and architecture != "qwen3":
+    if head_dim is None and architecture in ("qwen2", "llama"):
         if hidden_size % num_heads:
             raise options.refuse(
                 "hidden_size", f"without head_dim it should be a multiple of {num_heads} heads"
@@ -169,7 +182,13 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     if head_dim % 2:
         raise options.refuse("head_dim", "rotary embeddings need an even head size")
     max_positions = options.count("max_position_embeddings")
-    rope_theta, rope_scaling = _read_rope(options, max_positions)
+    if gemma is None:
+        rope_theta, rope_scaling = _read_rope(options, max_positions)
+    else:
+        rope_theta, rope_scaling = _gemma_theta(options, _WHOLE, "rope_theta", 1e6), None
+        max_positions = min(max_positions, gemma.window)
+        if options.number("query_pre_attn_scalar", 256) != head_dim:
+            raise options.refuse("query_pre_attn_scalar", f"only head_dim, {head_dim}, is supported")
     return ModelConfig(
         architecture=architecture,
         vocab_size=options.count("vocab_size"),
@@ -182,19 +201,54 @@ def load_model_config(directory: str | Path) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         norm_epsilon=options.number("rms_norm_eps", 1e-6),
-        tie_embeddings=options.flag("tie_word_embeddings"),
+        tie_embeddings=options.flag("tie_word_embeddings")
+        or (gemma is not None and options.get("tie_word_embeddings") is None),
         attention_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", _GEMMA),
         max_positions=max_positions,
+        gemma=gemma,
     )
 
 
+def _read_gemma(options: _Options) -> GemmaParts:
+    """Reads what Gemma 3 has beside the others."""
+    layers, pattern = options.count("num_hidden_layers"), options.count("sliding_window_pattern", 6)
+    kinds = options.get("layer_types", [_WHOLE if (i + 1) % pattern == 0 else _LOCAL for i in range(layers)])
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {_LOCAL, _WHOLE}:
+        raise options.refuse("layer_types", f'it should name {layers} layers "{_LOCAL}" or "{_WHOLE}"')
+    return GemmaParts(
+        local_layers=tuple(kind == _LOCAL for kind in kinds),
+        local_rope_theta=_gemma_theta(options, _LOCAL, "rope_local_base_freq", 10_000.0),
+        window=options.count("sliding_window", 4096),
+        trained_positions=options.count("max_position_embeddings"),
+    )
+
+
+def _gemma_theta(options: _Options, kind: str, key: str, default: float) -> float:
+    """Returns the base of rotary frequencies of a kind of layer: from `rope_parameters` (transformers 5), or
+    a key of its own.
+    """
+    sections = options.section("rope_parameters")
+    rope = None if sections is None else sections.section(kind)
+    for scaling in (rope, options.section("rope_scaling")):
+        if scaling is not None and scaling.get("rope_type", "default") != "default":
+            raise scaling.refuse("rope_type", 'only "default" is supported for gemma3_text')
+    return options.number(key, default) if rope is None else rope.number("rope_theta", default)
+
+
 def _refuse_unsupported(options: _Options) -> None:
-    if options.get("hidden_act", "silu") != "silu":
+    is_gemma = options.get("model_type") == _GEMMA
+    if options.get("hidden_act", "silu") != "silu" and not is_gemma:
         raise options.refuse("hidden_act", 'only "silu" is supported')
+    if is_gemma:
+        if options.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+            raise options.refuse("hidden_activation", 'only "gelu_pytorch_tanh" is supported')
+        for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if options.get(key):
+                raise options.refuse(key, "it is not supported")
     if options.flag("use_sliding_window"):
         raise options.refuse("use_sliding_window", "sliding-window attention is not supported")
-    layer_types = options.get("layer_types", [])
+    layer_types = [] if is_gemma else options.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise options.refuse("layer_types", 'only "full_attention" layers are supported')
     if options.flag("attention_bias") and options.get("model_type") != "qwen2":
@@ -352,11 +406,17 @@ def _tensor_names(config: ModelConfig) -> dict[str, tuple[ParamPath, tuple[int, 
     names = {_TENSOR_NAMES["embed"]: (("embed",), shapes["embed"])}
     for index, layer in enumerate(shapes["layers"]):
         for key, shape in layer.items():
-            names[layer_tensor_name(index, key)] = (("layers", index, key), shape)
+            names[_layer_tensor_name(config, index, key)] = (("layers", index, key), shape)
     for key in ("final_norm", "lm_head"):
         if key in shapes:
             names[_TENSOR_NAMES[key]] = ((key,), shapes[key])
     return names
+
+
+def _layer_tensor_name(config: ModelConfig, index: int, key: str) -> str:
+    if config.gemma is not None and key in _GEMMA_TENSOR_NAMES:
+        return f"model.layers.{index}.{_GEMMA_TENSOR_NAMES[key]}"
+    return layer_tensor_name(index, key)
 
 
 def layer_tensor_name(index: int, key: str) -> str:
@@ -588,8 +648,8 @@ def _check_exportable(directory: Path, config: ModelConfig) -> None:
         raise CheckpointError(
             f"{directory}: no architecture {config.architecture!r}; one of {', '.join(_CLASSES)}"
         )
-    for switch, architecture in (("attention_bias", "qwen2"), ("qk_norm", "qwen3")):
-        implied = config.architecture == architecture
+    for switch, architectures in (("attention_bias", ("qwen2",)), ("qk_norm", ("qwen3", _GEMMA))):
+        implied = config.architecture in architectures
         if getattr(config, switch) != implied:
             raise CheckpointError(
                 f"{directory}: a {config.architecture} checkpoint has {switch} {implied}, "
@@ -682,6 +742,16 @@ def _write_configs(
         "tie_word_embeddings": config.tie_embeddings,
         **special,
     }
+    if config.gemma is not None:
+        content |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": config.gemma.trained_positions,
+            "query_pre_attn_scalar": config.head_dim,
+            "rope_local_base_freq": config.gemma.local_rope_theta,
+            "sliding_window": config.gemma.window,
+            "layer_types": [_LOCAL if local else _WHOLE for local in config.gemma.local_layers],
+        }
+        del content["hidden_act"]
     _write_json(directory / "config.json", content)
 
 

@@ -35,14 +35,24 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 @functools.lru_cache(maxsize=16)
 def rope_table(config: ModelConfig, length: int) -> np.ndarray:
-    """Returns cosines and sines of positions 0 .. length-1: float32 [length, 2, head_dim / 2]."""
-    inverse = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    angles = np.arange(length, dtype=np.float32)[:, None] * inverse[None, :]
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    """Returns cosines and sines of positions 0 .. length-1: float32 [length, 2, head_dim / 2]; with local
+    layers [length, 4, head_dim / 2], theirs last.
+    """
+    bases = [(config.rope_theta, config.rope_scaling)]
+    if config.gemma is not None:
+        bases.append((config.gemma.local_rope_theta, None))
+    rows = []
+    for base in bases:
+        inverse = inverse_frequencies(config.head_dim, *base)
+        angles = np.arange(length, dtype=np.float32)[:, None] * inverse[None, :]
+        rows += [np.cos(angles), np.sin(angles)]
+    return np.stack(rows, axis=1).astype(np.float32)
 
 
 def apply_rope(x: Array, angles: Array) -> Array:
-    """Rotates x [N, T, heads, D] by angles [N, T, 2, D/2] (cosines, sines) in float32; returns x's dtype."""
+    """Rotates x [N, T, heads, D] by angles [N, T, at least 2, D/2] (cosines, sines, others) in float32;
+    returns x's dtype.
+    """
     cos, sin = angles[:, :, None, 0], angles[:, :, None, 1]
     half = x.shape[-1] // 2
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

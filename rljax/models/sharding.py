@@ -25,6 +25,8 @@ PARAM_AXES = {
     "final_norm": ("norm",),
     "attention_norm": ("norm",),
     "mlp_norm": ("norm",),
+    "attention_post_norm": ("norm",),
+    "mlp_post_norm": ("norm",),
     "q_norm": ("norm",),
     "k_norm": ("norm",),
     "q": ("heads", "embed"),

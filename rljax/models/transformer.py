@@ -1,8 +1,8 @@
 """The policy: one forward pass for training, prefill, decoding and tree verification.
 
 A decoder-only transformer as pure functions over a params pytree (pre-norm, RoPE, grouped-query attention,
-SwiGLU). Callers differ only in the positions and the attention structure. Weights are stored [out, in], as in
-Hugging Face checkpoints.
+gated MLP). Callers differ only in the positions and the attention structure. Weights are stored [out, in], as
+in Hugging Face checkpoints.
 
 Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = vocab_size):
 
@@ -11,6 +11,7 @@ Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = v
         q_bias, k_bias, v_bias        (attention_bias)
         q_norm [D], k_norm [D]        (qk_norm)
         mlp_norm [d]   gate [f, d]   up [f, d]   down [d, f]
+        attention_post_norm [d]   mlp_post_norm [d]                      (gemma)
     final_norm [d]   lm_head [V, d]   (absent when tied)
 
 Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/numerics/quantized.py`) or, where
@@ -69,6 +70,8 @@ def param_shapes(config: ModelConfig) -> Params:
         layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
     if config.qk_norm:
         layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if config.gemma is not None:
+        layer |= {"attention_post_norm": (d,), "mlp_post_norm": (d,)}
     shapes = {
         "embed": (v, d),
         "layers": [dict(layer) for _ in range(config.num_layers)],
@@ -89,7 +92,7 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     """Returns float32 weights for training from scratch.
 
     They are normal with standard deviation hidden_size^-0.5, from which small policies learn much faster than
-    from 0.02; residual outputs shrink with depth (GPT-2). Norms are 1, biases 0.
+    from 0.02; residual outputs shrink with depth (GPT-2). Norms multiply by 1, biases are 0.
     """
     rng = np.random.default_rng(seed)
     scale = config.hidden_size**-0.5
@@ -97,7 +100,7 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     def init(path, shape):
         name = path[-1].key
         if name.endswith("norm"):
-            return jnp.ones(shape, jnp.float32)
+            return jnp.full(shape, 1.0 if config.gemma is None else 0.0, jnp.float32)
         if name.endswith("bias"):
             return jnp.zeros(shape, jnp.float32)
         shrink = (2 * config.num_layers) ** -0.5 if name in ("o", "down") else 1.0
@@ -106,6 +109,12 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     return jax.tree_util.tree_map_with_path(
         init, param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
     )
+
+
+def _norm(x: Array, weight: Array, config: ModelConfig, numerics: Numerics) -> Array:
+    """Applies a norm of the policy's; Gemma's multiply by one more than their weights."""
+    scale = weight if config.gemma is None else weight.astype(jnp.float32) + 1.0
+    return rms_norm(x, scale, config.norm_epsilon, numerics)
 
 
 def decoder_layer(
@@ -124,7 +133,7 @@ def decoder_layer(
       layer: weights of the layer; see the module's docstring.
       cache: first argument of `attention`.
       x: residual stream, [N, T, d].
-      angles: rows of the RoPE table, float32 [N, T, 2, D/2].
+      angles: rows of the RoPE table, float32 [N, T, at least 2, D/2]; the first two are read.
       attention: the attention structure.
       config: heads and norms; the widths are those of the weights.
       numerics: see `Numerics`.
@@ -137,20 +146,26 @@ def decoder_layer(
     batch, length, _ = x.shape
     h = attention_input
     if h is None:
-        h = rms_norm(x, layer["attention_norm"], config.norm_epsilon, numerics)
+        h = _norm(x, layer["attention_norm"], config, numerics)
     heads = (batch, length, -1, config.head_dim)
     q = linear(h, layer["q"], numerics, layer.get("q_bias")).reshape(heads)
     k = linear(h, layer["k"], numerics, layer.get("k_bias")).reshape(heads)
     v = linear(h, layer["v"], numerics, layer.get("v_bias")).reshape(heads)
     if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.norm_epsilon, numerics)
-        k = rms_norm(k, layer["k_norm"], config.norm_epsilon, numerics)
+        q = _norm(q, layer["q_norm"], config, numerics)
+        k = _norm(k, layer["k_norm"], config, numerics)
     attended, kept = attention(cache, apply_rope(q, angles), apply_rope(k, angles), v)
-    x = x + linear(attended.reshape(batch, length, -1), layer["o"], numerics)
-    h = rms_norm(x, layer["mlp_norm"], config.norm_epsilon, numerics)
-    gated = jax.nn.silu(linear(h, layer["gate"], numerics)) * linear(h, layer["up"], numerics)
-    x = x + linear(gated, layer["down"], numerics)
-    return x, kept
+    attended = linear(attended.reshape(batch, length, -1), layer["o"], numerics)
+    if config.gemma is not None:
+        attended = _norm(attended, layer["attention_post_norm"], config, numerics)
+    x = x + attended
+    h = _norm(x, layer["mlp_norm"], config, numerics)
+    activation = jax.nn.silu if config.gemma is None else jax.nn.gelu  # approximated by tanh
+    gated = activation(linear(h, layer["gate"], numerics)) * linear(h, layer["up"], numerics)
+    h = linear(gated, layer["down"], numerics)
+    if config.gemma is not None:
+        h = _norm(h, layer["mlp_post_norm"], config, numerics)
+    return x + h, kept
 
 
 def forward(
@@ -172,7 +187,7 @@ def forward(
       tokens: int32 [N, T].
       positions: int32 [N, T], rows of `rope`.
       attention: the attention structure; called once per layer.
-      rope: `rope_table(config, length)`, float32 [length, 2, D/2].
+      rope: `rope_table(config, length)`, float32 [length, 2 or 4, D/2].
       remat: recompute each layer's activations in the backward pass instead of keeping them.
       caches: arrays that the attention of each layer reads, such as `KVCache.layers`; None for none.
       gathered: gathers the weights of each layer where devices have parts of it; None where they are whole.
@@ -205,26 +220,31 @@ def forward_with_residuals(
     x = params["embed"][tokens].astype(numerics.dtype)
     if gathered is not None:
         x = gathered.embedded(x)
-    angles = rope[positions]
+    if config.gemma is not None:
+        x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
     streams, kept = [x], []
-
-    def run(layer: Params, cache: Any, x: Array) -> tuple[Array, Any]:
-        if gathered is not None:
-            layer, x = gathered.layer(layer, x)
-        return decoder_layer(layer, cache, x, angles, attention, config, numerics)
-
     # A CPU rounds bfloat16 otherwise where it inlines a function than where layers are written out.
     written_out = numerics.compute_dtype == "bfloat16" and target.platform() == "cpu"
-    if numerics.outline_layers or not written_out:
-        run = traced_once(run, remat, numerics.outline_layers)
-    elif remat:
-        run = jax.checkpoint(run)
+
+    def layer_with(angles: Array) -> Callable[[Params, Any, Array], tuple[Array, Any]]:
+        def run(layer: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+            if gathered is not None:
+                layer, x = gathered.layer(layer, x)
+            return decoder_layer(layer, cache, x, angles, attention, config, numerics)
+
+        if numerics.outline_layers or not written_out:
+            return traced_once(run, remat, numerics.outline_layers)
+        return jax.checkpoint(run) if remat else run
+
+    angles = rope[positions]
+    runs = [layer_with(angles[:, :, kind : kind + 2]) for kind in range(0, angles.shape[2], 2)]
     caches = [None] * len(params["layers"]) if caches is None else caches
-    for layer, cache in zip(params["layers"], caches, strict=True):
-        x, kept_here = run(layer, cache, x)
+    kinds = [0] * len(caches) if config.gemma is None else map(int, config.gemma.local_layers)
+    for layer, cache, kind in zip(params["layers"], caches, kinds, strict=True):
+        x, kept_here = runs[kind](layer, cache, x)
         streams.append(x)
         kept.append(kept_here)
-    hidden = rms_norm(x, params["final_norm"], config.norm_epsilon, numerics)
+    hidden = _norm(x, params["final_norm"], config, numerics)
     return hidden, kept, [streams[layer] for layer in layers]
 
 

@@ -88,9 +88,8 @@ class PrefillQueue:
         for ids, group in groups:
             by_length.setdefault(engine.prefill_length(len(ids)), []).append((ids, group))
         # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
-        buckets = engine.buckets
-        is_full = self._slots.batch == buckets.batch_for(self._max_slots)
-        most = buckets.batch[-1] if is_full else buckets.batch[0]
+        is_full = self._slots.batch == engine.buckets.batch_for(self._max_slots)
+        most = engine.prefill_rows[-1] if is_full else engine.prefill_rows[0]
         rows = []
         for alike in by_length.values():
             for together in (alike[i : i + most] for i in range(0, len(alike), most)):

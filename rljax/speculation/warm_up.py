@@ -55,9 +55,10 @@ def warm_up(
     batches = engine.buckets.verified_batches(min(max_batch, shapes.batches[-1]))
     _prepare_drafters(params, proposers, drafters, shapes, batches)
     tasks = [
-        functools.partial(_compile_passes, engine, shapes.params, (batch, length), lambda: False)
+        functools.partial(_compile_passes, engine, shapes.params, (batch, length), lambda: False, [each])
         for batch in batches
         for length in shapes.lengths
+        for each in engine.buckets.passes(batch)
     ]
     for leave_out in compile_all(tasks):
         if leave_out is not None:
@@ -157,11 +158,17 @@ def _is_measured(engine: DecodeEngine, times: PassTimes, batch: int, length: int
 
 
 def _compile_passes(
-    engine: DecodeEngine, params: Params, shape: Shape, should_stop: Callable[[], bool]
+    engine: DecodeEngine,
+    params: Params,
+    shape: Shape,
+    should_stop: Callable[[], bool],
+    passes: Sequence[tuple[int, int]] | None = None,
 ) -> Callable[[], None] | None:
-    """Compiles the verifying passes of a shape. Returns what leaves out those that are too large, if any."""
+    """Compiles verifying passes of a shape, all of them for None. Returns what leaves out those that are too
+    large, if any.
+    """
     too_large = []
-    for rows, nodes in engine.buckets.passes(shape[0]):
+    for rows, nodes in engine.buckets.passes(shape[0]) if passes is None else passes:
         if should_stop():
             break
         needed = engine.compile_verify(params, *shape, rows, nodes)

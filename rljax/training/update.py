@@ -23,6 +23,7 @@ from rljax import processes, target
 from rljax.config import AlgorithmConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
+from rljax.kernels.token_logprobs.base import chunk_tokens
 from rljax.learning.accumulation import Accumulation, Sums, TrainState
 from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, pack_sequences
 from rljax.models.config import ModelConfig
@@ -120,7 +121,7 @@ class Trainer:
             "config": config,
             "numerics": numerics,
             "remat": training.remat,
-            "logprob_chunk": training.logprob_chunk,
+            "logprob_chunk": chunk_tokens(training.logprob_chunk, config.vocab_size),
             "mesh": mesh,
         }
         self._score = functools.partial(

@@ -18,6 +18,7 @@ from rljax.benchmarking import Row, counted_row
 from rljax.config import AlgorithmConfig, LoraConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
 from rljax.errors import UserError
+from rljax.kernels.token_logprobs.base import chunk_tokens
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import build_batch, pack_sequences
 from rljax.models import huggingface
@@ -107,8 +108,8 @@ def memory_rows(name: str, shape: tuple[int, int], small_chunk: int = 256) -> li
     """Measures the memory saved on a micro-batch [R, T] by logits in chunks of the default and of a small
     size, and by recomputing the layers.
     """
-    rows, tokens, chunk = [], shape[0] * shape[1], TrainingConfig().logprob_chunk
     config = config_of(name)
+    rows, tokens, chunk = [], shape[0] * shape[1], chunk_tokens(None, config.vocab_size)
     for what, ours, baseline, theirs in (
         ("logits in chunks", (False, chunk), "logits whole", (False, tokens)),
         (f"logits in chunks of {small_chunk}", (False, small_chunk), "logits whole", (False, tokens)),

@@ -1,5 +1,7 @@
 """Shape buckets: ascending, holding what they must, and refused where the arithmetic could not use them."""
 
+import dataclasses
+
 import pytest
 
 from rljax import target
@@ -47,6 +49,13 @@ def test_a_slot_gets_at_most_twice_its_share_of_a_pass():
     assert buckets.passes(4) == [(8, 3), (16, 7), (32, 7)]
     buckets.too_large.add((4, 16))
     assert buckets.passes(4) == [(8, 3), (32, 7)]
+
+
+def test_no_more_prompts_are_prefilled_together_than_a_step_has():
+    buckets = Buckets((2, 4, 8, 16, 64), (128,))
+    assert buckets.prefill()[0] == (2, 8, 64)
+    for prompts, rows in ((1, (2,)), (2, (2,)), (3, (2, 8)), (8, (2, 8)), (9, (2, 8, 64)), (99, (2, 8, 64))):
+        assert dataclasses.replace(buckets, prompts=prompts).prefill()[0] == rows
 
 
 def test_explicit_buckets_are_taken_in_order_and_once():

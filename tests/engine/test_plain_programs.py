@@ -120,6 +120,19 @@ def test_a_rollout_begins_in_a_longer_cache_that_is_ready(params, short, plain):
     assert state.cache.length == 128 and len(engine.pool) == compiled
 
 
+def test_shorter_prompts_than_the_first_are_padded_until_their_programs_are_compiled(params, plain):
+    engine = make_engine()
+    behind = compile_behind(engine, params, make_requests((40,), (10,)))
+    behind.wait()
+    prefilled = lambda: {key[2] for key in engine.pool._programs if key[0] == "prefill"}  # noqa: E731
+    assert prefilled() == {64}
+    requests, compiled = make_requests((3,), (5,)), compilations(engine)
+    assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
+    assert compilations(engine) == compiled
+    behind.wait()
+    assert prefilled() == {16, 64}
+
+
 def test_only_shapes_that_will_be_used_are_compiled(params, short):
     buckets = make_buckets(SLOTS, 192, True, (2, 4, 8), (64, 128, 192))
     engine = make_engine(None, buckets)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from rljax import target
 from rljax.kernels.switch import backend
 from rljax.kernels.token_logprobs import mosaic_gpu, mosaic_tpu, passes, token_logprobs
+from rljax.kernels.token_logprobs.base import chunk_tokens
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -314,3 +316,11 @@ def test_compiles_for_the_device(device, size):
     # A chunk of the LM head in bfloat16, and statistics: 2048 tokens' logits of that chunk would take 64 MiB.
     most = 2 * passes._LARGEST_CHUNK * width + 2**24
     assert scoring.memory_analysis().temp_size_in_bytes < most
+
+
+def test_a_chunk_fits_the_vocabulary_on_a_cpu():
+    for vocab_size, tokens in ((320, 1024), (49_152, 256), (151_936, 64), (2**30, 2)):
+        assert chunk_tokens(None, vocab_size) == tokens
+        assert chunk_tokens(1000, vocab_size) == 1000
+    with target.tracing_for(None, 1, "gpu"):
+        assert chunk_tokens(None, 151_936) == 1024

@@ -167,6 +167,14 @@ _KINDS: dict[str, dict[str, Any]] = {
         },
     },
 }
+_KINDS["gemma3"] = {
+    "model_type": "gemma3_text",
+    "tie_word_embeddings": True,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 KINDS = tuple(_KINDS)
 
 
@@ -184,7 +192,8 @@ def make_checkpoint(
     Args:
       directory: created if need be.
       kind: "qwen2" (tied, biases), "qwen2-untied" (no GQA), "qwen3" (head_dim twice hidden / heads, GQA,
-        tied) or "llama3" (GQA, RoPE scaling beyond 32 positions, untied). Two layers, hidden size 64.
+        tied), "llama3" (GQA, RoPE scaling beyond 32 positions, untied) or "gemma3" (a local layer with a
+        window of 128, tied). Two layers, hidden size 64.
       seed: of the weights.
       dtype: of the weights, as torch names it.
       max_shard_size: shards the weights, e.g. "200KB".

@@ -120,7 +120,7 @@ def test_gradients_are_those_of_layers_written_out(layout, remat):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_gradients_in_bfloat16_are_as_good_as_those_of_inlined_layers(remat):
     """The compiler leaves out roundings between layers that it can see at once, so the two differ."""
     name, dtype = POLICIES[1]
@@ -153,19 +153,22 @@ def _calls(lowered):
 
 
 @pytest.mark.parametrize(
-    ("platform", "layers", "setting", "remat", "expected"),
+    ("platform", "layers", "setting", "dtype", "remat", "expected"),
     [
-        ("cpu", 4, "auto", True, True),
-        ("cpu", 3, "auto", True, False),
-        ("cpu", 4, "auto", False, False),
-        ("gpu", 4, "auto", True, False),
-        ("tpu", 4, "auto", True, False),
-        ("cpu", 1, "on", False, True),
-        ("cpu", 36, "off", True, False),
+        ("cpu", 4, "auto", "float32", True, True),
+        ("cpu", 3, "auto", "float32", True, False),
+        ("cpu", 4, "auto", "float32", False, False),
+        ("cpu", 4, "auto", "bfloat16", False, True),
+        ("cpu", 3, "auto", "bfloat16", False, False),
+        ("gpu", 4, "auto", "bfloat16", True, False),
+        ("tpu", 4, "auto", "bfloat16", True, False),
+        ("cpu", 1, "on", "float32", False, True),
+        ("cpu", 36, "off", "bfloat16", True, False),
     ],
 )
-def test_the_setting_chooses(tmp_path, platform, layers, setting, remat, expected):
+def test_the_setting_chooses(tmp_path, platform, layers, setting, dtype, remat, expected):
     overrides = [f"policy.outline_layers={setting}", f"training.remat={str(remat).lower()}"]
+    overrides.append(f"policy.compute_dtype={dtype}")
     config = load_config(write_config(tmp_path), overrides)
     policy = dataclasses.replace(CONFIGS["one"], num_layers=layers)
     with target.tracing_for(None, 1, platform):

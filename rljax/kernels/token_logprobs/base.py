@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
+from rljax import target
 from rljax.kernels.linear import product
 from rljax.numerics.rows import Numerics
 from rljax.sampling import distribution as distribution
@@ -22,6 +23,19 @@ from rljax.sampling.distribution import (
     without_padding,
 )
 from rljax.sharding import activation_sharding, constrain
+
+_TOKENS = 1024
+_MOST_LOGITS = 2**24
+
+
+def chunk_tokens(asked: int | None, vocab_size: int) -> int:
+    """Returns the tokens of a chunk: those asked for; with None `_TOKENS`, on a CPU halved until their logits
+    have at most `_MOST_LOGITS` entries. An update holds several arrays of this size at once.
+    """
+    tokens = asked or _TOKENS
+    while asked is None and target.platform() == "cpu" and tokens * vocab_size > _MOST_LOGITS and tokens > 2:
+        tokens //= 2
+    return tokens
 
 
 def chunk_columns(rows: int, length: int, chunk: int) -> int:
