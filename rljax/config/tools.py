@@ -66,9 +66,10 @@ class ToolsConfig(Section):
 
 def stop_in_closing(stops: Sequence[str], tools: ToolsConfig | None) -> str:
     """Returns the text that ends a response although it is part of the end of a call."""
-    names = () if tools is None else tools.names
-    found = (stop for stop in stops for name in names if stop in tools.closing.replace("{name}", name))
-    return next(found, "")
+    if tools is None:
+        return ""
+    closings = [tools.closing.replace("{name}", name) for name in tools.names]
+    return next((stop for stop in stops if any(stop in closing for closing in closings)), "")
 
 
 def mistaken_answer(tools: ToolsConfig | None, task: TaskConfig) -> str:
