@@ -17,7 +17,7 @@ from drafters.arguments import HistoSpecArguments
 from drafters.histospec import WIDEST
 from rljax.cluster.window_costs import Mode
 from rljax.simulation.costs import PassCosts
-from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
+from rljax.speculation.draft_length import expected_tokens, window_seconds, window_tokens
 
 LEVELS = 40  # acceptance is rounded to fortieths, so that requests of a level advance together
 
@@ -113,12 +113,12 @@ class Drafting:
         mode, window = way
         if not window:
             return self._costs.fixed(running)
-        drafts = float(window)
+        cache, drafts = cache_ms / 1000, float(window)
         if mode == "aimd":
             _, drafts = aimd(self._level(drafter) / LEVELS, self._misses)
         verify = self._costs.fixed(math.ceil(running * (1 + drafts * self._breadth)))
         draft = drafts * (running * self._drafters[drafter].each + self._drafters[drafter].base)
-        return max(draft - cache_ms / 1000, verify) if mode == "decoupled" else draft + verify
+        return window_seconds(draft, verify + cache, mode == "decoupled") - cache
 
     def _tokens(self, level: int, way: Way) -> float:
         """Returns the tokens that a request of a level of acceptance gets from a pass."""
@@ -127,8 +127,7 @@ class Drafting:
             return 1.0
         if mode == "aimd":
             return aimd(level / LEVELS, self._misses)[0]
-        expected = expected_tokens_decoupled if mode == "decoupled" else expected_tokens
-        return expected(level / LEVELS, window)
+        return window_tokens(level / LEVELS, window, mode == "decoupled")
 
     def _level(self, drafter: str) -> int:
         """Returns the level of a drafter's mean acceptance."""
