@@ -362,6 +362,8 @@ class Cluster:
             return
         if command.drafter is not None:
             place.worker.use(command.drafter, self.now)
+        elif place.step != command.rollout:  # a copy's drafter is that of its rollout alone
+            place.worker.use_first(self.now)
         worker, jobs, responses = place.worker, [], self._responses[command.rollout]
         for key, _, partial in command.work:
             response, begin = responses[key], len(partial.tokens)

@@ -36,6 +36,7 @@ from rljax.simulation.scenario import Scenario, rank_shares
 AGREES, GAIN_AGREES = 0.15, 0.25
 HARDWARE = {
     "slower arithmetic": "arithmetic=0.3",
+    "faster arithmetic": "arithmetic=0.8",
     "slower memory": "memory=0.6",
     "slower passes": "base_ms=4",
 }

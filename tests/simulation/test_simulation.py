@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from drafters.aimd import AimdWindows
 from drafters.histospec import WIDEST
+from rljax.cluster.moving_routers import Racing
 from rljax.cluster.ranked_queues import RankedQueues
+from rljax.cluster.router import SharedQueue
 from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
 from rljax.models.transformer import init_params
@@ -226,6 +228,17 @@ def test_a_failed_workers_requests_are_decoded_by_the_other_one():
     # Nothing was reported before the failure at 3, which is noticed at 4: all 10 tokens are decoded again.
     assert step.end == pytest.approx(14.0)
     assert step.tokens == 20
+
+
+def test_a_racer_begins_the_next_rollout_with_the_first_drafter():
+    good, bad = int(0.9 * LEVELS), int(0.1 * LEVELS)
+    drafting = Drafting(SECOND, {"good": SimulatedDrafter(0.9), "bad": SimulatedDrafter(0.1)}, [4])
+    race = Racing(SharedQueue(), ["good", "bad"], 1)
+    cluster = Cluster(Machines(2, 1, SECOND, drafting, look_seconds=1.0), router=race, spans=True)
+    rollout = [Response(0, 0, 100, (good, bad)), Response(1, 0, 10, (good, bad))]
+    first, second = cluster.run(iter([rollout, rollout[::-1]]), 2)  # the racer has the long one then
+    assert sum(span.kind == "copy" for span in cluster.spans) == 2
+    assert second.end - second.begin == pytest.approx(first.end - first.begin)
 
 
 @settings(max_examples=25, deadline=None)
