@@ -19,7 +19,8 @@ from drafters.history import HISTORY, RolloutHistory
 from drafters.suffix import insert_past
 from drafters.suffix_automaton import SuffixForest
 
-_MAX_WINDOW = 32
+WIDEST = 32
+"""Draft tokens of the widest window, where `max_window` does not say (section 5.4)."""
 _LEAST_WEIGHT = 1e-3  # so that responses without reward are drafted where there are no others
 
 
@@ -31,7 +32,7 @@ class HistoSpec(Drafter):
         self.state_name = HISTORY
         self.max_window = arguments.max_window
         self._arguments = arguments
-        self._widest = arguments.max_window or max(_MAX_WINDOW, arguments.first_window)
+        self._widest = arguments.max_window or max(WIDEST, arguments.first_window)
         # A chain is followed with its whole context: the match, and all that was drafted behind it.
         self._context = arguments.max_match + self._widest
         self._forest = SuffixForest(self._context)

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from rljax import target
-from rljax.durable_files import write_durably
 from rljax.engine import kv_cache
 from rljax.engine.buckets import make_buckets
 from rljax.engine.invariance import measure, row_counts
@@ -34,7 +33,7 @@ from rljax.models.config import ModelConfig
 from rljax.numerics import products
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_sum
 from rljax.planning.topologies import compile_devices, parse_topology, platform_of
-from rljax.provenance import command_line, machine_facts
+from rljax.provenance import command_line, write_figures
 from workloads import REAL, SHAPES, config_of
 
 ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
@@ -290,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
     arguments = parser.parse_args(argv)
-    result: dict[str, Any] = {"command": command_line(), "policy": arguments.policy, "dtype": arguments.dtype}
+    result: dict[str, Any] = {"policy": arguments.policy, "dtype": arguments.dtype}
     try:
         config = config_of(arguments.policy)
         if arguments.compiled_for:
@@ -298,7 +297,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = compiled(arguments.compiled_for, config, arguments.dtype, arguments.rows)
             result |= {
                 "compiled_for": arguments.compiled_for,
-                "jax": jax.__version__,
                 "formulations": {
                     formulation: {
                         str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
@@ -309,13 +307,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
         else:
             name = jax.devices()[0].device_kind.lower().replace(" ", "-")
-            result |= {"machine": machine_facts(()), "measured": measured(config, arguments.dtype, print)}
+            result |= {"measured": measured(config, arguments.dtype, print)}
+        output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
+        write_figures(output, result, command_line())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(output, (json.dumps(result, indent=1) + "\n").encode())
     print(f"wrote {output}")
     return 0
 

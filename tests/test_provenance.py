@@ -1,10 +1,14 @@
 """rljax/provenance.py: the machine, the commit and the command behind a figure."""
 
+import json
+import re
 import subprocess
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from rljax import provenance
 from rljax.provenance import command_line, git_commit, machine_facts
 from tests.scripts import SCRIPTS
 
@@ -46,3 +50,56 @@ def test_commit_and_whether_it_is_what_ran(tmp_path):
 def test_the_command_can_be_run_again_and_names_no_home():
     argv = [str(SCRIPTS / "bench_engine.py"), "--output", "a file.json"]
     assert command_line(argv) == "python scripts/bench_engine.py --output 'a file.json'"
+
+
+def unknown_commits(directory, repository):
+    """Names of results whose commit is not in the history that is checked out; "-dirty" counts as its base.
+    Of a shallow clone, and where there is no git, those whose commit is no hash: nothing else can be known.
+    """
+
+    def git(*arguments):
+        command = ["git", "-C", str(repository), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+    whole = (repository / ".git").exists() and git("rev-parse", "--is-shallow-repository") == ["false"]
+    history = set(git("rev-list", "HEAD")) if whole else None
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        commit = str(json.loads(path.read_text(encoding="utf-8")).get("commit")).removesuffix("-dirty")
+        if re.fullmatch("[0-9a-f]{40}", commit) is None or (history is not None and commit not in history):
+            found.append(path.name)
+    return found
+
+
+def test_every_result_names_a_commit_of_this_history():
+    root = Path(provenance.__file__).parent.parent
+    assert unknown_commits(root / "benchmarks/results", root) == []
+
+
+def test_a_result_of_an_unknown_commit_is_found(tmp_path):
+    def git(where, *arguments):
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+        subprocess.run(["git", "-C", where, *identity, *arguments], check=True, capture_output=True)
+
+    source, results = tmp_path / "source", tmp_path / "results"
+    source.mkdir()
+    results.mkdir()
+    git(source, "init", "-q")
+    commits = []
+    for number in range(2):
+        git(source, "commit", "-q", "--allow-empty", "-m", str(number))
+        commits.append(provenance.git_commit(source))
+    contents = {
+        "first": {"commit": commits[0]},
+        "dirty": {"commit": commits[1] + "-dirty"},
+        "elsewhere": {"commit": "f" * 40},
+        "none": {"commit": None},
+        "without": {},
+        "short": {"commit": commits[1][:9]},
+    }
+    for name, content in contents.items():
+        (results / f"{name}.json").write_text(json.dumps(content))
+    assert unknown_commits(results, source) == ["elsewhere.json", "none.json", "short.json", "without.json"]
+    git(tmp_path, "clone", "-q", "--depth", "1", source.as_uri(), "shallow")
+    for where in (tmp_path / "shallow", tmp_path):
+        assert unknown_commits(results, where) == ["none.json", "short.json", "without.json"]

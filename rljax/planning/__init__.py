@@ -6,6 +6,7 @@ pool.py        pools that compile programs for shapes, or only note them: the la
 programs.py    the run's engine and trainer with shapes in the place of arrays, and what they compile
 drafters.py    EAGLE heads and small models: what they hold, and their programs
 memory.py      bytes a device of everything that a run holds, and the largest sum of them
+passes.py      FLOPs and bytes of a pass, from sizes: what simulations count, too
 roofline.py    FLOPs and bytes of a decode step, a verifying pass and an update
 rollout.py     time of a rollout for a distribution of response lengths
 planner.py     `make_plan`: all of the above from a config

@@ -3,7 +3,7 @@ roofline (Williams et al., CACM 2009) by which plans and simulations turn work i
 
 TPUs: Austin et al., "How to Scale Your Model" (2025), chapter 2 (HBM, FLOP/s, and the bandwidth of one axis
 of the torus in both directions). A program may use a little less than the HBM: the capacity that XLA's
-out-of-memory errors print. GPUs: NVIDIA's data sheets of H100 SXM, H200 SXM and GeForce RTX 4080 (dense
+out-of-memory errors print. GPUs: NVIDIA's data sheets of H20, H100 SXM, H200 SXM and GeForce RTX 4080 (dense
 tensor-core FLOP/s; NVLink in one direction; between hosts one 400 Gb/s port a GPU). JAX takes 75 % of a GPU's
 memory unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise (JAX documentation, "GPU memory allocation").
 """
@@ -96,6 +96,7 @@ def known_hardware() -> dict[str, Hardware]:
         "v5e": _tpu("TPU v5e", 15.75 * GIB, 8.1e11, 1.97e14, 9e10),
         "v5p": _tpu("TPU v5p", 95.74 * GIB, 2.8e12, 4.59e14, 1.8e11),
         "v6e": _tpu("TPU v6e", 31.25 * GIB, 1.6e12, 9.2e14, 1.8e11),
+        "h20": _gpu("NVIDIA H20", 95.6 * GIB, 4.0e12, 1.48e14, 4.4e13, 4.5e11, 5e10),
         "h100": _gpu("NVIDIA H100 80GB HBM3", 79.1 * GIB, 3.35e12, 9.89e14, 6.7e13, 4.5e11, 5e10),
         "h200": _gpu("NVIDIA H200", 139.8 * GIB, 4.8e12, 9.89e14, 6.7e13, 4.5e11, 5e10),
         "rtx4080": _gpu("NVIDIA GeForce RTX 4080", 15.7 * GIB, 7.2e11, 9.75e13, 4.87e13, 1.6e10, 3e9),

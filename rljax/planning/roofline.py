@@ -6,12 +6,14 @@ counts are in the plan for comparison only: it counts the body of a loop once, a
 library not at all.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import jax
 
 from rljax.planning.hardware import Hardware, Work
+from rljax.planning.passes import PassWork, attention_flops, logit_bytes
 from rljax.planning.programs import PlannedRun, device_bytes, shard_size
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -39,10 +41,16 @@ class Roofline:
         self._layers, self._head = parts * self._layers, parts * self._head
         # Of an input embedding that is not the LM head, a pass reads a row a token.
         unread = 0 if run.model.tie_embeddings else device_bytes(params["embed"])
-        self._read = parts * (device_bytes(params) - unread)
-        self._gathered = self._read * (parts - 1) / parts
-        state = run.state
-        self._cache_per_position = device_bytes(state.cache) / (state.batch * run.buckets.cache[-1])
+        read = parts * (device_bytes(params) - unread)
+        self._gathered = read * (parts - 1) / parts
+        state, tensor = run.state, self._mesh.tensor
+        self._pass = PassWork(
+            self._layers + self._head,
+            read,
+            device_bytes(state.cache) / (state.batch * run.buckets.cache[-1]),
+            attention_flops(run.model) / tensor,
+            logit_bytes(run.model) / tensor,
+        )
 
     @property
     def _batch_parts(self) -> int:
@@ -52,11 +60,6 @@ class Roofline:
         """Returns the time of some work on every device of the mesh."""
         compute_dtype = self._run.config.policy.compute_dtype
         return self._hardware.seconds(work, compute_dtype, self._mesh.tensor, self._mesh.num_devices)
-
-    def _attention_flops(self, queries: float, keys: float) -> float:
-        model = self._model
-        heads = model.num_heads * model.head_dim / self._mesh.tensor
-        return 4.0 * queries * keys * heads * model.num_layers
 
     def _layer_sums(self, rows: float) -> float:
         """Bytes of the all-reduces over `tensor` of a forward pass: two a layer (Megatron-LM)."""
@@ -70,19 +73,22 @@ class Roofline:
         The whole bucket of the cache is read: the reference attention does so.
         """
         local = rows / self._batch_parts
-        weights = self._layers + self._head
-        flops = 2.0 * local * weights + self._attention_flops(local, length)
-        logits = 2 * 4.0 * local * self._model.vocab_size / self._mesh.tensor  # written and read, float32
-        cache = self._cache_per_position * slots * length
         # Rows of a verifying pass that are on another device than their slot travel; they are not counted.
-        return Work(flops, self._read + cache + logits, self._layer_sums(local), self._gathered)
+        return dataclasses.replace(
+            self._pass(local, slots * length, length),
+            tensor_bytes=self._layer_sums(local),
+            batch_bytes=self._gathered,
+        )
 
     def prefill(self, prompts: int, length: int) -> Work:
         """Returns the work of prefilling prompts of a padded length."""
         tokens = prompts * length / self._batch_parts
-        flops = 2.0 * tokens * self._layers + self._attention_flops(tokens, length)
-        read = self._read + self._cache_per_position * prompts * length
-        return Work(flops, read, self._layer_sums(tokens), self._gathered)
+        without_logits = dataclasses.replace(self._pass, products=self._layers, logits=0.0)
+        return dataclasses.replace(
+            without_logits(tokens, prompts * length, length),
+            tensor_bytes=self._layer_sums(tokens),
+            batch_bytes=self._gathered,
+        )
 
     def microbatch(self, backward: bool = True) -> Work:
         """Returns the work of one micro-batch: its gradients, or only its logprobs."""
@@ -95,7 +101,7 @@ class Roofline:
             / self._mesh.tensor
         )
         head = math.prod((params["embed"] if self._model.tie_embeddings else params["lm_head"]).shape)
-        forward = 2.0 * tokens * whole + self._attention_flops(tokens, training.pack_length)
+        forward = tokens * (2.0 * whole + training.pack_length * self._pass.attention)
         head_flops = 2.0 * tokens * head
         # The backward pass has two products for each of the forward pass; under LoRA one, as no gradient of a
         # matrix is computed.

@@ -30,7 +30,7 @@ from rljax.cluster.spot import SpotTraining
 from rljax.errors import ClusterError
 from rljax.requests import Request
 from rljax.simulation.costs import PassCosts
-from rljax.simulation.drafting import Drafting
+from rljax.simulation.drafting import LEVELS, Drafting
 from rljax.simulation.ledger import CountingLedger
 from rljax.simulation.spot import SimulatedSpot, SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
@@ -367,6 +367,8 @@ class Cluster:
             return
         if command.drafter is not None:
             place.worker.use(command.drafter, self.now)
+        elif place.step != command.rollout:  # a copy's drafter is that of its rollout alone
+            place.worker.use_first(self.now)
         worker, jobs, responses = place.worker, [], self._responses[command.rollout]
         for key, _, partial in command.work:
             response, begin = responses[key], len(partial.tokens)
@@ -456,9 +458,9 @@ class Cluster:
                 tokens = worker.tokens(job)
                 if job.rollout == step and tokens > job.sent:
                     new: Any = range(job.sent, tokens)
-                    drafted = 100 if job.levels else 0
+                    drafted = LEVELS if job.levels else 0
                     pieces.append(
-                        messages.Piece(job.key, version, job.sent, new, new, None, drafted, 5 * job.level)
+                        messages.Piece(job.key, version, job.sent, new, new, None, drafted, job.level)
                     )
                     job.sent = tokens
             if pieces:

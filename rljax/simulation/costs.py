@@ -1,10 +1,12 @@
 """Seconds of passes: a roofline over a model's shape and a device, or passes that were measured or planned.
 
-    seconds = max(arithmetic of all rows, reading the weights) + reading the cache + what every pass takes
+    seconds = max(arithmetic of all rows, reading weights and logits) + reading the cache
+              + what every pass takes besides
 
-All but the reading of the cache depend on the number of rows alone, so that times between two events have a
-closed form (`worker.py`). The cache is added, where a plan takes the longer one of all arithmetic and all
-reading (`rljax/planning/roofline.py`): attention begins when the products before it end.
+What is computed and read is counted as in a plan (`rljax/planning/passes.py`). All but the reading of the
+cache depends on the number of rows alone, so that times between two events have a closed form (`worker.py`).
+The cache is added, where a plan takes the longer one of all arithmetic and all reading: attention begins when
+the products before it end. Its arithmetic is left out, as in decoding its reading takes longer.
 """
 
 import bisect
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rljax.errors import ConfigError, known_names
+from rljax.models.config import ModelConfig
 from rljax.planning.hardware import Hardware, Work
+from rljax.planning.passes import pass_work
 
 T = TypeVar("T")
 
@@ -36,29 +40,22 @@ class PassCosts(Protocol):
         """Returns the seconds of prefilling so many tokens."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What of a policy decides about its speed.
-
-    Attributes:
-      params: number of parameters.
-      layers: number of layers.
-      kv_size: heads of keys times their size.
-    """
-
-    params: float
-    layers: int
-    kv_size: int
+def _policy(
+    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, head: int, mlp: int, tied: bool = False
+) -> ModelConfig:
+    return ModelConfig("", vocab, hidden, layers, heads, kv_heads, head, mlp, tie_embeddings=tied)
 
 
-SHAPES = {
-    "qwen2.5-0.5b": Shape(0.49e9, 24, 2 * 64),
-    "qwen2.5-1.5b": Shape(1.54e9, 28, 2 * 128),
-    "qwen2.5-7b": Shape(7.6e9, 28, 4 * 128),
-    "qwen3-8b": Shape(8.2e9, 36, 8 * 128),
-    "qwen3-14b": Shape(14.8e9, 40, 8 * 128),
-    "qwen2.5-32b": Shape(32.8e9, 64, 8 * 128),
+POLICIES = {
+    "qwen2.5-0.5b": _policy(151_936, 896, 24, 14, 2, 64, 4864, tied=True),
+    "qwen2.5-1.5b": _policy(151_936, 1536, 28, 12, 2, 128, 8960, tied=True),
+    "qwen2.5-7b": _policy(152_064, 3584, 28, 28, 4, 128, 18_944),
+    "qwen3-8b": _policy(151_936, 4096, 36, 32, 8, 128, 12_288),
+    "qwen3-14b": _policy(151_936, 5120, 40, 40, 8, 128, 17_408),
+    "qwen2.5-32b": _policy(152_064, 5120, 64, 40, 8, 128, 27_648),
+    "llama-3.3-70b": _policy(128_256, 8192, 80, 64, 8, 128, 28_672),
 }
+"""Shapes of published policies, from their configs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,29 +67,45 @@ class RooflineCosts:
       weights: seconds of reading the weights.
       cached: seconds of reading a token of the cache.
       base: seconds that every pass takes besides.
+      logits: seconds of writing and reading the logits of a row.
     """
 
     row: float
     weights: float
     cached: float
     base: float
+    logits: float = 0.0
 
     def fixed(self, rows: int) -> float:
-        return max(rows * self.row, self.weights) + self.base
+        return max(rows * self.row, self.weights + rows * self.logits) + self.base
 
     def prefill(self, tokens: int) -> float:
         return max(tokens * self.row, self.weights) + self.base if tokens else 0.0
 
 
-def roofline_costs(shape: Shape, hardware: Hardware, base: float = 0.0) -> RooflineCosts:
-    """Returns the costs of decoding in bfloat16 on a device, or on several as one (`Hardware.reaching`)."""
+def roofline_costs(
+    model: ModelConfig, hardware: Hardware, base: float = 0.0, latency: float = 0.0
+) -> RooflineCosts:
+    """Returns the costs of decoding in bfloat16 on a device, or on several as one (`Hardware.reaching`).
+
+    Args:
+      model: the policy.
+      hardware: the device.
+      base: seconds that every pass takes besides.
+      latency: seconds of an all-reduce of few rows, of which every layer has two; 0 on a single device.
+    """
+    work = pass_work(model)
 
     def seconds(flops: float, size: float) -> float:
         return hardware.seconds(Work(flops, size), "bfloat16")
 
-    cached = 4.0 * shape.layers * shape.kv_size  # bytes of a token's keys and values
-    size = 2.0 * shape.params
-    return RooflineCosts(seconds(size, 0.0), seconds(0.0, size), seconds(0.0, cached), base)
+    return RooflineCosts(
+        seconds(2.0 * work.products, 0.0),
+        seconds(0.0, work.weights),
+        seconds(0.0, work.cached),
+        base + 2 * model.num_layers * latency,
+        seconds(0.0, work.logits),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,22 +2,30 @@
 
 A draft is accepted, behind accepted ones, with a probability of its request and drafter. Windows are chosen
 as managers choose them (`rljax/speculation/managers`): the most tokens per second at the mean acceptance.
+With "aimd" they are RhymeRL's, a window of each request's own (section 5.4; `aimd`).
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
+import numpy as np
+
+from drafters.arguments import HistoSpecArguments
+from drafters.histospec import WIDEST
 from rljax.simulation.costs import PassCosts
-from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
+from rljax.speculation.draft_length import expected_tokens, window_seconds, window_tokens
 from rljax.speculation.window_costs import Mode
 
-LEVELS = 20  # acceptance is rounded to twentieths, so that requests of a level advance together
+LEVELS = 40  # acceptance is rounded to fortieths, so that requests of a level advance together
 
 NO_DRAFTS = ""
 
-Way = tuple[Mode, int]
-"""How a worker decodes: kind of speculation, and window."""
+Kind = Mode | Literal["aimd"]
+Way = tuple[Kind, int]
+"""How a worker decodes: kind of speculation, and window; of "aimd" the widest."""
 
 PLAIN: Way = ("plain", 0)
 
@@ -38,6 +46,32 @@ class SimulatedDrafter:
     each: float = 0.0
 
 
+@functools.cache
+def aimd(acceptance: float, misses: float = 0.0, widest: int = WIDEST) -> tuple[float, float]:
+    """Returns the tokens and the drafts of a pass under HistoSpec: its automaton drafts what history has
+    behind the last tokens, in a window that grows by 2 where all of it was accepted, and falls back to 2
+    where not (RhymeRL, sections 5.3 and 5.4; `drafters/histospec.py`). They are means over the stationary
+    distribution of windows.
+
+    Args:
+      acceptance: probability that a draft is accepted, behind accepted ones.
+      misses: passes without drafts behind a rejection, until the last tokens are found in history again.
+      widest: the widest window.
+    """
+    arguments = HistoSpecArguments()
+    windows = np.arange(arguments.first_window, widest + 1, arguments.window_step)
+    whole = acceptance**windows
+    reached = np.concatenate([[1.0], np.cumprod(whole[:-1])])  # how often, of the times a window is the first
+    if whole[-1] < 1:
+        reached[-1] /= 1 - whole[-1]  # the widest one stays
+    else:
+        reached = np.eye(len(windows))[-1]
+    share = reached / reached.sum()
+    tokens = float(share @ [expected_tokens(acceptance, int(window)) for window in windows])
+    without = misses * float(share @ (1 - whole))
+    return (tokens + without) / (1 + without), float(share @ windows) / (1 + without)
+
+
 class Drafting:
     """Chooses ways to decode.
 
@@ -45,8 +79,10 @@ class Drafting:
       costs: seconds of the policy's passes.
       drafters: drafters by name; workers begin with the first one.
       windows: windows to choose among; 0 is plain decoding. One alone is always used.
-      modes: "coupled", and "decoupled" where drafters have devices of their own.
+      modes: "coupled", and "decoupled" where drafters have devices of their own; or "aimd".
       below: batches of at most so many requests draft; None for all.
+      breadth: rows that are verified for each drafted token; more than one of trees.
+      misses: see `aimd`.
     """
 
     def __init__(
@@ -54,12 +90,16 @@ class Drafting:
         costs: PassCosts,
         drafters: Mapping[str, SimulatedDrafter] = {},
         windows: Sequence[int] = (0, 1, 2, 3, 4, 6, 8),
-        modes: Sequence[Mode] = ("coupled",),
+        modes: Sequence[Kind] = ("coupled",),
         below: int | None = None,
+        breadth: float = 1.0,
+        misses: float = 0.0,
     ) -> None:
         self._costs, self._drafters = costs, dict(drafters)
         self.names = list(drafters)
-        ways: list[Way] = [(mode, window) for mode in modes for window in windows if window]
+        self._breadth, self._misses = breadth, misses
+        widths = {mode: [WIDEST] if mode == "aimd" else list(filter(None, windows)) for mode in modes}
+        ways: list[Way] = [(mode, window) for mode in modes for window in widths[mode]]
         self._ways = [*ways, *([PLAIN] if 0 in windows or not ways else [])]
         self._below = below
         self.way = functools.cache(self._way)
@@ -71,25 +111,33 @@ class Drafting:
         cache, `cache_ms` milliseconds.
         """
         mode, window = way
-        verify = self._costs.fixed(running * (window + 1))
         if not window:
-            return verify
-        draft = window * (running * self._drafters[drafter].each + self._drafters[drafter].base)
-        return max(draft - cache_ms / 1000, verify) if mode == "decoupled" else draft + verify
+            return self._costs.fixed(running)
+        cache, drafts = cache_ms / 1000, float(window)
+        if mode == "aimd":
+            _, drafts = aimd(self._level(drafter) / LEVELS, self._misses)
+        verify = self._costs.fixed(math.ceil(running * (1 + drafts * self._breadth)))
+        draft = drafts * (running * self._drafters[drafter].each + self._drafters[drafter].base)
+        return window_seconds(draft, verify + cache, mode == "decoupled") - cache
 
     def _tokens(self, level: int, way: Way) -> float:
         """Returns the tokens that a request of a level of acceptance gets from a pass."""
         mode, window = way
         if not window:
             return 1.0
-        expected = expected_tokens_decoupled if mode == "decoupled" else expected_tokens
-        return expected(level / LEVELS, window)
+        if mode == "aimd":
+            return aimd(level / LEVELS, self._misses)[0]
+        return window_tokens(level / LEVELS, window, mode == "decoupled")
+
+    def _level(self, drafter: str) -> int:
+        """Returns the level of a drafter's mean acceptance."""
+        return round(self._drafters[drafter].acceptance * LEVELS)
 
     def _way(self, running: int, drafter: str, cache_ms: int) -> Way:
         """Returns the way to decode so many requests, whose cache takes so many milliseconds to read."""
         if not drafter or (self._below is not None and running > self._below):
             return PLAIN
-        level = round(self._drafters[drafter].acceptance * LEVELS)
+        level = self._level(drafter)
 
         def speed(way: Way) -> float:
             return self._tokens(level, way) / (
@@ -104,5 +152,5 @@ class Drafting:
         """
         drafter, cache_ms = self.names[0] if self.names else NO_DRAFTS, int(1000 * cached)
         way = self.way(running, drafter, cache_ms)
-        level = round(self._drafters[drafter].acceptance * LEVELS) if drafter else 0
+        level = self._level(drafter) if drafter else 0
         return (self.seconds(running, drafter, way, cache_ms) + cached) / self.tokens(level, way)

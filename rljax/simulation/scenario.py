@@ -3,10 +3,17 @@
 The responses of its steps are epochs over a set of prompts, whose lengths come from a model or from a run. A
 prompt has a length of its own, log-normal over prompts; the responses of its group scatter around it, and
 from epoch to epoch it moves and grows. All is cut off at the longest response. The keys `mean`, `longest`,
-`sigma`, `within`, `drift`, `growth`, `outliers` and `jump` say how far.
+`sigma`, `within`, `drift`, `growth`, `settling`, `outliers` and `jump` say how far.
+
+What passes take is one set of inputs for everything. `memory` is a customary share of the bandwidth.
+`base_ms` and `sum_us` follow from it and from TLT's throughputs of Qwen2.5 7B without drafts, one request, on
+H100: 164.65 tokens/s on one device (table 2), 6.1 ms a pass, of which the weights take 5.3; and 242.11 on
+two (table 7), 4.1 ms, of which half of the weights takes 2.6, `base_ms` 0.8, and 56 all-reduces the rest. A
+32B policy on four then takes 8.3 ms; SpecActor (section 5.1) tells below 13. `arithmetic` is a guess.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -26,11 +33,11 @@ from rljax.errors import ConfigError, known_names
 from rljax.planning.hardware import known_hardware
 from rljax.planning.rollout import scale_to_mean
 from rljax.simulation.cluster import Cluster, Machines, Order, Response
-from rljax.simulation.costs import SHAPES, PassCosts, named, planned_costs, roofline_costs
+from rljax.simulation.costs import POLICIES, PassCosts, named, planned_costs, roofline_costs
 from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter
 from rljax.simulation.spot import SpotTimes
 
-Modes = Literal["coupled", "decoupled", "either"]
+Modes = Literal["coupled", "decoupled", "either", "aimd"]
 Routing = Literal["shared", "static", "ranked", "two-tiers"]
 Prompt = tuple[int, ...]
 
@@ -68,13 +75,15 @@ class Scenario:
     within: Annotated[float, "share of that variance within a prompt's responses"] = 0.3
     drift: Annotated[float, "movement of a prompt's logarithm from epoch to epoch"] = 0.1
     growth: Annotated[float, "growth of the mean from epoch to epoch"] = 1.0
+    settling: Annotated[float, "by which drift and outliers shrink from epoch to epoch; 1 for never"] = 1.0
     outliers: Annotated[float, "share of responses that are longer than their prompt lets expect"] = 0.0
     jump: Annotated[float, "spread of the logarithm by which these are longer"] = 1.0
     rollouts: Annotated[str, "rollouts.jsonl of a run, for its lengths"] = ""
     costs: Annotated[str, "plan written by scripts/plan.py --json, for its decode passes"] = ""
     arithmetic: Annotated[float, "share of the device's FLOP/s that is reached"] = 0.5
-    memory: Annotated[float, "share of its bandwidth that is reached"] = 0.7
-    base_ms: Annotated[float, "milliseconds that every pass takes besides"] = 3.0
+    memory: Annotated[float, "share of its bandwidth that is reached"] = 0.8
+    base_ms: Annotated[float, "milliseconds that every pass takes besides"] = 0.8
+    sum_us: Annotated[float, "microseconds of each of two all-reduces a layer, over several devices"] = 12.0
     drafters: Annotated[
         str,
         "drafters as name:acceptance:spread:milliseconds[:more per request], separated by commas; workers"
@@ -82,7 +91,13 @@ class Scenario:
     ] = ""
     windows: Annotated[str, "drafts a pass to choose among"] = "0,1,2,3,4,6,8"
     draft_below: Annotated[int, "batches of at most so many draft; 0 for all"] = 0
-    mode: Annotated[Modes, "coupled or decoupled drafting, or what is faster at a time: either"] = "coupled"
+    mode: Annotated[
+        Modes,
+        "coupled or decoupled drafting, or what is faster at a time: either; or aimd, HistoSpec's windows, of"
+        " each request's own",
+    ] = "coupled"
+    breadth: Annotated[float, "rows that are verified for each drafted token: trees have more than one"] = 1.0
+    misses: Annotated[float, "with aimd: passes behind a rejection until history matches again"] = 0.0
     spot: Annotated[int, "idle workers from which they train a head (TLT, section 4.2); 0 never"] = 0
     spot_update: Annotated[float, "seconds of an update of the head"] = 0.2
     spot_updates: Annotated[int, "most updates of the head in a rollout"] = 200
@@ -151,9 +166,10 @@ class Scenario:
         """Returns the seconds of passes."""
         if self.costs:
             return planned_costs(self.costs)
-        shape, device = named("model", self.model, SHAPES), named("device", self.device, known_hardware())
+        policy, device = named("model", self.model, POLICIES), named("device", self.device, known_hardware())
         worker = device.reaching(self.arithmetic, self.memory, self.tensor)
-        return roofline_costs(shape, worker, self.base_ms / 1000)
+        latency = self.sum_us / 1e6 if self.tensor > 1 else 0.0
+        return roofline_costs(policy, worker, self.base_ms / 1000, latency)
 
     def drafters_of(self) -> dict[str, SimulatedDrafter]:
         """Returns the drafters by name."""
@@ -178,6 +194,8 @@ class Scenario:
             [int(window) for window in self.windows.split(",")],
             ("coupled", "decoupled") if self.mode == "either" else (self.mode,),
             self.draft_below or None,
+            self.breadth,
+            self.misses,
         )
         if self.spot:
             limits = self.spot_updates, self.spot_tokens, self.longest
@@ -244,15 +262,17 @@ def epochs(scenario: Scenario, prompts: int) -> Iterator[np.ndarray]:
     spread = scenario.sigma * np.sqrt(scenario.within)
     noise = np.random.default_rng(0).standard_normal((prompts, min(samples, 16)))
     scale = scale_to_mean(np.exp(between[:, None] + spread * noise), scenario.mean, scenario.longest)
+    restless = 1.0
     while True:
         noise = spread * random.standard_normal((prompts, samples))
         if scenario.outliers:
-            beyond = random.random((prompts, samples)) < scenario.outliers
+            beyond = random.random((prompts, samples)) < restless * scenario.outliers
             noise += beyond * np.abs(scenario.jump * random.standard_normal((prompts, samples)))
         lengths = np.rint(scale * np.exp(between[:, None] + noise))
         yield np.clip(lengths, 1, scenario.longest).astype(np.int64)
-        between = between + scenario.drift * random.standard_normal(prompts)
+        between = between + restless * scenario.drift * random.standard_normal(prompts)
         scale *= scenario.growth
+        restless *= scenario.settling
 
 
 def recorded_lengths(path: str, seed: int = 0) -> list[np.ndarray]:
@@ -336,28 +356,34 @@ class Workload:
         ]
 
 
-def rank_shares(scenario: Scenario, groups: int) -> tuple[float, float]:
-    """Returns the share of responses that are in the ranking group which their prompt's history expects, or
-    in a lower one, and the share that migrates: RhymeRL's table 2, over 2,048 prompts and six epochs.
+@functools.cache
+def rank_shares(scenario: Scenario, groups: int) -> np.ndarray:
+    """Returns the shares of responses by their ranking group, float [4]: RhymeRL's table 2, over 1,024
+    prompts and four epochs.
+
+    A response is in the group that its prompt's history expects, or in a lower one; or in a higher one, and
+    then not among the last tenth of the expected group; or among it, and within beta times the longest of
+    its prompts; or beyond that, and migrates. A prompt's length is its median.
     """
-    lengths = list(itertools.islice(epochs(scenario, 2048), 7))
+    lengths = list(itertools.islice(epochs(scenario, 1024), 5))
     shares = [_shares(previous, now, groups) for previous, now in itertools.pairwise(lengths)]
-    below, migrated = np.mean(shares, axis=0)
-    return below, migrated
+    return np.asarray(np.mean(shares, axis=0))
 
 
-def _shares(previous: np.ndarray, lengths: np.ndarray, groups: int) -> tuple[float, float]:
+def _shares(previous: np.ndarray, lengths: np.ndarray, groups: int) -> np.ndarray:
     medians = np.median(previous, axis=1)
     predicted = _ranks(medians, groups)
     higher = _ranks(lengths.ravel(), groups).reshape(lengths.shape) > predicted[:, None]
     beta = growth_factor(dict(enumerate(medians)), dict(enumerate(np.median(lengths, axis=1))))
-    migrated = 0
+    counts = np.zeros(4)
     for group in range(groups):
         members = predicted == group
-        own = lengths[members]
+        own, above = lengths[members], higher[members]
         last = own > np.quantile(own, 0.9)
-        migrated += int((last & higher[members] & (own > beta * medians[members].max())).sum())
-    return 1 - float(higher.mean()), migrated / lengths.size
+        far = own > beta * medians[members].max()
+        kinds = ~above, above & ~last, above & last & ~far, above & last & far
+        counts += [kind.sum() for kind in kinds]
+    return counts / lengths.size
 
 
 def _ranks(lengths: np.ndarray, groups: int) -> np.ndarray:

@@ -148,6 +148,10 @@ class SimulatedWorker:
             self._enter(job)
         self._plan()
 
+    def use_first(self, now: float) -> None:
+        """From now on uses the drafter that it began with."""
+        self.use(self._names[0] if self._names else NO_DRAFTS, now)
+
     def slow(self, factor: float, now: float) -> None:
         """All takes so many times as long from now on as it would alone."""
         self.advance(now)

@@ -36,6 +36,18 @@ def expected_tokens_decoupled(acceptance: float, window: int) -> float:
     return partial + window * acceptance**window
 
 
+def window_tokens(acceptance: float, window: int, decoupled: bool) -> float:
+    """Returns `expected_tokens`, or `expected_tokens_decoupled`."""
+    return (expected_tokens_decoupled if decoupled else expected_tokens)(acceptance, window)
+
+
+def window_seconds(drafting: float, verifying: float, decoupled: bool) -> float:
+    """Returns the seconds of a window, from those of drafting and of verifying it: one after the other, or
+    both at once, the next window and this one.
+    """
+    return max(drafting, verifying) if decoupled else drafting + verifying
+
+
 class WorthStarting:
     """Whether to begin drafting in a rollout, where beginning takes time: once it would have saved as much.
 

@@ -10,13 +10,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from drafters.aimd import AimdWindows
+from drafters.histospec import WIDEST
 from rljax.cluster.histopipe import RankedQueues
+from rljax.cluster.racing import Racing
+from rljax.cluster.router import SharedQueue
 from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
+from rljax.models.transformer import init_params
+from rljax.planning.passes import pass_work
 from rljax.simulation.cluster import Cluster, Machines, Response
 from rljax.simulation.command import main
-from rljax.simulation.costs import RooflineCosts, TableCosts, planned_costs
-from rljax.simulation.drafting import Drafting, SimulatedDrafter
+from rljax.simulation.costs import POLICIES, RooflineCosts, TableCosts, planned_costs
+from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter, aimd
 from rljax.simulation.outcome import outcome_of
 from rljax.simulation.scenario import Scenario, Workload, epochs, recorded_lengths
 from rljax.simulation.spot import SpotTimes
@@ -87,11 +93,73 @@ def test_accepted_drafts_advance_by_level():
     """Windows of one draft: (1 + p) tokens a pass of one second, and half a second to draft."""
     drafting = Drafting(SECOND, {"d": SimulatedDrafter(0.5, base=0.5)}, [1])
     worker = SimulatedWorker("w", 9, SECOND, drafting)
-    worker.add([job(0, 30, levels=(10,)), job(1, 20, levels=(0,))], 0.0)
+    worker.add([job(0, 30, levels=(LEVELS // 2,)), job(1, 20, levels=(0,))], 0.0)
     assert ends_of(worker) == [(0, pytest.approx(30)), (1, pytest.approx(30))]
     plain = Drafting(SECOND, {"d": SimulatedDrafter(0.5, base=9.0)}, [0, 1])
     assert plain.way(3, "d", 0) == ("plain", 0)
     assert Drafting(SECOND, {"d": SimulatedDrafter(0.5)}, [0, 1], below=2).way(3, "d", 0)[1] == 0
+
+
+@pytest.mark.parametrize(("acceptance", "misses"), [(0.6, 0), (0.9, 0), (0.85, 2)])
+def test_windows_of_histospec_are_those_of_its_code(acceptance, misses):
+    """The stationary distribution in closed form against `AimdWindows`, with drafts accepted at random."""
+    random, windows = np.random.default_rng(0), AimdWindows(4000, 2, 2, WIDEST)
+    requests, waits = np.arange(4000), np.zeros(4000, int)
+    tokens = drafts = 0
+    for turn in range(90):
+        drafted = np.where(waits > 0, 0, windows[requests])
+        accepted = np.minimum(random.geometric(1 - acceptance, 4000) - 1, drafted)
+        windows.observe(requests, drafted, accepted)
+        waits = np.where(waits > 0, waits - 1, np.where(accepted < drafted, misses, 0))
+        if turn >= 30:
+            tokens, drafts = tokens + 4000 + accepted.sum(), drafts + drafted.sum()
+    assert aimd(acceptance, misses) == pytest.approx((tokens / 240_000, drafts / 240_000), rel=0.02)
+    assert aimd(1.0) == (33.0, 32.0)
+
+
+def test_the_chosen_acceptance_is_the_published_share_of_accepted_drafts():
+    """RhymeRL's Fig. 17: 65 to 79 % of drafts, in windows that depend on it; the band and the middle."""
+    shares = [(tokens - 1) / drafts for tokens, drafts in map(aimd, (0.85, 0.905, 0.95))]
+    assert shares == pytest.approx([0.65, 0.72, 0.79], abs=0.01)
+
+
+def test_histospec_verifies_as_many_rows_as_it_drafts():
+    drafting = Drafting(
+        RooflineCosts(1.0, 0, 0, 0), {"d": SimulatedDrafter(0.5, base=1.0)}, [1], ["aimd"], breadth=2.0
+    )
+    ((kind, widest),) = drafting._ways
+    tokens, drafts = aimd(0.5)
+    assert drafting.tokens(LEVELS // 2, (kind, widest)) == tokens
+    assert drafting.seconds(4, "d", (kind, widest), 0) == drafts + math.ceil(4 * (1 + 2 * drafts))
+
+
+def test_a_simulated_policy_has_the_matrices_of_the_policy():
+    model = dataclasses.replace(POLICIES["qwen2.5-0.5b"], architecture="qwen3", num_layers=2, vocab_size=64)
+    params = init_params(model, 0)
+    matrices = [*params["layers"][0].values(), *params["layers"][1].values(), params["embed"]]
+    assert pass_work(model).products == sum(each.size for each in matrices if each.ndim == 2)
+    work = pass_work(model)(3.0, 10.0, 5.0)
+    assert work.flops == 2 * 3 * pass_work(model).products + 4 * 3 * 5 * 14 * 64 * 2
+    assert work.bytes == 2 * pass_work(model).products + 10 * (2 * 2 * 2 * 2 * 64) + 3 * 8 * 64
+    assert pass_work(POLICIES["qwen2.5-32b"]).products == pytest.approx(32.8e9 - 0.78e9, rel=2e-3)
+
+
+def test_a_pass_takes_what_is_published_of_it():
+    """TLT's tables 2 and 7, and SpecActor's bound; the second has all-reduces, and no other key differs."""
+    for overrides, rate in (("model=qwen2.5-7b tensor=1", 164.65), ("model=qwen2.5-7b tensor=2", 242.11)):
+        costs = Scenario().replaced(overrides.split()).pass_costs()
+        assert 1 / costs.fixed(1) == pytest.approx(rate, rel=0.01)
+    assert Scenario().replaced(["model=qwen2.5-32b", "tensor=4"]).pass_costs().fixed(1) < 0.013
+
+
+def test_what_settles_moves_less():
+    def moved(settling):
+        scenario = Scenario(mean=1000, longest=10**5, within=0, drift=0.2, settling=settling)
+        first, second, *_, sixth, last = itertools.islice(epochs(scenario, 2000), 8)
+        return [float(np.log(after / before).std()) for before, after in ((first, second), (sixth, last))]
+
+    assert moved(1.0) == pytest.approx([0.2, 0.2], rel=0.1)
+    assert moved(0.5) == pytest.approx([0.2, 0.2 * 0.5**6], rel=0.3)
 
 
 def test_withdrawn_requests_go_on_elsewhere_where_they_were():
@@ -160,6 +228,17 @@ def test_a_failed_workers_requests_are_decoded_by_the_other_one():
     # Nothing was reported before the failure at 3, which is noticed at 4: all 10 tokens are decoded again.
     assert step.end == pytest.approx(14.0)
     assert step.tokens == 20
+
+
+def test_a_racer_begins_the_next_rollout_with_the_first_drafter():
+    good, bad = int(0.9 * LEVELS), int(0.1 * LEVELS)
+    drafting = Drafting(SECOND, {"good": SimulatedDrafter(0.9), "bad": SimulatedDrafter(0.1)}, [4])
+    race = Racing(SharedQueue(), ["good", "bad"], 1)
+    cluster = Cluster(Machines(2, 1, SECOND, drafting, look_seconds=1.0), router=race, spans=True)
+    rollout = [Response(0, 0, 100, (good, bad)), Response(1, 0, 10, (good, bad))]
+    first, second = cluster.run(iter([rollout, rollout[::-1]]), 2)  # the racer has the long one then
+    assert sum(span.kind == "copy" for span in cluster.spans) == 2
+    assert second.end - second.begin == pytest.approx(first.end - first.begin)
 
 
 @settings(max_examples=25, deadline=None)

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from rljax.speculation.draft_length import expected_tokens, expected_tokens_decoupled
+from rljax.speculation.draft_length import window_seconds, window_tokens
 from rljax.speculation.window_costs import Affine, Mode
 
 Verifier = Callable[[int], Affine]
@@ -61,10 +61,9 @@ def speed(
     mode: Mode, drafter: Affine, verifier: Verifier, batch: float, window: int, acceptance: float
 ) -> float:
     """Tokens per second of a request; without drafts, the window is 0."""
-    drafting, verifying = window * drafter(batch), verifier(window)(batch)
-    if mode == "decoupled":  # the next window is drafted while the last one is verified
-        return expected_tokens_decoupled(acceptance, window) / max(drafting, verifying)
-    return expected_tokens(acceptance, window) / (drafting + verifying)
+    decoupled = mode == "decoupled"
+    seconds = window_seconds(window * drafter(batch), verifier(window)(batch), decoupled)
+    return window_tokens(acceptance, window, decoupled) / seconds
 
 
 def largest_window(drafter: Affine, verifier: Verifier) -> int:

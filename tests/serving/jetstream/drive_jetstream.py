@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # importing it logs to standard output
         from jetstream.core import orchestrator as jetstream
 
-        from rljax.provenance import machine_facts
+        from rljax.provenance import write_figures
         from rljax.serving.jetstream.adapter import JetStreamEngine
         from rljax.serving.policy import Options, open_policy
 
@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(answer))
     if arguments.output is not None:
         command = shlex.join(["python", "-m", "tests.serving.jetstream.drive_jetstream", *argv])
-        machine = machine_facts(("google-jetstream",))
-        record = {"command": command, "machine": machine, "slots": SLOTS, "answers": answers}
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_figures(arguments.output, {"slots": SLOTS, "answers": answers}, command, ("google-jetstream",))
     return 0
 
 
