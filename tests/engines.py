@@ -4,6 +4,7 @@ Files that use these policies and buckets share compiled programs.
 """
 
 import dataclasses
+import functools
 import os
 
 import jax
@@ -40,7 +41,9 @@ def stored_pool():
     return ExecutablePool(directory=os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
+@functools.lru_cache
 def engine_of(config, buckets=BUCKETS, dtype="float32", sampling=SAMPLING, eos=(), rule="coupled"):
+    """The same engine for all tests that ask for it."""
     numerics = exact_numerics(config, dtype, buckets)
     return DecodeEngine(config, numerics, sampling, buckets, eos, 64, stored_pool(), verification=rule)
 
@@ -114,6 +117,44 @@ def decode(engine, params, asked, order=None, capacity=0, one_by_one=False, visi
             state = engine.grow(state)
         state, result = visit(state)
     return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A policy's engine, its weights, and requests to it."""
+
+    engine: DecodeEngine
+    params: dict
+    asked: list[Asked]
+
+    @functools.cached_property
+    def plain(self):
+        """What the requests get by plain decoding, together from the start: (tokens, logprobs) of each."""
+        return decode(self.engine, self.params, self.asked, capacity=LONGEST)
+
+    @property
+    def truth(self):
+        """The tokens of `plain`."""
+        return [tokens for tokens, _ in self.plain]
+
+    def state(self, members=None, slots=5, capacity=LONGEST):
+        """A state with the requests in its first slots."""
+        asked = self.asked if members is None else [self.asked[i] for i in members]
+        prefix = self.engine.prefill(self.params, [each.prompt for each in asked])
+        state = self.engine.init_state(slots, capacity)
+        placed = [Assignment(i, i, each.key, each.limit) for i, each in enumerate(asked)]
+        return self.engine.bulk_insert(prefix, state, placed)
+
+
+# Lengths on both sides of the 256 keys that attention sums at a time.
+PROMPTS, LIMITS = (3, 200, 63, 40), (280, 80, 60, 30)
+
+
+@functools.lru_cache
+def world_of(name, dtype="float32", prompts=PROMPTS, limits=LIMITS, sampling=SAMPLING, **others):
+    """The same world for all tests that ask for it."""
+    engine = engine_of(CONFIGS[name], BUCKETS, dtype, sampling, **others)
+    return World(engine, engine.load_params(lively_params(CONFIGS[name])), ask(prompts, limits))
 
 
 def poison(state, value=1e4):

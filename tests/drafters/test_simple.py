@@ -13,14 +13,11 @@ from drafters.registry import make_drafter, make_drafters, rehearse_drafters
 from drafters.simple import SimpleDrafterAdapter
 from drafters.training import Training
 from rljax.config.speculation import SpeculationConfig
-from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError, DrafterError
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import BUCKETS, CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import SLOTS, CheapTimes, assert_same, make_engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
 
@@ -42,23 +39,8 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
 def engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(engine, params, requests):
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
+    return make_engine()
 
 
 def speculate(engine, params, requests, drafters):

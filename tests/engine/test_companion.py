@@ -1,8 +1,5 @@
 """A small model beside the target: what it drafts, whatever happened in between; it changes no token."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,43 +13,33 @@ from rljax.engine.host_sync import Assignment
 from rljax.engine.shapes import PlainShapes
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
+from tests import engines
 from tests.engines import (
     BUCKETS,
-    CONFIGS,
-    LONGEST,
+    PROMPTS,
     SAMPLING,
     VOCAB,
+    World,
     ask,
-    decode,
     lively_params,
     stored_pool,
 )
-from tests.exactness import exact_numerics
 
 NODES = BUCKETS.max_drafts
 OTHER = ModelConfig("llama", VOCAB, 32, 1, 2, 1, 32, 64)
-ASKED = ask([3, 200, 63, 40], [90, 80, 60, 30])
-POOL = stored_pool()
+LIMITS = (90, 80, 60, 30)
+ASKED = ask(PROMPTS, LIMITS)
 
 
-@dataclasses.dataclass(frozen=True)
-class World:
-    """A policy's engine, and its weights."""
-
-    engine: DecodeEngine
-    params: dict
-
-    @functools.cached_property
-    def plain(self):
-        """What requests get by plain decoding."""
-        return [tokens for tokens, _ in decode(self.engine, self.params, ASKED, capacity=LONGEST)]
+def world_of(dtype="float32"):
+    return engines.world_of("three", dtype, limits=LIMITS)
 
 
-@functools.lru_cache
-def world_of(config=CONFIGS["three"], buckets=BUCKETS, dtype="float32", rule="coupled"):
-    numerics = exact_numerics(CONFIGS["three"], dtype, BUCKETS)  # for OTHER any would do
-    engine = DecodeEngine(config, numerics, SAMPLING, buckets, (), 64, pool=POOL, verification=rule)
-    return World(engine, engine.load_params(lively_params(config)))
+def other_of(buckets, rule="coupled"):
+    """The small model as a policy, with a pool of its own."""
+    numerics = world_of().engine.numerics  # any would do
+    engine = DecodeEngine(OTHER, numerics, SAMPLING, buckets, (), 64, stored_pool(), verification=rule)
+    return World(engine, engine.load_params(lively_params(OTHER)), ASKED)
 
 
 class Pair:
@@ -126,7 +113,7 @@ class Pair:
                 index = self.slots[slot]
                 done = len(self.emitted[index])
                 room = min(ASKED[index].limit, self.state.cache.length - len(ASKED[index].prompt) + 1) - done
-                wanted = self.world.plain[index][done : done + min(steps, max(room - 1, 0))]
+                wanted = self.world.truth[index][done : done + min(steps, max(room - 1, 0))]
             assert drafted == wanted
 
 
@@ -153,7 +140,7 @@ def test_the_policy_beside_itself_drafts_what_will_be_sampled(dtype):
         pair.check_drafts(steps)
         spoil = {slot: int(rng.integers(steps)) for slot in pair.slots if rng.random() < 0.5}
         taken |= set(pair.verify(spoil).tolist())
-    assert pair.emitted == world.plain
+    assert pair.emitted == world.truth
     assert taken >= {1, 2, 4, 8}
 
 
@@ -169,7 +156,7 @@ def test_after_plain_steps_and_chains_that_were_not_verified():
     while pair.slots:
         pair.check_drafts()
         pair.verify()
-    assert pair.emitted == world.plain
+    assert pair.emitted == world.truth
 
 
 def test_through_compaction_and_growth():
@@ -186,7 +173,7 @@ def test_through_compaction_and_growth():
             pair.compact()
         batches.add(pair.state.batch)
     assert lengths == {64, 512} and batches == {2, 5}
-    assert [pair.emitted[i] for i in (0, 2, 3)] == [world.plain[i] for i in (0, 2, 3)]
+    assert [pair.emitted[i] for i in (0, 2, 3)] == [world.truth[i] for i in (0, 2, 3)]
 
 
 def test_requests_that_come_later():
@@ -309,7 +296,7 @@ def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
     tokens = np.asarray(pair.draft().tokens)
     assert (tokens[:2] == -1).all()
     for slot in (2, 3):
-        assert tokens[slot].tolist() == world.plain[slot][:NODES]
+        assert tokens[slot].tolist() == world.truth[slot][:NODES]
     result = pending.result()
     assert (result.tokens >= 0).sum(axis=1).tolist() == [4, 8, 0, 0, 0]
     extended = pair.companion.extended
@@ -327,7 +314,7 @@ def test_a_stranger_changes_no_token():
     while pair.slots:
         assert (np.asarray(pair.draft().tokens)[list(pair.slots), 0] < VOCAB).all()
         pair.verify()
-    assert pair.emitted == world.plain
+    assert pair.emitted == world.truth
 
 
 def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
@@ -338,22 +325,22 @@ def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
         pair.draft()
         pair.verify()
         passes += 1
-    assert pair.emitted == world.plain
-    assert passes < max(map(len, world.plain)) / 1.5
+    assert pair.emitted == world.truth
+    assert passes < max(map(len, world.truth)) / 1.5
     short = ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64)
     pair = Pair(world, stranger(world, short))
     for _ in range(4):
         tokens = np.asarray(pair.draft().tokens)
         assert tokens.max() < VOCAB - 30
         pair.verify()
-    for emitted, wanted in zip(pair.emitted, world.plain, strict=True):
+    for emitted, wanted in zip(pair.emitted, world.truth, strict=True):
         assert emitted == wanted[: len(emitted)]
     with pytest.raises(ValueError, match="vocab_size: 97 is more than the target's 96"):
         stranger(world, ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
 
 
 def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
-    world = world_of(OTHER, Buckets((5,), (64,), (40,), NODES), rule="rejection")
+    world = other_of(Buckets((5,), (64,), (40,), NODES), rule="rejection")
     pair = Pair(world, itself(world), members=(0, 3), capacity=64)
     drafts = pair.companion.draft_chains(pair.state, NODES, with_proposal=True)
     _, pending = pair.engine.verify(pair.params, pair.state, drafts.tree(NODES), proposal=drafts.proposal)
@@ -373,13 +360,13 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
 
 
 def test_warm_programs_serve_the_rollout():
-    world = world_of(OTHER, Buckets((2, 4), (64, 128), (40,), NODES))
+    world = other_of(Buckets((2, 4), (64, 128), (40,), NODES))
     companion = itself(world)
     params = world.engine.param_shapes(world.params)
     shapes = PlainShapes(world.engine, params, 4, 16, late_inserts=True, widens=True)
     for batch in (2, 4):
         companion.compile(shapes, batch, shapes.lengths, lambda: False)
-    compiled = len(POOL)
+    compiled = len(world.engine.pool)
     companion.begin(4, 64)
     companion.enter(range(4), [[1 + slot] * (3 * slot + 4) for slot in range(4)])
     for batch, length in ((4, 64), (4, 128), (2, 128)):
@@ -393,7 +380,7 @@ def test_warm_programs_serve_the_rollout():
     for batch in (2, 4):
         companion.widen(batch)
         companion.draft_chains(world.engine.init_state(batch, 64), NODES)
-    assert companion.extended == 0 and len(POOL) == compiled
+    assert companion.extended == 0 and len(world.engine.pool) == compiled
 
 
 def test_another_shape_than_the_targets_is_refused():

@@ -1,6 +1,5 @@
 """Drafting on the target's cache: what it proposes, and that it leaves nothing behind."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,21 +8,13 @@ import numpy as np
 import pytest
 
 from drafters.quantized import QuantizedPolicy, WeightFormat
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment
 from rljax.engine.self_drafting import draft_keys
 from rljax.sampling.distribution import SamplingParams
 from tests.engines import (
     BUCKETS,
-    CONFIGS,
-    LONGEST,
-    SAMPLING,
     VOCAB,
-    ask,
-    decode,
-    engine_of,
-    lively_params,
     poison,
+    world_of,
 )
 
 NODES = BUCKETS.max_drafts
@@ -38,36 +29,6 @@ FORMATTED += [
     pytest.param(policy, fmt, marks=pytest.mark.long)
     for policy, fmt in zip(POLICIES, ("w8a8", "w4", "w8a8"), strict=True)
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class World:
-    """A policy, requests, and what they get."""
-
-    engine: DecodeEngine
-    params: dict
-    asked: list
-
-    @functools.cached_property
-    def plain(self):
-        return decode(self.engine, self.params, self.asked, capacity=LONGEST)
-
-    def state(self, members=None, slots=5, capacity=LONGEST):
-        """A state with the requests in its first slots."""
-        asked = [self.asked[i] for i in (range(len(self.asked)) if members is None else members)]
-        prefix = self.engine.prefill(self.params, [each.prompt for each in asked])
-        state = self.engine.init_state(slots, capacity)
-        return self.engine.bulk_insert(
-            prefix, state, [Assignment(i, i, each.key, each.limit) for i, each in enumerate(asked)]
-        )
-
-
-@functools.lru_cache
-def world_of(name, dtype, rule="coupled", eos=(), temperature=SAMPLING.temperature):
-    engine = engine_of(CONFIGS[name], BUCKETS, dtype, SamplingParams(temperature), eos, rule)
-    params = engine.load_params(lively_params(CONFIGS[name]))
-    asked = ask([3, 200, 63, 40], [90, 80, 60, 30])
-    return World(engine, params, asked)
 
 
 @pytest.fixture(scope="module", params=POLICIES, ids=" ".join)
@@ -176,7 +137,7 @@ def test_nothing_is_drafted_behind_the_end_of_a_response():
 def test_margins_are_how_far_the_noise_is_from_another_token():
     """And greedily, how far the logits are."""
     for temperature in (0.8, 0.0):
-        world = world_of(*POLICIES[0], temperature=temperature)
+        world = world_of(*POLICIES[0], sampling=SamplingParams(temperature))
         _, drafts = world.engine.draft(world.params, world.state(), NODES)
         _, other = world.engine.draft(quantized(*POLICIES[0], "w8"), world.state(), NODES)
         drafts, other = host(drafts), host(other)
@@ -253,7 +214,7 @@ def test_drafts_verified_from_the_device_give_the_bits_of_plain_decoding(policy,
 
 def test_rejection_takes_every_draft_of_the_policy_itself():
     """p = q, to the bit; and none of the drafts used the request's noise."""
-    world = world_of(*POLICIES[0], "rejection")
+    world = world_of(*POLICIES[0], rule="rejection")
     state, drafts = world.engine.draft(world.params, world.state(), NODES, with_proposal=True)
     proposal, tokens = np.asarray(drafts.proposal), np.asarray(drafts.tokens)
     assert proposal.shape == (5, NODES + 1, VOCAB)
@@ -269,7 +230,7 @@ def test_rejection_takes_every_draft_of_the_policy_itself():
 
 def test_rejection_refuses_some_of_other_weights():
     """With a proposal as wide as the tree, sliced from a wider one."""
-    world = world_of(*POLICIES[0], "rejection")
+    world = world_of(*POLICIES[0], rule="rejection")
     state, accepted, drafted = world.state(), 0, 0
     while np.asarray(state.active)[:4].all():
         state, drafts = world.engine.draft(quantized(*POLICIES[0], "w4"), state, 3, with_proposal=True)

@@ -10,7 +10,6 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree
-from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.host_sync import Assignment
 from rljax.models import transformer
@@ -19,7 +18,6 @@ from rljax.models.rope import rope_table
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
 from tests.engines import (
-    BUCKETS,
     CONFIGS,
     LONGEST,
     SAMPLING,
@@ -31,6 +29,7 @@ from tests.engines import (
     poison,
     speculate,
     tangled,
+    world_of,
 )
 from tests.exactness import check_same
 
@@ -71,28 +70,6 @@ def lies(truth):
 
 
 # -- bit for bit -------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class World:
-    """A policy, requests on both sides of the 256 keys that attention sums at a time, what they get."""
-
-    engine: DecodeEngine
-    params: dict
-    asked: list
-    plain: list
-
-    @property
-    def truth(self):
-        return [tokens for tokens, _ in self.plain]
-
-
-@functools.lru_cache
-def world_of(name, dtype):
-    engine = engine_of(CONFIGS[name], BUCKETS, dtype)
-    params = engine.load_params(lively_params(CONFIGS[name]))
-    asked = ask([3, 200, 63, 40], [280, 80, 60, 30])
-    return World(engine, params, asked, decode(engine, params, asked, capacity=LONGEST))
 
 
 @pytest.fixture(

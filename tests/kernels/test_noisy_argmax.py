@@ -24,6 +24,7 @@ NUMERICS = Numerics()
 KERNELS = ["interpret_gpu", "interpret_tpu"]
 NATIVE = [pytest.param(name, marks=pytest.mark.accelerator) for name in ("mosaic_gpu", "mosaic_tpu")]
 BACKENDS = ["xla", *KERNELS, *NATIVE]
+LARGE = (12, 9001)  # rows and vocabulary of two tests, which share a program
 FILTERS = {
     "top-k": SamplingParams(temperature=1.4, top_k=9),
     "min-p": SamplingParams(min_p=0.05),
@@ -38,13 +39,19 @@ def skip_where_it_does_not_run(implementation):
         pytest.skip(str(refusal))
 
 
+@functools.cache
+def program(implementation, params):
+    return jax.jit(lambda *args: noisy_argmax(*args, params, NUMERICS, implementation))
+
+
 def computed(implementation, logits, params, positions=None, seed=0):
     """Tokens and logprobs of a backend; skips where it does not run."""
     skip_where_it_does_not_run(implementation)
     keys, own_positions = identities(len(logits), seed)
     positions = own_positions if positions is None else positions
-    run = jax.jit(lambda *args: noisy_argmax(*args, params, NUMERICS, implementation))
-    tokens, logprobs = run(jnp.asarray(logits), jnp.asarray(keys), jnp.asarray(positions))
+    tokens, logprobs = program(implementation, params)(
+        jnp.asarray(logits), jnp.asarray(keys), jnp.asarray(positions)
+    )
     assert tokens.dtype == jnp.int32 and logprobs.dtype == jnp.float32
     return np.asarray(tokens), np.asarray(logprobs)
 
@@ -115,7 +122,9 @@ def test_blocks_that_share_a_row_do_not_change_its_bits(implementation, monkeypa
     logits, outputs = normal(1, 20_011), []
     for blocks in (1, 2, 99):
         monkeypatch.setattr(mosaic_gpu, "_BLOCKS", blocks)
+        program.cache_clear()
         outputs.append(computed(implementation, logits, SamplingParams()))
+    program.cache_clear()
     for other in outputs[1:]:
         np.testing.assert_array_equal(other, outputs[0])
 
@@ -123,9 +132,8 @@ def test_blocks_that_share_a_row_do_not_change_its_bits(implementation, monkeypa
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_the_winner_is_found_wherever_it_is(implementation):
     """First and last entry, on both sides of every boundary, against logits that alone say otherwise."""
-    vocab_size = 9001
     places = [0, 1, 127, 128, 1023, 1024, 4095, 4096, 8191, 8192, 8999, 9000]
-    logits = np.full((len(places), vocab_size), -40.0, np.float32)
+    logits = np.full(LARGE, -40.0, np.float32)
     logits[np.arange(len(places)), places] = 10.0
     tokens, logprobs = computed(implementation, logits, SamplingParams())
     np.testing.assert_array_equal(tokens, places)
@@ -153,13 +161,15 @@ def test_a_large_noise_beats_a_large_logit(implementation):
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_the_first_of_equals_wins(implementation):
     """Logits so large that the noise vanishes in them: equals in one piece, two tiles, two lanes."""
-    logits = np.zeros((5, 9001), np.float32)
+    logits = np.zeros(LARGE, np.float32)
     equals = [(700, 701), (130, 5000), (4097, 8193), (1153, 1025), (9000, 3)]
     for row, pair in enumerate(equals):
         logits[row, list(pair)] = 1e9
     tokens, logprobs = computed(implementation, logits, SamplingParams())
-    np.testing.assert_array_equal(tokens, [min(pair) for pair in equals])
-    np.testing.assert_allclose(logprobs, np.full(5, -np.log(2.0)), atol=64.0)  # the spacing of floats at 1e9
+    np.testing.assert_array_equal(tokens[:5], [min(pair) for pair in equals])
+    np.testing.assert_allclose(
+        logprobs[:5], np.full(5, -np.log(2.0)), atol=64.0
+    )  # the spacing of floats at 1e9
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)

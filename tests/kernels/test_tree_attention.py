@@ -89,10 +89,13 @@ def _named(implementation):
     return _NATIVE[jax.default_backend()] if implementation == "native" else implementation
 
 
+@functools.cache
+def _program(implementation):
+    return jax.jit(lambda *args: tree_attention(*args, Numerics(), implementation))
+
+
 def _run(implementation, case):
-    implementation = _named(implementation)
-    compute = jax.jit(lambda *args: tree_attention(*args, Numerics(), implementation))
-    return np.asarray(compute(*case), np.float64)
+    return np.asarray(_program(_named(implementation))(*case), np.float64)
 
 
 def _relative_error(got, expected):
@@ -165,9 +168,8 @@ def test_nothing_to_see_is_zero(implementation):
 @pytest.mark.parametrize("implementation", _KERNELS)
 def test_decoding_is_one_node(implementation):
     """What the cache holds at the token's position is not looked at: a verifying pass has it not yet."""
-    queries, keys, values, lengths, node_keys, node_values, itself, depth = _case(
-        (0, 64, 100), 128, 1, 4, 2, 64, dtype="bfloat16"
-    )
+    case = _case(*_SHAPES["one node"], dtype="bfloat16")
+    queries, keys, values, lengths, node_keys, node_values, itself, depth = case
     keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
     tree = (queries, keys, values, lengths, node_keys, node_values, itself, depth)
     decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), _named(implementation)))

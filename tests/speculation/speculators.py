@@ -11,17 +11,14 @@ from drafters.registry import make_drafter, states_read
 from drafters.training import Training
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.speculator import Speculator
+from tests import tiny_policy
+from tests.engines import stored_pool
 from tests.tiny_policy import (
     CONFIG,
-    EOS,
     SLOTS,
     FixedTimes,
     assert_same,
@@ -33,29 +30,29 @@ from tests.tiny_policy import (
 
 BUCKETS = Buckets((2, 4), (128,), (16, 32), 7)
 FEW = Buckets((4,), (128,), (16,), 7)  # where drafters on the device have programs for every shape
-POOL = ExecutablePool(row_invariant=True)
+POOL = stored_pool()
 CHEAP = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft=0.05)
 MIXED = strategy_choice("expected", mix=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def params():
     return make_params()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def requests():
     return make_requests()
 
 
 def make_engine(hidden_layers=None, buckets=BUCKETS):
-    return DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, POOL, hidden_layers=hidden_layers
-    )
+    """An engine that shares its programs with all others from here."""
+    return tiny_policy.make_engine(buckets=buckets, pool=POOL, hidden_layers=hidden_layers)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def expected(params, requests):
+    """The responses of plain decoding, whatever the buckets."""
     return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
 
 

@@ -7,24 +7,19 @@ import pytest
 from drafters.registry import make_drafter, states_read
 from rljax.engine.background import BackgroundCompiler, CompilerThread
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
 from rljax.engine.plain_programs import PlainPrograms
 from rljax.models.huggingface import save_model
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
 from tests.tiny_policy import (
     CONFIG,
-    EOS,
     HEAD,
     SLOTS,
     CheapTimes,
     assert_same,
+    make_engine,
     make_params,
-    make_requests,
     outcomes,
     strategy_choice,
 )
@@ -32,22 +27,6 @@ from tests.tiny_policy import (
 BUCKETS = Buckets((SLOTS,), (128,), (16,), 7)
 SHRINKING = Buckets((2, SLOTS), (128,), (16,), 7)
 NAMES = ["quantized", "eagle", "small_model"]
-
-
-@pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(params, requests):
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16)
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
 @pytest.fixture
@@ -71,11 +50,7 @@ def speculator_of(name, params, requests, directory, buckets=BUCKETS, **settings
         save_model(directory, CONFIG, make_params(1), "float32")
         args = {"path": str(directory)}
     drafters = {name: make_drafter(name, **args)}
-    hidden_layers = states_read(drafters, CONFIG)
-    pool = ExecutablePool()
-    engine = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, pool, hidden_layers=hidden_layers
-    )
+    engine = make_engine(buckets=buckets, hidden_layers=states_read(drafters, CONFIG))
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), **settings)
     prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
     thread = CompilerThread(buckets, (SLOTS, 128))

@@ -9,10 +9,7 @@ from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
-from rljax.engine.engine import DecodeEngine
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation import acceptance, pass_times, warm_up
 from rljax.speculation.acceptance import NodeCalibration
 from rljax.speculation.pass_choice import Candidates, best_rows
@@ -20,14 +17,11 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import (
     BUCKETS,
-    CONFIG,
-    EOS,
     SLOTS,
     FixedTimes,
     assert_same,
     by_rows,
-    make_params,
-    make_requests,
+    make_engine,
 )
 
 ROWS = (0, *BUCKETS.verify)
@@ -167,11 +161,10 @@ def test_scores_that_are_no_probabilities_are_some_bin():
     assert NodeCalibration().bins(scores).tolist() == [[0, 15, 0, 15, 0]]
 
 
-def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
+def test_a_pass_that_does_not_fit_into_memory_is_never_run(params, requests, expected, monkeypatch):
     """The device has room for what passes over 8 and 16 rows need, and not for one over 32."""
-    params = make_params()
     buckets = dataclasses.replace(BUCKETS, cache=(128,), too_large=set())
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,))
+    engine = make_engine(buckets=buckets)
     tree = empty_tree(4, 7)
     needed = {
         rows: engine.verify_bytes(
@@ -192,8 +185,6 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(monkeypatch):
         speculator.warm_up(params)
     assert engine.buckets.passes(4) == [(8, 3), (16, 7)]
 
-    requests = make_requests()
-    expected = Scheduler(engine, SLOTS).run(params, requests)[0]
     for _ in range(2):
         completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
         assert_same(completions, expected)

@@ -7,44 +7,26 @@ import pytest
 
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import warm_up_plain
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation import draft_length
 from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.draft_length import best_length
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, SLOTS, FixedTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import SLOTS, FixedTimes, assert_same, make_engine, make_params
 
 BUCKETS = Buckets((2, 4), (128,), (8, 32), 7)
 
 
 @pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
 def engine(params):
     """Every program is compiled here; no test may compile another one."""
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
+    engine = make_engine(buckets=BUCKETS)
     warm_up_plain(engine, params, SLOTS, prompt_length=64)
     Speculator(engine, {"quantized": make_drafter("quantized")}, SLOTS).warm_up(params)
-    compiled = engine.pool.compilations
+    compiled = len(engine.pool)
     yield engine
-    assert engine.pool.compilations == compiled
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(engine, params, requests):
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
+    assert len(engine.pool) == compiled
 
 
 CHEAP = FixedTimes({0: 1.0, 8: 1.1, 16: 1.2, 32: 1.4}, draft=0.1)

@@ -7,36 +7,27 @@ import pytest
 
 from drafters.registry import make_drafters, rehearse_drafters, states_read
 from rljax.config.speculation import SpeculationConfig
-from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.serving.policy import _speculation
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
+from tests.speculation.speculators import FEW, make_engine
+from tests.tiny_policy import CONFIG, SLOTS, CheapTimes, assert_same, make_requests
 
-POOL = ExecutablePool(row_invariant=True)
-BUCKETS = Buckets((4,), (128,), (16,), 7)
 HEAD = {"kind": "eagle", "train": False, "depths": [3]}
 
 
 def scheduler_of(drafters):
-    layers = states_read(drafters, CONFIG)
-    engine = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), 16, POOL, hidden_layers=layers
-    )
+    engine = make_engine(states_read(drafters, CONFIG), FEW)
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes()) if drafters else None
     return Scheduler(engine, SLOTS, None, speculator, False)
 
 
 @pytest.mark.parametrize("kind", ["small_model", "eagle", "quantized"])
-def test_the_tokens_are_those_of_plain_decoding(kind, tmp_path):
-    params, requests = make_params(), make_requests((3, 20, 8), (20, 16, 7))
+def test_the_tokens_are_those_of_plain_decoding(params, kind, tmp_path):
+    requests = make_requests((3, 20, 8), (20, 16, 7))
     others = {"one": {**HEAD, "seed": 1}, "two": {**HEAD, "depths": [1], "seed": 2}}
     if kind == "small_model":
         save_model(tmp_path / "same", CONFIG, params, "float32")

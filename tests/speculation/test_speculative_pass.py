@@ -15,18 +15,16 @@ from drafters.device import SlotDrafter
 from drafters.registry import DRAFTERS, make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
-from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import row_invariant_compiler_options
 from rljax.engine.shapes import warm_up_plain
 from rljax.errors import DrafterError, UserError
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
-from rljax.numerics.rows import Numerics
 from rljax.requests import DecodeStatistics
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
-from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.distribution import token_logprobs, transform_logits
 from rljax.speculation import pass_times
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import StrategyChoice
@@ -34,43 +32,26 @@ from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import (
     ALL_ROWS,
     BUCKETS,
-    CONFIG,
     EOS,
     SLOTS,
     VOCAB,
     FavouriteRows,
     FixedTimes,
     assert_same,
-    make_params,
-    make_requests,
+    make_engine,
     spell,
 )
 
 
 @pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
 def engine(params):
     """Every program is compiled here; no test may compile another one."""
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
+    engine = make_engine()
     warm_up_plain(engine, params, SLOTS, prompt_length=64)
     Speculator(engine, {"silent": Silent()}, SLOTS).warm_up(params)
-    compiled = engine.pool.compilations
+    compiled = len(engine.pool)
     yield engine
-    assert engine.pool.compilations == compiled
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(engine, params, requests):
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
+    assert len(engine.pool) == compiled
 
 
 def speculate(
@@ -561,7 +542,7 @@ def scores_of(engine, params, requests, completions):
 def test_the_other_rules_sample_from_the_policy_too(params, requests, expected, rule):
     """Other tokens, but the same contract; and a drafter hears nothing of the noise."""
     buckets = Buckets((4,), (128,), (16, 32), 7)
-    engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16, verification=rule)
+    engine = make_engine(buckets=buckets, verification=rule)
     parents, verify = [], engine.verify
 
     def spy(params, state, tree, rows):

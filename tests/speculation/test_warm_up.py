@@ -7,39 +7,13 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.numerics.rows import Numerics
 from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation import warm_up
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, SLOTS, CheapTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import SLOTS, CheapTimes, assert_same, make_engine
 
 BUCKETS = Buckets((2, 4), (64, 128), (16, 32), 7)
-
-
-def make_engine():
-    return DecodeEngine(CONFIG, Numerics(), SamplingParams(), BUCKETS, (EOS,), decode_steps_per_sync=16)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
-def params(engine):
-    return engine.load_params(make_params())
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(engine, params, requests):
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
 def speculator_of(engine, **others):
@@ -64,7 +38,7 @@ def held_back(monkeypatch):
 def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
     params, requests, expected, held_back, overlap
 ):
-    engine = make_engine()
+    engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator:
         speculator.warm_up_behind(params, SLOTS, prompt_length=64)
         assert speculator.compiling == 4
@@ -85,16 +59,16 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
         completions, statistics = scheduler.run(params, requests, release)
         assert_same(completions, expected)
         assert statistics.verified > 0 and finished == len(requests)
-        compiled = engine.pool.compilations
+        compiled = len(engine.pool)
         completions, statistics = scheduler.run(params, requests)
         assert_same(completions, expected)
-        assert statistics.verified > 0 and engine.pool.compilations == compiled and speculator.compiling == 0
+        assert statistics.verified > 0 and len(engine.pool) == compiled and speculator.compiling == 0
         metrics = speculator.metrics(statistics)
         assert metrics["engine/compiled_behind"] == 6 and metrics["time/compiled_behind"] > 0
 
 
 def test_only_shapes_that_the_prompts_can_reach_are_compiled(params):
-    engine = make_engine()
+    engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator:
         speculator.warm_up_behind(params, SLOTS, prompt_length=100, first_prompts=[70, 100])
         speculator.decoder.compiler.wait()
@@ -103,7 +77,7 @@ def test_only_shapes_that_the_prompts_can_reach_are_compiled(params):
 
 
 def test_batches_that_hold_more_slots_are_not_compiled(params):
-    engine = make_engine()
+    engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator:
         speculator.warm_up_behind(params, slots=2, prompt_length=64)
         speculator.decoder.compiler.wait()
@@ -115,7 +89,7 @@ def test_a_rollout_goes_on_plainly_where_compiling_fails(params, requests, expec
         raise MemoryError("cannot allocate")
 
     monkeypatch.setattr(DecodeEngine, "compile_verify", fail)
-    engine = make_engine()
+    engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator, pytest.warns(UserWarning, match="cannot allocate") as warned:
         speculator.warm_up_behind(params, SLOTS, prompt_length=64)
         completions, statistics = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
@@ -125,7 +99,7 @@ def test_a_rollout_goes_on_plainly_where_compiling_fails(params, requests, expec
 
 
 def test_a_pass_that_does_not_fit_is_left_out(params, monkeypatch):
-    engine = make_engine()
+    engine = make_engine(buckets=BUCKETS)
     shapes = engine.param_shapes(params)
     (*_, (rows, nodes)) = BUCKETS.passes(4)
     largest = engine.compile_verify(shapes, 4, 128, rows, nodes)
@@ -159,7 +133,7 @@ def test_times_that_were_never_measured_are_those_of_neighbours():
 
 def test_the_first_run_of_a_pass_does_not_count(params, requests, expected):
     """It takes longer than those that follow."""
-    engine, times = make_engine(), PassTimes()
+    engine, times = make_engine(buckets=BUCKETS), PassTimes()
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times)
     with speculator:
         speculator.warm_up_behind(params, SLOTS, prompt_length=64)

@@ -36,6 +36,14 @@ from tests.drafters.eagle.tiny import (
     shared,
 )
 
+
+def each_of(variants):
+    """HASS differs from EAGLE in how its head is trained: what it drafts is computed alike."""
+    marked = [pytest.param(each, marks=pytest.mark.long if each == "hass" else ()) for each in variants]
+    return pytest.mark.parametrize("variant", marked)
+
+
+EVERY_VARIANT = each_of(VARIANTS)
 PLAIN = SamplingParams()
 STATIC = ("config", "numerics", "attended")
 jitted_absorb = jax.jit(absorb, static_argnames=STATIC, donate_argnames=("state",))
@@ -140,7 +148,7 @@ def paths(tree, slot):
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_drafts_do_not_depend_on_how_much_of_the_cache_is_read(variant):
     trees, states = [], []
     for attended in (64, None):
@@ -155,7 +163,7 @@ def test_drafts_do_not_depend_on_how_much_of_the_cache_is_read(variant):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), *states)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_a_draft_costs_what_it_reads_not_what_the_cache_has_room_for(variant):
     config, params = head(variant)
 
@@ -172,7 +180,7 @@ def test_a_draft_costs_what_it_reads_not_what_the_cache_has_room_for(variant):
 
 
 @pytest.mark.parametrize("noise", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_a_chain_is_what_training_unrolls(variant, noise):
     """Step j of the training-time test is the j-th token drafted: same tokens, same probabilities."""
     keys = KEYS if noise else None
@@ -188,7 +196,7 @@ def test_a_chain_is_what_training_unrolls(variant, noise):
             np.testing.assert_allclose(tree.log_probability[slot, depth], total, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("variant", [each for each in VARIANTS if each != "block"])
+@each_of(name for name in VARIANTS if name != "block")
 def test_behind_an_unanswered_chain_the_draft_goes_on(variant):
     """Each slot has another number of unanswered drafts, one of them none."""
     config, params = head(variant)
@@ -215,7 +223,7 @@ def test_behind_an_unanswered_chain_the_draft_goes_on(variant):
 
 
 @pytest.mark.parametrize("noise", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_a_tree_against_recomputation(variant, noise):
     """Every node's probability, and that the tree is EAGLE-2's: grown and reranked in plain Python."""
     keys, k = KEYS if noise else None, TREE.top_k
@@ -240,7 +248,7 @@ def test_a_tree_against_recomputation(variant, noise):
     with_root(tree.tree, jnp.zeros((2,), jnp.int32))  # what verification makes of it
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EVERY_VARIANT
 def test_absorbing_in_pieces(variant):
     """Prompt, single steps and verified paths of any length: the same state as all at once."""
     whole = absorbed(variant)

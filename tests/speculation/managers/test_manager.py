@@ -195,7 +195,7 @@ def test_more_drafters_than_a_tree_can_have_are_one_line():
 def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
     strategy = Strategy(3, 1, 3, drafter)
     choice = strategy_choice("fixed", strategy)
-    eagle = HEAD | {"top_k": 1, "slices": 1}
+    eagle = HEAD | {"top_k": 1, "train": False}
     speculator = make_speculator(("prompt_lookup", drafter), choice, FEW, eagle=eagle)
     other, own = (listen(each) for each in speculator.drafters.values())
     for _ in range(2):
@@ -307,7 +307,7 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
         names,
         by_rows(choose),
         Buckets((4,), (128,), (16, 32), 7),
-        eagle=HEAD | {"slices": 1},
+        eagle=HEAD | {"train": False},
         small_model={"path": str(tmp_path)},
     )
     turns = itertools.cycle(rng.integers(0, len(names), 64).tolist())

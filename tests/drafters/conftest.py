@@ -1,3 +1,3 @@
-"""The policy and its requests."""
+"""The policy, its requests, and the responses of plain decoding."""
 
 from tests.speculation.speculators import expected, params, requests  # noqa: F401  fixtures
