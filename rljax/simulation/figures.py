@@ -8,7 +8,7 @@ the same for all papers: no figure sets it, and `scenario.py` says where it come
 A speed-up agrees if its gain, which is the ratio - 1, is within a quarter of the published gain; what has a
 `unit`, such as seconds, if it is within 15 %. What is published as `[from, to]` agrees inside of that, too;
 what is published as `above` a value, if it is above. Else "in the band" is what other inputs give. A value
-that inputs were `fitted` to says nothing. The notes say what would have to be true.
+that inputs were `fitted` to says nothing. docs/simulation.md says what would have to be true of the rest.
 
 A figure's `values` are expressions over its `variants`, which are scenarios by name. A name in an expression
 is a variant, and has the keys of its scenario and what was `Measured` of it; overrides of later variants may
@@ -258,7 +258,6 @@ def computed(figure: Figure, points: list[_Point] | None = None) -> dict[str, An
         "band": {
             what: {"overrides": overrides.split(), "values": others[what]} for what, overrides in band.items()
         },
-        "notes": figure.get("notes", []),
         "rows": rows,
     }
 

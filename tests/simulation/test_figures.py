@@ -60,7 +60,7 @@ def test_what_a_figure_names_exists(name):
     assert set(figure.get("picture", {"variants": {}})["variants"].values()) <= set(variants)
     assert set(figure) <= {
         "name", "paper", "given", "chosen", "central", "inputs", "band", "sweep", "variants", "values",
-        "notes", "picture",
+        "picture",
     }  # fmt: skip
     for row in figure["values"].values():
         assert {"of"} <= set(row) <= {"of", "unit", "published", "above", "where", "most", "fitted"}
@@ -189,3 +189,20 @@ def test_the_roofline_by_hand():
     assert hardware.seconds(Work(2000.0, 300.0), "bfloat16") == 3.0
     assert hardware.seconds(Work(4000.0, 300.0, 20.0, 10.0), "bfloat16", tensor=4, devices=16) == 4 + 2 + 2
     assert hardware.reaching(0.5, 0.25, 4).seconds(Work(4000.0, 300.0), "bfloat16") == 3.0
+
+
+def test_what_to_turn_on_has_the_results():
+    """Its tables have a column a value, and a row for the central choices and for each of the band."""
+    result = json.loads((ROOT / RESULTS / "simulation-turn-on.json").read_text())
+    rows = {row["name"]: row["value"] for row in result["rows"]}
+    shapes = {name: other["values"] for name, other in result["band"].items() if name not in HARDWARE}
+    page = (ROOT / "docs/what-to-turn-on.md").read_text()
+    shown = []
+    for table in re.findall(r"^\| shape \|.*\n\| --- .*\n(?:\|.*\n)+", page, re.MULTILINE):
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().split("\n")]
+        names = lines[0][1:]
+        shown += names
+        assert [line[0] for line in lines[3:]] == list(shapes)
+        for values, line in zip([rows, *shapes.values()], lines[2:], strict=True):
+            assert line[1:] == [f"{values[name]:.2f}" for name in names]
+    assert sorted(shown) == sorted(rows)
