@@ -31,12 +31,18 @@ CONFIG = ModelConfig(
 )
 
 
+def weights():
+    """Embeddings are so short that the token before does not decide alone which one comes next."""
+    params = lively_params(CONFIG)
+    return params | {"embed": params["embed"] / 4}
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def world(request):
     """An engine, weights, requests, and what they get when decoded together."""
     numerics = exact_numerics(CONFIG, request.param, BUCKETS, (2 * LONGEST,))
     engine = DecodeEngine(CONFIG, numerics, SAMPLING, BUCKETS, [], 64)
-    params = engine.load_params(lively_params(CONFIG))
+    params = engine.load_params(weights())
     asked = ask([3, 60, 20, 1], [60, 30, 90, 5])
     return engine, params, asked, decode(engine, params, asked)
 
@@ -65,7 +71,7 @@ def test_trained_logprobs_are_those_of_decoding(world):
         numerics=engine.numerics,
         sampling=SAMPLING,
     )
-    arguments = lively_params(CONFIG), batch
+    arguments = weights(), batch
     program = jax.jit(lambda params, batch: score(params, batch=batch)[0]).lower(*arguments)
     logprobs = program.compile(row_invariant_compiler_options())(*arguments)
     mask = np.asarray(batch.response_mask)

@@ -12,7 +12,10 @@ from rljax.rollout.slots import Slots
 @pytest.mark.parametrize(("has_history", "order"), [(False, "a0 a1 a2 b0 b1"), (True, "a0 b0 a1 a2 b1")])
 def test_one_response_to_every_prompt_begins_before_those_that_may_draft_from_it(has_history, order):
     engine = SimpleNamespace(
-        prefill=lambda *_: "prefix", prefill_length=lambda _: 16, buckets=Buckets((2, 5), (128,))
+        prefill=lambda *_: "prefix",
+        prefill_length=lambda _: 16,
+        prefill_rows=(2, 5),
+        buckets=Buckets((2, 5), (128,)),
     )
     slots = Slots(engine, "weights", 0)
     slots.has_history, slots.state = has_history, SimpleNamespace(batch=5)

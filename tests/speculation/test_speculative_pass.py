@@ -195,7 +195,8 @@ def check_statistics(completions, statistics):
     assert statistics.host_seconds > 0 and statistics.device_seconds > 0
 
 
-ON_DEVICE = {"quantized", "eagle", "small_model"}  # in test_self_drafting.py, test_head_drafting.py
+# In test_self_drafting.py, test_head_drafting.py and tests/drafters/eagle/test_block.py.
+ON_DEVICE = {"quantized", "eagle", "block", "small_model"}
 
 
 @pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - ON_DEVICE))
