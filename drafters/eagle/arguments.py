@@ -75,7 +75,8 @@ class HeadArguments(Arguments):
     coupled_weight: float | None = Field(
         None,
         description="Weight of -log of the drafts of a chain that are accepted under the request's noise;"
-        " null is 0. It is what drafting at a temperature above 0 pays by; it sorts the vocabulary.",
+        " null is 0. It is what drafting at a temperature above 0 pays by; it sorts the vocabulary. A new"
+        " head needs another loss beside it, by which it learns later tokens.",
     )
     sampled_weight: float | None = Field(
         None,
