@@ -153,7 +153,7 @@ def test_central_values_are_those_of_the_results(name):
         assert values[row["name"]] == pytest.approx(row["value"], rel=1e-6), row["name"]
 
 
-@pytest.mark.parametrize("name", set(FIGURES) - {"turn-on"})
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"turn-on"}))
 def test_the_page_has_the_results(name):
     result = json.loads((ROOT / RESULTS / f"simulation-{name}.json").read_text())
     page = (ROOT / "docs/simulation.md").read_text()
