@@ -162,7 +162,7 @@ def test_an_evaluation_asks_each_problem_once(tmp_path):
         return [group] * len(wanted.indices), SimpleNamespace(tokens=9), SimpleNamespace(decode=1.0)
 
     run.state = SimpleNamespace(params=None, step=0)
-    run.engine = SimpleNamespace(load_params=lambda params: params)
+    run.scheduler = SimpleNamespace(engine=SimpleNamespace(load_params=lambda params: params))
     run.collector = SimpleNamespace(collect=collect, task=None, tokenizer=None)
     run.heldout = [0, 1, 4]  # of four that are wanted, the last ones having come before
     assert EVALUATE(run)["evaluation/reward"] == 0.5 and asked == run.heldout
