@@ -276,7 +276,7 @@ def test_an_interrupted_run_leaves_no_thread_behind(world, monkeypatch):
 
     def interrupt(run):
         assert not run.speculator.decoder.compiler.is_ready((4, 128))
-        assert run.compiling and compiling_threads()
+        assert run.compilation.left and compiling_threads()
         begun.set()
         raise KeyboardInterrupt
 
