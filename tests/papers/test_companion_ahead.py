@@ -32,5 +32,5 @@ def test_ahead_after_plain_steps_behind_unanswered_drafts():
         for slot, drafted in zip(slots.tolist(), tokens.tolist(), strict=True):
             done = len(pair.emitted[pair.slots[slot]])
             left = sum(token >= 0 for token in drafted)
-            assert left and drafted[:left] == world.plain[pair.slots[slot]][done : done + left]
+            assert left and drafted[:left] == world.plain[pair.slots[slot]][0][done : done + left]
         pair.plain(steps)
