@@ -42,6 +42,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a mistyped directory is no question to the
 import jax  # noqa: E402  (it reads these variables)
 import pytest  # noqa: E402
 
+from tests.configs import MINIMAL  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -109,6 +111,14 @@ _MANY_MAPPINGS = 20_000  # of 65,530 that Linux allows a process; beyond them, l
 def _many_mappings():
     mappings = Path("/proc/self/maps")
     return mappings.exists() and mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """A file with the smallest config."""
+    path = tmp_path / "x.yaml"
+    path.write_text(MINIMAL)
+    return path
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,23 +24,10 @@ from rljax.config.keys import KEYS
 from rljax.config.learning import CHUNK
 from rljax.errors import ConfigError
 from rljax.numerics.rows import KEY_CHUNK
+from tests.configs import MINIMAL
 from tests.scripts import SCRIPTS, load_script
 
 ROOT = Path(__file__).resolve().parent.parent
-
-MINIMAL = """
-run_dir: runs/x
-policy:
-  shape: {hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 128}
-task: {name: chain_arithmetic}
-"""
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(MINIMAL)
-    return path
 
 
 def refusal(path, *overrides) -> str:

@@ -9,19 +9,11 @@ from rljax.config.contradictions import CONTRADICTIONS, OVER_PROCESSES, WITH_WOR
 from rljax.config.keys import KEYS, SUCCESSORS
 from rljax.config.section import Rule, both, broken_rule
 from rljax.errors import ConfigError
-from tests.test_config import MINIMAL
 
 RULES = (*CONTRADICTIONS, *WITH_WORKERS, *OVER_PROCESSES)
 TOOLS = "tools={names: [calculator]}"
 AHEAD = ["speculation.drafter=srt", "speculation.run_ahead_below=2"]
 MIXTURE = "task.mixture=[{name: chain_arithmetic, schedule: [[0, 1.0], [9, 2.0]]}]"
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(MINIMAL)
-    return path
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: " ".join(rule.keys))

@@ -6,16 +6,16 @@ import pytest
 from pydantic import ValidationError
 
 from rljax.algorithms.registry import ALGORITHMS
-from rljax.config import AlgorithmConfig, ExperimentConfig
+from rljax.config import AlgorithmConfig
+from tests.configs import experiment
 
 KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic", "skip_zero_advantages", "teacher"}
 KEYS -= {"dynamic_sampling_part"}  # a task's
 
 
 def refusal(**keys):
-    others = {"run_dir": "runs/x", "policy": {"path": "base"}, "task": {"name": "chain_arithmetic"}}
     with pytest.raises(ValidationError) as refused:
-        ExperimentConfig.model_validate({**others, "algorithm": keys})
+        experiment(algorithm=keys)
     return str(refused.value)
 
 

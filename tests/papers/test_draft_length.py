@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rljax.config import ExperimentConfig
 from rljax.papers.efficient_rollout import ToggleConfig
 from rljax.papers.efficient_rollout.draft_length import DraftLengthSchedule, StepAcceptance
+from tests.configs import experiment
 
 HIGH, BETWEEN, LOW = 0.95, 0.90, 0.80
 
@@ -99,9 +99,8 @@ def test_acceptance_is_a_share(acceptance):
 )
 def test_what_cannot_be_is_refused(arguments, named):
     speculation = {"drafter": "quantized", "choice": "roofline", "toggle": arguments}
-    others = {"run_dir": "runs/x", "policy": {"path": "base"}, "task": {"name": "chain_arithmetic"}}
     with pytest.raises(ValueError, match=named):
-        ExperimentConfig.model_validate({**others, "speculation": speculation})
+        experiment(speculation=speculation)
 
 
 @pytest.mark.parametrize("at", range(9))

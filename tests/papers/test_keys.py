@@ -5,7 +5,6 @@ import pytest
 from rljax.config import check_over_processes, load_config
 from rljax.config.changes import config_changes
 from rljax.errors import ConfigError
-from tests.test_config import MINIMAL
 
 DECOUPLED = ["speculation.drafter=small_model", "speculation.decoupled.window=4"]
 BANDIT = [
@@ -13,13 +12,6 @@ BANDIT = [
     "speculation.choice=bandit",
     "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
 ]
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(MINIMAL)
-    return path
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from drafters.registry import make_drafter
 from rljax.assembly import decoding as assembly
-from rljax.config import ExperimentConfig
 from rljax.engine.shapes import warm_up_plain
 from rljax.requests import PartialResponse
 from rljax.rollout.decode_loop import LoopPolicy
@@ -15,6 +14,7 @@ from rljax.rollout.open_loop import PLAIN, open_loop, open_slots
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
+from tests.configs import experiment
 from tests.rollout.test_penalties import BUCKETS
 from tests.rollout.test_penalties import SAMPLING as PENALTIES
 from tests.tiny_policy import EOS, SLOTS, CheapTimes, assert_same, make_engine, make_params
@@ -167,8 +167,7 @@ def test_ended_responses_are_refused(engine, params, requests):
 
 
 def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests):
-    base = {"run_dir": "nowhere", "policy": {"path": "nowhere"}, "task": {"name": "t"}}
-    config = ExperimentConfig.model_validate({**base, "rollout": {"max_prompt_length": 20}})
+    config = experiment(rollout={"max_prompt_length": 20})
     params = make_engine(buckets=BUCKETS).load_params(make_params())
     longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
     whole = Scheduler(make_engine(buckets=BUCKETS), SLOTS).run(params, [requests[longest]])[0][0]

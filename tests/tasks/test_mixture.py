@@ -5,10 +5,11 @@ import collections
 import pytest
 
 from rljax.assembly.task import configured_task
-from rljax.config import ExperimentConfig, MixtureConfig, TaskConfig
+from rljax.config import MixtureConfig, TaskConfig
 from rljax.errors import ConfigError
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.mixture import Mixture
+from tests.configs import experiment
 
 
 def mixture(*items, seed=0):
@@ -118,7 +119,7 @@ def test_a_schedule_that_comes_back_before_it_has_begun_is_refused():
     parts = [{"name": "chain_arithmetic", "schedule": [[0, 1], [4000, 2]]}]
     task = {"name": "mixture", "problems": 64, "mixture": parts}
     with pytest.raises(ValueError, match=r"task\.problems: must be 0 with a schedule"):
-        ExperimentConfig.model_validate({"run_dir": "runs/x", "policy": {"path": "base"}, "task": task})
+        experiment(task=task)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,18 @@
+"""The smallest config of an experiment, as text and as an object."""
+
+from typing import Any
+
+from rljax.config import ExperimentConfig
+
+MINIMAL = """
+run_dir: runs/x
+policy:
+  shape: {hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 128}
+task: {name: chain_arithmetic}
+"""
+
+
+def experiment(**sections: Any) -> ExperimentConfig:
+    """Returns a valid experiment with these sections in the place of its own, or raises ValidationError."""
+    least = {"run_dir": "runs/x", "policy": {"path": "base"}, "task": {"name": "chain_arithmetic"}}
+    return ExperimentConfig.model_validate({**least, **sections})
