@@ -162,7 +162,17 @@ class HeadArguments(Arguments):
     def training(self) -> HeadTraining:
         """Settings of the head's training data."""
         weights = {name: getattr(self, name) for name in WEIGHTS}
-        return head_training(self.variant, self.unrolled_steps, **weights)
+        return head_training(self.variant, self._steps, **weights)
+
+    @property
+    def _steps(self) -> int | None:
+        """Unrolled steps; None for those of the variant."""
+        return self.unrolled_steps
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """By key, the most tokens of a draft that it asks for."""
+        return {"depths": max(self.depths), "unrolled_steps": self.training.steps}
 
 
 class EagleArguments(HeadArguments):
@@ -196,13 +206,11 @@ class BlockArguments(HeadArguments):
 
     @model_validator(mode="after")
     def _check_size(self) -> Self:
-        for name, value in (("depths", max(self.depths)), ("unrolled_steps", self.training.steps)):
-            if value > self.block_size:
-                raise ValueError(f"{name}: {value} is more than block_size {self.block_size}")
+        for name, most in self.lengths.items():
+            if most > self.block_size:
+                raise ValueError(f"{name}: {most} is more than block_size {self.block_size}")
         return self
 
     @property
-    def training(self) -> HeadTraining:
-        """Settings of the head's training data."""
-        weights = {name: getattr(self, name) for name in WEIGHTS}
-        return head_training("block", self.unrolled_steps or self.block_size, **weights)
+    def _steps(self) -> int:
+        return self.block_size if self.unrolled_steps is None else self.unrolled_steps

@@ -97,19 +97,19 @@ class EagleDrafter(Drafter, Training):
     # -- what it drafts for ----------------------------------------------------------------------------------
 
     def reads(self, policy: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-        arguments, same = self.arguments, {"hass": "eagle"}
+        arguments = self.arguments
         if arguments.path is None:
             self.config = _new_head(arguments, policy, tokenizer)
             return self.config.layers
         self.config, self._loaded = load_head(arguments.path, policy)
-        variants = self.config.variant, arguments.variant
-        if len({same.get(variant, variant) for variant in variants}) > 1:
+        # HASS is EAGLE's head, trained otherwise.
+        kinds = {"eagle" if name == "hass" else name for name in (self.config.variant, arguments.variant)}
+        if len(kinds) > 1:
             raise ConfigError(
                 f"speculation.args.path: {arguments.path} is no head of variant {arguments.variant}"
             )
         if self.config.block is not None:
-            for name in ("depths", "unrolled_steps"):
-                most = max(arguments.depths) if name == "depths" else arguments.training.steps
+            for name, most in arguments.lengths.items():
                 if most > self.config.block.size:
                     raise ConfigError(
                         f"speculation.args.{name}: {most} is more than the {self.config.block.size} positions"

@@ -275,96 +275,93 @@ def _largest(logits: Array, top_k: int, parts: int) -> tuple[Array, Array]:
     return best, jnp.take_along_axis(tokens, chosen, axis=-1)
 
 
-class _Steps:
-    """An EAGLE head level by level: each node is computed from the output above it and its own token.
+@dataclasses.dataclass
+class _Levels:
+    """What a head computes for a tree, level by level; arguments as of `draft`."""
 
-    Args: as of `draft`.
-    """
+    head: tuple[Params, HeadConfig, Params]
+    state: DrafterState
+    rope: Array
+    strategy: DraftStrategy
+    numerics: Numerics
+    attended: int | None
 
-    def __init__(
-        self,
-        params: Params,
-        config: HeadConfig,
-        shared: Params,
-        state: DrafterState,
-        rope: Array,
-        strategy: DraftStrategy,
-        numerics: Numerics,
-        attended: int | None,
-    ) -> None:
-        self._head, self._state, self._rope = (params, config, shared), state, rope
-        self._numerics, self._attended, self._level = numerics, attended, 0
-        batch, top_k = len(state.lengths), strategy.top_k
-        self._outputs = state.outputs.astype(numerics.dtype)[:, None]
-        self._keys = self._values = _no_entries(state, config)
-        self._visible = jnp.zeros((batch, 1, 0), bool)  # which expanded nodes lie above each of the level
-        self._itself = jnp.broadcast_to(jnp.eye(top_k, dtype=bool)[None], (batch, top_k, top_k))
+    def __post_init__(self) -> None:
+        self.level = 0
 
     def logits(self) -> Array:
         """Returns logits [B, n, V'] behind the nodes of a level, at first behind the slots' last tokens."""
-        return head_logits(*self._head, self._outputs, self._numerics)
+        raise NotImplementedError
 
     def below(self, tokens: Array, parent: Array) -> Array:
         """Returns logits [B, k, V'] behind k nodes: their tokens int32 [B, k], and which node of the level
         before, int32 [B, k], is above them.
         """
-        state, numerics = self._state, self._numerics
+        raise NotImplementedError
+
+
+class _Steps(_Levels):
+    """An EAGLE head: each node is computed from the output above it and its own token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        batch, top_k = len(self.state.lengths), self.strategy.top_k
+        self._outputs = self.state.outputs.astype(self.numerics.dtype)[:, None]
+        self._keys = self._values = _no_entries(self.state, self.head[1])
+        self._visible = jnp.zeros((batch, 1, 0), bool)  # which expanded nodes lie above each of the level
+        self._itself = jnp.broadcast_to(jnp.eye(top_k, dtype=bool)[None], (batch, top_k, top_k))
+
+    def logits(self) -> Array:
+        return head_logits(*self.head, self._outputs, self.numerics)
+
+    def below(self, tokens: Array, parent: Array) -> Array:
+        state, numerics = self.state, self.numerics
         hidden, ancestors = (_take(x, parent[:, :, None]) for x in (self._outputs, self._visible))
         self._visible = jnp.concatenate([ancestors, self._itself], axis=2)
         attention = HeadAttention(
-            state.cache, state.lengths, self._keys, self._values, self._visible, numerics, self._attended
+            state.cache, state.lengths, self._keys, self._values, self._visible, numerics, self.attended
         )
         # The pair of a node at this level: the output above it, and its own token.
-        angles = self._rope[state.lengths + self._level][:, None]
+        angles = self.rope[state.lengths + self.level][:, None]
         angles = jnp.broadcast_to(angles, (*tokens.shape, *angles.shape[2:]))
-        self._outputs, (k, v) = apply_head(*self._head, hidden, tokens, angles, attention, numerics)
+        self._outputs, (k, v) = apply_head(*self.head, hidden, tokens, angles, attention, numerics)
         self._keys = jnp.concatenate([self._keys, k], axis=1)
         self._values = jnp.concatenate([self._values, v], axis=1)
-        self._level += 1
+        self.level += 1
         return self.logits()
 
 
-class _Block:
-    """A block head, with the methods of `_Steps`: one pass computes all levels, and only its correction goes
-    level by level.
-    """
+class _Block(_Levels):
+    """A block head: one pass computes all levels, and only its correction goes level by level."""
 
-    def __init__(
-        self,
-        params: Params,
-        config: HeadConfig,
-        shared: Params,
-        state: DrafterState,
-        rope: Array,
-        strategy: DraftStrategy,
-        numerics: Numerics,
-        attended: int | None,
-    ) -> None:
-        self._head, self._numerics, self._level = (params, config, shared), numerics, 0
-        batch, depth = len(state.lengths), strategy.depth
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        params, config, shared = self.head
+        state, numerics = self.state, self.numerics
+        batch, depth = len(state.lengths), self.strategy.depth
         none, causal = _no_entries(state, config), _causal(batch, depth)
         attentions = [
-            HeadAttention(state.cache, state.lengths, none, none, causal, numerics, attended, layer)
+            HeadAttention(state.cache, state.lengths, none, none, causal, numerics, self.attended, layer)
             for layer in range(config.layer.num_layers)
         ]
         pairs = state.outputs.astype(numerics.dtype)[:, None]
-        angles = rope[state.lengths[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]]
+        angles = self.rope[state.lengths[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]]
         self._x = block_pass(params, config, pairs, depth, angles, attentions, numerics)[:, 0]
         self._logits = lm_logits(params, config, shared, self._x, numerics)
         self._own = jnp.zeros((batch, 1, config.block.width), jnp.float32)
 
     def logits(self) -> Array:
-        params, config, _ = self._head
-        x = self._x[:, self._level, None]
+        params, config, _ = self.head
+        x = self._x[:, self.level, None]
         x = jnp.broadcast_to(x, (*self._own.shape[:2], x.shape[-1]))
-        correction = corrections(params, config, x, self._own, self._numerics)
-        return corrected(params, self._logits[:, self._level, None], correction, self._numerics)
+        correction = corrections(params, config, x, self._own, self.numerics)
+        return corrected(params, self._logits[:, self.level, None], correction, self.numerics)
 
     def below(self, tokens: Array, parent: Array) -> Array:
-        params, _, shared = self._head
+        params, _, shared = self.head
         above = _take(self._own, parent[:, :, None])
-        self._own = next_state(params, shared, above, tokens, self._numerics)
-        self._level += 1
+        self._own = next_state(params, shared, above, tokens, self.numerics)
+        self.level += 1
         return self.logits()
 
 
@@ -402,7 +399,7 @@ def draft(
     top_k = strategy.top_k
     known = state.lengths > 0
     kind = _Steps if config.block is None else _Block
-    levels = kind(params, config, shared, state, rope, strategy, numerics, attended)
+    levels = kind((params, config, shared), state, rope, strategy, numerics, attended)
     parts = vocab_parts if config.vocabulary is None else 1  # an LM head of its own is whole everywhere
 
     def children(logits: Array, level: int) -> tuple[Array, Array]:

@@ -14,8 +14,8 @@ import dataclasses, itertools, json, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from drafters.base import Outcome
-from drafters.eagle.model import HeadConfig, init_head, shared_params
-from drafters.eagle.objective import published_training
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, init_head, shared_params
+from drafters.eagle.objective import HeadTraining, published_training
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.registry import make_drafter, states_read
 from rljax.config import MeshConfig
@@ -47,6 +47,7 @@ requests = make_requests((3, 20, 8), (40, 30, 50))
 save_model(Path(sys.argv[1]), SMALL, init_params(SMALL, 3), dtype="float32")
 EAGLE = {"pack_length": 64, "depths": [3], "slices": 1, "train_below": 0, "rows": 4, "unrolled_steps": 2}
 EAGLE["variant"] = "eagle"
+BLOCK = {"pack_length": 64, "depths": [3], "slices": 1, "train_below": 0, "rows": 4, "block_depth": 2}
 CASES = {  # mesh, where the policy's weights lie, drafters
     "plain": ({}, "replicated", {}),
     "2 devices": ({"data": 2}, "replicated", {"eagle": EAGLE}),
@@ -55,6 +56,7 @@ CASES = {  # mesh, where the policy's weights lie, drafters
         "fsdp",
         {"eagle": EAGLE, "quantized": {"bits": 4}, "srt": {}, "small_model": {"path": sys.argv[1]}},
     ),
+    "4 devices, a block head": ({"fsdp": 2, "tensor": 2}, "fsdp", {"block": BLOCK}),
     "8 devices": (
         {"data": 2, "fsdp": 2, "tensor": 2},
         "fsdp",
@@ -103,34 +105,44 @@ print("FOUND" + json.dumps(found))
 LEARNING = (
     _BEGINNING
     + """
-# A head's updates, on features as the engine hands them out.
-head = HeadConfig("eagle3", ODD)
+# Heads' updates, on features as the engine hands them out.
+HEADS = {
+    "eagle3": (HeadConfig("eagle3", ODD), dataclasses.replace(published_training("eagle3"), steps=1)),
+    "block": (
+        HeadConfig("block", ODD, vocabulary=DraftVocabulary(np.arange(40)), block=BlockShape(4, 2, 16)),
+        HeadTraining(steps=3, sampled_weight=1.0, coupled_weight=1.0, logit_chunk=64),
+    ),
+}
 mesh, rng = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), np.random.default_rng(0)
 response = np.arange(60) > 5
 data = [
     (rng.integers(0, 65, 60).astype(np.int32), rng.standard_normal((60, 4, 64), np.float32), response)
     for _ in range(8)
 ]
-found = {"losses": {}}
-for name, place in (("one", None), ("split", mesh)):
+found = {}
+for (variant, (head, training)), (name, place) in itertools.product(
+    HEADS.items(), (("one", None), ("split", mesh))
+):
     engine = DecodeEngine(ODD, numerics, SamplingParams(), Buckets((8,), (128,)), (EOS,), mesh=place)
     trainer = HeadTrainer(
-        head, dataclasses.replace(published_training("eagle3"), steps=1), head_optimizer(1e-3),
-        rope_table(ODD, 66), Numerics(False), BufferSettings(dtype="float32"), 64, 4, 0,
-        init_head(head, policy, 0), mesh=place,
+        head, training, head_optimizer(1e-3), rope_table(ODD, 67), Numerics(False),
+        BufferSettings(dtype="float32"), 64, 4, 0, init_head(head, policy, 0), mesh=place,
     )
     trainer.begin_step(0)
     for sequence in data:
         trainer.add(*sequence)
     shared = shared_params(engine.load_params(policy), ODD)
-    found["losses"][name] = [trainer.slice(shared)["loss"] for _ in range(2)]
+    one = found.setdefault(variant, {"losses": {}})
+    one["losses"][name] = [trainer.slice(shared)["loss"] for _ in range(2)]
     if name == "split":
-        state = trainer._state
-        matrices = [x for x in jax.tree.leaves((state.params, state.optimizer_state)) if x.ndim > 1]
-        found["largest part"] = max(x.addressable_shards[0].data.size / x.size for x in matrices)
+        # A block head's correction is whole everywhere, and its layers are split.
+        state, layers = trainer._state, trainer._state.params.get("layers")
+        leaves = jax.tree.leaves((state.params, state.optimizer_state) if layers is None else layers)
+        matrices = [x for x in leaves if x.ndim > 1]
+        one["largest part"] = max(x.addressable_shards[0].data.size / x.size for x in matrices)
         restored = trainer.state()
         trainer.load_state(restored)
-        found["restored"] = all(np.array_equal(restored[key], x) for key, x in trainer.state().items())
+        one["restored"] = all(np.array_equal(restored[key], x) for key, x in trainer.state().items())
 
 # The memory of a decode loop whose weights are split along fsdp.
 WIDE = dataclasses.replace(CONFIG, num_layers=4, hidden_size=256, mlp_size=512)
@@ -155,32 +167,35 @@ def learned():
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    "cases",
     [
-        pytest.param("2 devices", marks=pytest.mark.long),
-        "4 devices",
-        pytest.param("8 devices", marks=pytest.mark.long),
+        pytest.param(["2 devices"], marks=pytest.mark.long),
+        ["4 devices", "4 devices, a block head"],
+        pytest.param(["8 devices"], marks=pytest.mark.long),
     ],
+    ids=", ".join,
 )
-def test_drafters_on_the_device_change_no_token(tmp_path, mesh):
+def test_drafters_on_the_device_change_no_token(tmp_path, cases):
     """Of every kind on the mesh of 4 devices, where the small model is split by its own sizes."""
-    found = run_on_devices(CHECKS, 8, tmp_path / "model", mesh)
+    found = run_on_devices(CHECKS, 8, tmp_path / "model", *cases)
     assert found["devices"] == 8
-    one = found[mesh]
-    assert one["same"] == [True, True]
-    assert max(one["logprobs"]) < 1e-5
-    assert min(one["accepted"]) > 20
-    assert one["updates"] == 2
-    if mesh == "4 devices":
-        assert one["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1, "copies": 2}
+    for case in cases:
+        one = found[case]
+        assert one["same"] == [True, True]
+        assert max(one["logprobs"]) < 1e-5
+        assert min(one["accepted"]) > 20
+        assert one["updates"] == 2
+        if case == "4 devices":
+            assert one["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1, "copies": 2}
 
 
-def test_a_head_learns_on_a_mesh_as_on_one_device(learned):
-    losses = learned["losses"]
-    assert losses["split"] == pytest.approx(losses["one"], rel=1e-4)
-    assert losses["one"][1] != pytest.approx(losses["one"][0], rel=1e-3)
-    assert learned["largest part"] <= 0.5
-    assert learned["restored"]
+def test_heads_learn_on_a_mesh_as_on_one_device(learned):
+    for variant in ("eagle3", "block"):
+        losses = learned[variant]["losses"]
+        assert losses["split"] == pytest.approx(losses["one"], rel=1e-4), variant
+        assert losses["one"][1] != pytest.approx(losses["one"][0], rel=1e-3), variant
+        assert learned[variant]["largest part"] <= 0.5, variant
+        assert learned[variant]["restored"], variant
 
 
 def test_split_weights_are_gathered_a_layer_at_a_time(learned):
