@@ -294,9 +294,11 @@ class ClusterDecoder:
         """Context in which `begin` adds to a rollout that is renewed. The coordinator gets all at its end, so
         that its router ranks the prompts of a step together.
         """
-        self._together = []
-        yield
-        begins, self._together = self._together, None
+        begins = self._together = []
+        try:
+            yield
+        finally:
+            self._together = None
         if begins:
             requests = {key: request for begin in begins for key, request in begin.requests.items()}
             partials = {key: partial for begin in begins for key, partial in begin.partials.items()}

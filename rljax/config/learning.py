@@ -113,3 +113,8 @@ class TrainingConfig(Section):
         " null is 1,024, on a CPU fewer where these take more than 64 MB. Lower it when memory runs out;"
         " logprobs stay the same.",
     )
+
+    @property
+    def updates(self) -> int:
+        """Number of updates in the whole run, one a mini-batch."""
+        return self.steps * self.minibatches_per_step * self.epochs_per_step

@@ -220,10 +220,7 @@ class Planning:
 
     def _trainer(self, pool: ExecutablePool) -> Trainer:
         config = self.config
-        updates = (
-            config.training.steps * config.training.minibatches_per_step * config.training.epochs_per_step
-        )
-        optimizer = make_optimizer(config.optimizer, updates)
+        optimizer = make_optimizer(config.optimizer, config.training.updates)
         sampling = sampling_params(config)
         adapter = None
         if config.policy.lora is not None:

@@ -15,7 +15,7 @@ from rljax.rollout.stop_strings import StopStrings
 
 
 class QueueFull(Exception):
-    """The queue has no room for the requests."""
+    """The queue has no free places for the requests."""
 
 
 class Closed(Exception):

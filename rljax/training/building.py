@@ -137,8 +137,7 @@ def make_run(
 
     # What learns.
     training = config.training
-    updates = training.steps * training.minibatches_per_step * training.epochs_per_step
-    optimizer = make_optimizer(config.optimizer, updates)
+    optimizer = make_optimizer(config.optimizer, training.updates)
     recipe = Recipe(sampling, config.algorithm, training, optimizer)
     trainer = Trainer(policy.config, numerics, recipe, pool, mesh, adapter)
     learner = Learner(config, trainer, policy.params, teacher)

@@ -50,8 +50,7 @@ def make_critic(config: ExperimentConfig, trainer: Trainer) -> Critic | None:
     algorithm, training = config.algorithm, config.training
     if algorithm.advantage_baseline != "critic":
         return None
-    updates = training.steps * training.minibatches_per_step * training.epochs_per_step
-    optimizer = make_optimizer(algorithm.critic, updates, "algorithm.critic")
+    optimizer = make_optimizer(algorithm.critic, training.updates, "algorithm.critic")
     value_clip, where = algorithm.critic.value_clip, (trainer.pool, trainer.mesh)
     return Critic(trainer.config, trainer.numerics, training, value_clip, optimizer, *where)
 
