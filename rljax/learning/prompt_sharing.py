@@ -44,16 +44,13 @@ def copied_share(prompts: Sequence[ArrayLike], lengths: Sequence[int]) -> float:
 
 
 def compact_sizes(num_tokens: int, num_scored: int, positions: int) -> tuple[int, int]:
-    """Returns the array sizes M and L for a number of tokens, `num_scored` of them with logits: M in quarters
-    of the micro-batch's positions, L in quarters of M, since every pair takes a program of its own.
+    """Returns the array sizes M and L for a number of tokens, `num_scored` of them with logits. Every pair is a
+    program of its own, so there are few: M is half of the micro-batch's positions or all, L a quarter of M
+    (long prompts), three quarters or all.
     """
-
-    def in_quarters(count: int, whole: int) -> int:
-        step = max(-(-whole // 4), 1)
-        return min(max(-(-count // step), 1) * step, whole)
-
-    size = in_quarters(num_tokens, positions)
-    return size, in_quarters(num_scored, size)
+    half = -(-positions // 2)
+    size = half if num_tokens <= half else positions
+    return size, next(part for part in (-(-size // 4), -(-3 * size // 4), size) if num_scored <= part)
 
 
 def compact_tokens(

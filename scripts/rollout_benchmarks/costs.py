@@ -36,8 +36,8 @@ def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
 
 def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
     """Measures the seconds of a run until its first step begins, in fresh processes in turns, with the
-    config's drafter and without. Nothing is compiled yet; the warm start is kept, so that only programs make
-    a difference.
+    config's drafter and without: nothing is compiled yet, then all of it is stored. The warm start is kept, so
+    that only programs make a difference.
     """
     drafter = config.speculation.drafter
     if drafter is None:
@@ -45,27 +45,33 @@ def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
     plain = with_keys(config, speculation=SPECULATION_OFF | {"run_ahead_below": 0})
     begins: dict[str, list[float]] = {"drafted": [], "plain": []}
     takes: dict[str, list[float]] = {"drafted": [], "plain": []}
+    stored: dict[str, list[float]] = {"drafted": [], "plain": []}
     with tempfile.TemporaryDirectory() as directory:
         _first_step(plain, Path(directory) / "warm start")  # leaves its warm start in the cache
         for repeat in range(repeats):
             for side, each in (("drafted", config), ("plain", plain)):
-                metrics = _first_step(each, Path(directory) / f"{side} {repeat}")
+                home = Path(directory) / f"{side} {repeat}"
+                metrics = _first_step(each, home)
                 begins[side].append(metrics["time/elapsed"] - metrics["time/step"])
                 takes[side].append(metrics["time/step"])
+                again = _first_step(each, home)
+                stored[side].append(again["time/elapsed"] - again["time/step"])
     later = [a - b for a, b in zip(begins["drafted"], begins["plain"], strict=True)]
     details = {
         "later": statistics.median(later),
         "first_step_seconds": statistics.median(takes["drafted"]),
         "baseline_first_step_seconds": statistics.median(takes["plain"]),
+        "stored": statistics.median(stored["drafted"]),
+        "baseline_stored": statistics.median(stored["plain"]),
     }
     timing = compare(begins["drafted"], begins["plain"])
     return [timed_row(f"first step/begins/{drafter}", timing, "no drafter", **details)]
 
 
 def _first_step(config: ExperimentConfig, directory: Path) -> dict[str, float]:
-    """Trains one step in a fresh process with an empty compilation cache, and returns its metrics."""
-    directory.mkdir()
-    file, run_dir = directory / "config.yaml", directory / "run"
+    """Trains one step in a fresh process with the programs that `directory` has, and returns its metrics."""
+    directory.mkdir(exist_ok=True)
+    file, run_dir = directory / "config.yaml", Path(tempfile.mkdtemp(dir=directory)) / "run"
     file.write_text(to_yaml(config), encoding="utf-8")
     overrides = [f"run_dir={run_dir}", f"engine.compilation_cache={directory / 'compiled'}"]
     overrides += ["training.steps=1", "evaluation.problems=0", "checkpoint.every=0", "tracking.report=false"]
