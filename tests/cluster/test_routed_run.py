@@ -100,6 +100,33 @@ def test_copies_race_with_any_drafter(world, alone, monkeypatch, commands, verif
     assert any(partial.tokens for command in copies for _, _, partial in command.work)
 
 
+def test_the_race_stops_no_response(world, alone, monkeypatch, verifies_always):
+    """Whichever copy is ahead, all go on until one has ended; one that is behind goes on from the longest."""
+    stopped, caught_up = [], []
+    honest_on, honest_begin = Coordinator.on, Racing.begin
+
+    def on(self, event, now):
+        held = {name: dict.fromkeys(worker.holds) for name, worker in self._workers.items()}
+        commands = honest_on(self, event, now)
+        for command in commands:
+            if isinstance(command, Withdraw):
+                entries = [self.ledger.entries.get(key) for key in command.keys]
+                stopped.extend(each for each in entries if each is not None and each.ending is None)
+            elif isinstance(command, Decode) and command.worker in held:
+                caught_up.extend(key for key, *_ in command.work if key in held[command.worker])
+        return commands
+
+    def begin(self, requests):
+        self.catch_up = 2  # tokens: responses are short
+        honest_begin(self, requests)
+
+    monkeypatch.setattr(Coordinator, "on", on)
+    monkeypatch.setattr(Racing, "begin", begin)
+    clustered, _ = local_run(world, "unstopped", monkeypatch, *RACE, "cluster.race=2")
+    assert not differences(alone, clustered)
+    assert caught_up and not stopped
+
+
 def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_always):
     """Algorithm 3, line 5, by what workers say of responses that go on: those that get a copy are accepted no
     more than any that could have had it. Once all events of a turn are taken, the acceptance is that of the
