@@ -241,6 +241,18 @@ def test_a_racer_begins_the_next_rollout_with_the_first_drafter():
     assert second.end - second.begin == pytest.approx(first.end - first.begin)
 
 
+def test_a_further_drafter_leaves_the_first_ones_acceptances_as_they_are():
+    """So what a race brings is not what other acceptances do."""
+
+    def levels(drafters):
+        steps = Workload(Scenario(prompts_per_step=4, drafters=drafters)).steps()
+        return [[response.levels for response in step] for step in itertools.islice(steps, 3)]
+
+    alone, both = levels("a:0.6:0.2:0"), levels("a:0.6:0.2:0,b:0.4:0.2:0")
+    assert [[(first,) for first, _ in step] for step in both] == alone
+    assert len({second for step in both for _, second in step}) > 5
+
+
 def test_a_race_does_not_stop_the_response_that_it_copies():
     """A copy is alone on its worker, and soon ahead, with the worse drafter. The first worker goes on beside
     its seven others, takes the response up from the copy once they have ended, and ends it first.
