@@ -52,9 +52,25 @@ def test_the_command_can_be_run_again_and_names_no_home():
     assert command_line(argv) == "python scripts/bench_engine.py --output 'a file.json'"
 
 
+def commits_of(result):
+    """The commit of a result, and those of all that is in it: rows may be of runs that were made before."""
+    found = [result.get("commit")]
+    parts = list(result.values())
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            found += [part["commit"]] if "commit" in part else []
+            found += part.get("commits", [])
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return [str(commit).removesuffix("-dirty") for commit in found]
+
+
 def unknown_commits(directory, repository):
-    """Names of results whose commit is not in the history that is checked out; "-dirty" counts as its base.
-    Of a shallow clone, and where there is no git, those whose commit is no hash: nothing else can be known.
+    """Names of results with a commit that is not in the history that is checked out; "-dirty" counts as its
+    base. Of a shallow clone, and where there is no git, those with one that is no hash: nothing else can be
+    known.
     """
 
     def git(*arguments):
@@ -65,9 +81,10 @@ def unknown_commits(directory, repository):
     history = set(git("rev-list", "HEAD")) if whole else None
     found = []
     for path in sorted(directory.glob("*.json")):
-        commit = str(json.loads(path.read_text(encoding="utf-8")).get("commit")).removesuffix("-dirty")
-        if re.fullmatch("[0-9a-f]{40}", commit) is None or (history is not None and commit not in history):
-            found.append(path.name)
+        for commit in commits_of(json.loads(path.read_text(encoding="utf-8"))):
+            if not re.fullmatch("[0-9a-f]{40}", commit) or (history is not None and commit not in history):
+                found.append(path.name)
+                break
     return found
 
 
@@ -96,10 +113,17 @@ def test_a_result_of_an_unknown_commit_is_found(tmp_path):
         "none": {"commit": None},
         "without": {},
         "short": {"commit": commits[1][:9]},
+        "row": {
+            "commit": commits[1],
+            "rows": [{"commits": [commits[0]]}, {"commits": ["e" * 40 + "-dirty"]}],
+        },
+        "part": {"commit": commits[1], "before": {"runs": [{"commit": "none"}]}},
+        "rows": {"commit": commits[1], "rows": [{"commits": [commits[0]]}, {"commit": commits[1]}]},
     }
     for name, content in contents.items():
         (results / f"{name}.json").write_text(json.dumps(content))
-    assert unknown_commits(results, source) == ["elsewhere.json", "none.json", "short.json", "without.json"]
+    no_hash = ["none.json", "part.json", "short.json", "without.json"]
+    assert unknown_commits(results, source) == sorted([*no_hash, "elsewhere.json", "row.json"])
     git(tmp_path, "clone", "-q", "--depth", "1", source.as_uri(), "shallow")
     for where in (tmp_path / "shallow", tmp_path):
-        assert unknown_commits(results, where) == ["none.json", "short.json", "without.json"]
+        assert unknown_commits(results, where) == no_hash

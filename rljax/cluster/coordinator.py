@@ -596,25 +596,22 @@ class Coordinator:
         return max((accepted / max(drafted, 1) for drafted, accepted in counts), default=1.0)
 
     def _catch_up(self, name: str, piece: Piece, now: float) -> list[Command]:
-        """The longest copy counts: one that is far behind goes on from there, or is given up on a worker that
-        has more requests than that of the longest, since all of them would wait for its prefill.
+        """A worker's copy that is far behind the longest one goes on from there.
+
+        Only the copy that this piece is of is judged: where the others are now, nobody knows. On a worker
+        that has more requests than that of the longest copy it goes on as it is, since all of them would wait
+        for its prefill. None is given up: a drafter that is ahead now may be the worse one later.
         """
         key, known = piece.key, len(self.ledger[piece.key].tokens)
-        rollout = self.rollouts.of(key)
-        self._reached[key, name] = piece.begin + len(piece.tokens)
-        commands: list[Command] = []
-        for other in list(self._holders[key]):
-            worker = self._workers[other]
-            if known - self._reached[key, other] < rollout.router.catch_up:
-                continue
-            if len(worker.holds) > len(self._workers[name].holds):
-                self._holders[key].remove(other)
-                del worker.holds[key], self._reached[key, other]
-                commands.append(Withdraw(other, rollout.number, (key,)))
-            else:
-                self._reached[key, other] = known
-                commands.append(self._decode(other, worker, [key], now))
-        return commands
+        rollout, reached = self.rollouts.of(key), self._reached
+        reached[key, name] = max(reached[key, name], piece.begin + len(piece.tokens))
+        longest = max(self._holders[key], key=lambda holder: reached[key, holder])
+        worker = self._workers[name]
+        far = known - reached[key, name] >= rollout.router.catch_up
+        if not far or len(worker.holds) > len(self._workers[longest].holds):
+            return []
+        reached[key, name] = known
+        return [self._decode(name, worker, [key], now)]
 
     def _snapshot(self) -> ClusterSnapshot:
         """What spot training goes by."""

@@ -12,11 +12,18 @@ complements a short one in the next. The listing of Fig. 12 is mended where it i
 - If no plan of the bisection is feasible the listing returns nothing. Here the steepest slope that can help
   is tried first; where even that needs more workers than there are, all groups have the fewest.
 - Workers that a plan leaves over go to the group that would take longest beyond its target.
+- The line is over groups, but places are paired: the last group may be at half of them, and where the next
+  one has a single worker, that worker has the longest group in one step and the second longest in the other.
+  So what counts in the end (`tier_sizes`) is the longest time of two steps at a place (`two_steps`): from the
+  plan of the listing, and from equal sizes, workers change groups one by one as long as it falls.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
+
+from rljax.cluster.histopipe import equal_groups
 
 GroupTime = Callable[[float, int], float]
 """tau(l, k): seconds of a ranking group whose responses have l tokens on average, on k workers."""
@@ -64,6 +71,45 @@ def workers_of_groups(
             break
         plan[max(room, key=lambda i: time(lengths[i], plan[i]) - start - i * slope)] += 1
     return plan
+
+
+def two_steps(plan: Sequence[int], lengths: Sequence[float], time: GroupTime) -> list[tuple[float, int]]:
+    """Returns (seconds of an odd and an even step, workers that take as long), the longest first.
+
+    A worker has the group of its place in ascending order, and then in descending order
+    (`histopipe.groups_of_places`).
+
+    Args:
+      plan: workers of each group.
+      lengths, time: see `workers_of_groups`.
+    """
+    seconds = [time(length, size) for length, size in zip(lengths, plan, strict=True)]
+    odd, even, sums = list(plan), list(plan), []
+    up, down = 0, len(plan) - 1
+    while up < len(plan):
+        alike = min(odd[up], even[down])
+        sums.append((seconds[up] + seconds[down], alike))
+        odd[up] -= alike
+        even[down] -= alike
+        up, down = up + (not odd[up]), down - (not even[down])
+    return sorted(sums, reverse=True)
+
+
+def _settled(plan: list[int], lengths: Sequence[float], time: GroupTime, fewest: int, most: int) -> list[int]:
+    """Lets workers change groups one by one, the change that shortens two steps most first."""
+    best, groups = two_steps(plan, lengths, time), range(len(plan))
+    while True:
+        changed = [
+            [size - (i == giver) + (i == taker) for i, size in enumerate(plan)]
+            for giver, taker in itertools.permutations(groups, 2)
+            if plan[giver] > fewest and plan[taker] < most
+        ]
+        if not changed:
+            return plan
+        shortest, nearest = min((two_steps(each, lengths, time), each) for each in changed)
+        if shortest >= best:
+            return plan
+        best, plan = shortest, nearest
 
 
 def _steepness(
@@ -153,4 +199,7 @@ def tier_sizes(
     def time(mean: float, count: int) -> float:
         return group_seconds(of_mean[mean], count, slots, pass_seconds)
 
-    return workers_of_groups(means, workers, time, train_seconds, fewest, most)
+    line = workers_of_groups(means, workers, time, train_seconds, fewest, most)
+    even = [min(len(places), most) for places in equal_groups(range(workers), len(groups))]
+    found = [_settled(plan, means, time, fewest, most) for plan in (line, even)]
+    return min(found, key=lambda plan: two_steps(plan, means, time))

@@ -306,7 +306,11 @@ class Workload:
     """
 
     def __init__(self, scenario: Scenario) -> None:
-        self._scenario, self._acceptance = scenario, scenario.drafters_of().values()
+        self._scenario, self._acceptance = scenario, list(scenario.drafters_of().values())
+        # With further drafters the first one's acceptances are the same.
+        self._further = [
+            np.random.default_rng((scenario.seed, number)) for number in range(1, len(self._acceptance))
+        ]
         self._recorded = recorded_lengths(scenario.rollouts, scenario.seed) if scenario.rollouts else None
         self.history: dict[Prompt, Sequence[int]] = {}
         self.growth = 1.1
@@ -337,11 +341,11 @@ class Workload:
     ) -> list[Response]:
         drawn = [
             np.clip(
-                np.rint(LEVELS * (each.acceptance + each.spread * random.standard_normal(lengths.shape))),
+                np.rint(LEVELS * (each.acceptance + each.spread * own.standard_normal(lengths.shape))),
                 0,
                 LEVELS - 1,
             ).astype(int)
-            for each in self._acceptance
+            for each, own in zip(self._acceptance, [random, *self._further], strict=False)
         ]
         levels = np.stack(drawn, -1).tolist() if drawn else None
         return [

@@ -15,7 +15,7 @@ from rljax.cluster.histopipe import (
 )
 from rljax.cluster.racing import Copy, assign
 from rljax.cluster.router import halves
-from rljax.cluster.two_tiers import group_seconds, workers_of_groups
+from rljax.cluster.two_tiers import group_seconds, tier_sizes, two_steps, workers_of_groups
 
 PROMPTS = [(1,), (2,), (3,), (4,)]
 
@@ -97,6 +97,31 @@ def test_no_plan_by_hand_is_steeper(workers):
 
     every = [each for each in itertools.product(range(1, workers), repeat=4) if sum(each) == workers]
     assert two_steps(plan) <= min(map(two_steps, every)) + 1e-3
+
+
+def test_two_steps_at_each_place_by_hand():
+    """Groups that take 10, 20 and 20 seconds, on 1, 1 and 2 workers: in the even step the first place has one
+    of 20, and the last one that of 10.
+    """
+    assert two_steps([1, 1, 2], [10.0, 20.0, 40.0], linear) == [(40.0, 1), (40.0, 1), (30.0, 1), (30.0, 1)]
+    assert two_steps([2, 2], [10.0, 30.0], linear) == [(20.0, 2), (20.0, 2)]
+
+
+@pytest.mark.parametrize("workers", [8, 10, 12, 14])
+def test_nobody_has_the_two_longest_groups(workers):
+    """Against every plan of four groups, two steps take nearly the least time. Along the line of groups alone
+    a worker may have the longest group in one step and the second longest in the other.
+    """
+    groups = [[length] * 48 for length in (3, 5, 9, 33)]
+    plan = tier_sizes(groups, workers, 1, lambda running, tokens: 1.0, 0.0, most=workers)
+    assert sum(plan) == workers
+
+    def longest(sizes):
+        time = lambda length, size: group_seconds([length] * 48, size, 1, lambda *_: 1.0)  # noqa: E731
+        return two_steps(sizes, [3, 5, 9, 33], time)[0][0]
+
+    every = [each for each in itertools.product(range(1, workers), repeat=4) if sum(each) == workers]
+    assert longest(plan) <= 1.05 * min(map(longest, every))
 
 
 def test_too_few_workers_are_an_error():

@@ -1,5 +1,7 @@
 """The tiny run with every router: who decodes what, where, and how often changes no bit."""
 
+import collections
+
 import pytest
 
 from rljax.cluster.coordinator import Coordinator
@@ -7,6 +9,7 @@ from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.cluster.racing import Racing
 from rljax.cluster.routing import RolloutHistory
+from rljax.cluster.worker import RolloutWorker
 from rljax.training import loop
 from tests.cluster.same_run import differences
 from tests.cluster.turns import Turns, local_run
@@ -98,6 +101,40 @@ def test_copies_race_with_any_drafter(world, alone, monkeypatch, commands, verif
     copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
     assert "srt" in {command.drafter for command in copies}
     assert any(partial.tokens for command in copies for _, _, partial in command.work)
+
+
+def test_the_race_stops_no_response(world, alone, monkeypatch, verifies_always):
+    """Whichever copy is ahead, all go on until one has ended; one behind goes on from the longest. One
+    of the workers has a third of the turns, so that the other one soon races for what it has.
+    """
+    stopped, caught_up, taken = [], [], collections.Counter()
+    honest_on, honest_begin, honest_turn = Coordinator.on, Racing.begin, RolloutWorker.turn
+
+    def turn(self):
+        taken[self.name] += 1
+        return [] if self.name == "worker-0" and taken[self.name] % 3 else honest_turn(self)
+
+    def on(self, event, now):
+        held = {name: dict.fromkeys(worker.holds) for name, worker in self._workers.items()}
+        commands = honest_on(self, event, now)
+        for command in commands:
+            if isinstance(command, Withdraw):
+                entries = [self.ledger.entries.get(key) for key in command.keys]
+                stopped.extend(each for each in entries if each is not None and each.ending is None)
+            elif isinstance(command, Decode) and command.worker in held:
+                caught_up.extend(key for key, *_ in command.work if key in held[command.worker])
+        return commands
+
+    def begin(self, requests):
+        self.catch_up = 2  # tokens: responses are short
+        honest_begin(self, requests)
+
+    monkeypatch.setattr(Coordinator, "on", on)
+    monkeypatch.setattr(Racing, "begin", begin)
+    monkeypatch.setattr(RolloutWorker, "turn", turn)
+    clustered, _ = local_run(world, "unstopped", monkeypatch, *RACE, "cluster.race=2")
+    assert not differences(alone, clustered)
+    assert caught_up and not stopped
 
 
 def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_always):

@@ -181,23 +181,24 @@ def raced(count):
 
 def test_copies_race_and_the_longest_counts():
     coordinator, slow, tokens = raced(3)
-    # The copy is ahead: the first one goes on from there.
-    (behind,) = coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 3),)), 2.0)
-    assert (behind.worker, behind.work[0][0], len(behind.work[0][2].tokens)) == ("worker-1", slow, 3)
-    # What the slower one says late is known already; the end withdraws the other copy.
-    assert coordinator.on(Pieces("worker-1", 1, (whole(slow, 1, 2),)), 2.5) == []
-    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 3, tokens),)), 3.0)
+    # The copy is ahead of what the first one has said: where that is now, nobody knows.
+    assert coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 4),)), 2.0) == []
+    (behind,) = coordinator.on(Pieces("worker-1", 1, (whole(slow, 1, 2),)), 2.5)
+    assert (behind.worker, behind.work[0][0], len(behind.work[0][2].tokens)) == ("worker-1", slow, 4)
+    # What it said before that reached it is known already; the end withdraws the other copy.
+    assert coordinator.on(Pieces("worker-1", 1, (whole(slow, 2, 3),)), 2.6) == []
+    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 4, tokens),)), 3.0)
     assert Withdraw("worker-1", 1, (slow,)) in commands
     assert coordinator.done
 
 
-def test_a_copy_behind_on_a_fuller_worker_is_given_up():
+def test_a_response_on_a_fuller_worker_is_not_given_up_for_its_copy():
+    """All of the worker would wait for its prefill, so it goes on as it is, and may still end first."""
     coordinator, slow, tokens = raced(4)
-    assert coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 3),)), 2.0) == [
-        Withdraw("worker-1", 1, (slow,))
-    ]
-    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 3, tokens),)), 3.0)
-    assert not [command for command in commands if isinstance(command, Withdraw)]
+    assert coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 4),)), 2.0) == []
+    assert coordinator.on(Pieces("worker-1", 1, (whole(slow, 1, 2),)), 2.5) == []
+    commands = coordinator.on(Pieces("worker-1", 1, (whole(slow, 2, tokens),)), 3.0)
+    assert [each for each in commands if isinstance(each, Withdraw)] == [Withdraw("worker-0", 1, (slow,))]
 
 
 def test_outliers_of_short_groups_go_to_the_longest_group():

@@ -111,19 +111,20 @@ def sized(workers, groups, lengths, **keys):
     return [found.count(group) for group in range(groups)]
 
 
-@pytest.mark.parametrize("pipe, workers", [("ranked", [2, 2]), ("two_tiers", [1, 3])])
+@pytest.mark.parametrize("pipe, workers", [("ranked", [4, 4, 4, 4]), ("two_tiers", [1, 3, 4, 8])])
 def test_two_tiers_give_long_groups_more_workers(pipe, workers):
-    assert sized(4, 2, {1: [4] * 6, 2: [400] * 6}, pipe=pipe) == workers
+    assert sized(16, 4, FOUR, pipe=pipe) == workers
+
+
+FOUR = {prompt: [length] * 16 for prompt, length in enumerate([4, 40, 100, 400])}
 
 
 def test_the_fewest_and_the_most_workers_of_a_group_are_keys():
-    two = {1: [4] * 12, 2: [400] * 12}
-    assert sized(8, 2, two, pipe="two_tiers") == [2, 6]
-    assert sized(8, 2, two, pipe="two_tiers", pipe_min_workers=3) == [4, 4]
-    assert sized(8, 2, two, pipe="two_tiers", pipe_max_workers=5) == [4, 4]
-    eight = {prompt: [4] * 9 for prompt in range(7)} | {9: [4000] * 90}
-    assert sized(16, 8, eight, pipe="two_tiers")[-1] == 8  # four times an even share
-    assert sized(16, 8, eight, pipe="two_tiers", pipe_max_workers=9)[-1] == 9
+    assert sized(16, 4, FOUR, pipe="two_tiers", pipe_min_workers=3) == [3, 4, 3, 6]
+    assert sized(16, 4, FOUR, pipe="two_tiers", pipe_max_workers=6) == [6, 2, 2, 6]
+    long = {prompt: [4] * 9 for prompt in range(15)} | {15: [4000] * 90}
+    assert sized(32, 16, long, pipe="two_tiers")[-1] == 8  # four times an even share
+    assert sized(32, 16, long, pipe="two_tiers", pipe_max_workers=9)[-1] == 9
 
 
 def test_the_first_epoch_has_no_ranking_groups():

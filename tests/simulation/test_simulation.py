@@ -241,6 +241,38 @@ def test_a_racer_begins_the_next_rollout_with_the_first_drafter():
     assert second.end - second.begin == pytest.approx(first.end - first.begin)
 
 
+def test_a_further_drafter_leaves_the_first_ones_acceptances_as_they_are():
+    """So what a race brings is not what other acceptances do."""
+
+    def levels(drafters):
+        steps = Workload(Scenario(prompts_per_step=4, drafters=drafters)).steps()
+        return [[response.levels for response in step] for step in itertools.islice(steps, 3)]
+
+    alone, both = levels("a:0.6:0.2:0"), levels("a:0.6:0.2:0,b:0.4:0.2:0")
+    assert [[(first,) for first, _ in step] for step in both] == alone
+    assert len({second for step in both for _, second in step}) > 5
+
+
+def test_a_race_does_not_stop_the_response_that_it_copies():
+    """A copy is alone on its worker, and soon ahead, with the worse drafter. The first worker goes on beside
+    its seven others, takes the response up from the copy once they have ended, and ends it first.
+    """
+    good, bad = int(0.9 * LEVELS), int(0.5 * LEVELS)
+    by_rows = TableCosts([1, 100], [1.0, 100.0], 0.01)  # a pass takes a second a row, a prefill little
+    drafting = Drafting(by_rows, {"good": SimulatedDrafter(0.9), "bad": SimulatedDrafter(0.5)}, [4])
+    rollout = [
+        Response(number // 8, 0, tokens, (good, bad))
+        for number, tokens in enumerate([2000] + [200] * 7 + [10] * 8)
+    ]
+
+    def seconds(router):
+        (step,) = Cluster(Machines(2, 8, by_rows, drafting), router=router).run(iter([rollout]), 1)
+        return step.end
+
+    alone, racing = SharedQueue(), Racing(SharedQueue(), ["good", "bad"], 1, initial="good")
+    assert seconds(racing) < 0.9 * seconds(alone)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(["shared", "static", "ranked", "two-tiers"]),
