@@ -46,7 +46,6 @@ class Measurement:
       section: name for `--only`.
       what: for the title of its table.
       run: measures.
-      arguments: of `run`.
       disturbed: whether other processes change its rows, as they do seconds but not bytes; if so, a run
         among many of them warns.
     """
@@ -208,7 +207,6 @@ def in_fresh_process(function: Callable[..., Any], *arguments: str, **environmen
 
     Args:
       function: takes texts and returns what JSON can hold.
-      arguments: of the function.
       environment: variables that are changed; an empty one is removed.
     """
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment

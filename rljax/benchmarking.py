@@ -128,8 +128,6 @@ class Row:
       name: name of the measurement, such as "decode/25M/batch 8/row_invariant on".
       value: ours, in `unit`.
       unit: unit of value and baseline_value, such as "tokens/s".
-      baseline: name of the baseline.
-      baseline_value: the baseline's.
       ratio: above 1 means that ours is better, whether `unit` counts speed or time.
       details: whatever else the reader needs, beside these fields in the JSON object.
     """
@@ -156,9 +154,7 @@ def timed_row(
     """Returns the row of two sides that were timed.
 
     Args:
-      name: see `Row`.
       timing: seconds of both.
-      baseline: see `Row`.
       unit: of the seconds times `scale`.
       scale: such as 1e3 for milliseconds.
       details: beside the extremes of the ratio and the number of rounds.

@@ -41,11 +41,7 @@ class NumericsError(UserError):
 
 
 class Interrupted(Exception):
-    """A run was asked by a signal to stop, and has saved its state.
-
-    Attributes:
-      signal: the number of the signal.
-    """
+    """A run was asked by a signal to stop, and has saved its state."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)

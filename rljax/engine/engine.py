@@ -55,9 +55,7 @@ class DecodeEngine:
     """Compiled decoding of one policy architecture under one sampling distribution.
 
     Args:
-      config: architecture of the policy.
       numerics: numerics of the trainer.
-      sampling: the sampling distribution.
       buckets: shapes to compile for.
       eos_token_ids: tokens that end a response; the response keeps them.
       decode_steps_per_sync: largest number of decode steps between two host syncs.
@@ -159,7 +157,6 @@ class DecodeEngine:
         mesh, and on a CPU also in blocks. Arrays that are so already are shared with `params`.
 
         Args:
-          params: the policy's weights.
           copy: share no array with `params`, whose buffers may then be donated, as an update does, while
             decoding goes on.
 
@@ -349,7 +346,6 @@ class DecodeEngine:
 
         Args:
           params: weights from `load_params`.
-          state: the decode state.
           max_steps: largest number of steps, up to `decode_steps_per_sync`, which is the default.
           until_active: stop as soon as no more than this many slots are active.
         """
@@ -381,8 +377,6 @@ class DecodeEngine:
 
         Args:
           params: weights from `load_params`.
-          state: the decode state.
-          tree: draft trees of all slots.
           rows: nodes to compute, from `pack_rows`; None for all nodes of all slots. Slots without any do not
             change.
           proposal: see `verification.sample_nodes`.
@@ -402,7 +396,6 @@ class DecodeEngine:
 
         Args:
           params: weights from `load_params`, or their `param_shapes`.
-          batch, length: the shape of the state.
           rows, nodes: rows of the pass and draft nodes of a slot, as from `Buckets.passes`.
 
         Returns:
@@ -485,7 +478,6 @@ class DecodeEngine:
 
         Args:
           draft_params: other weights of the same architecture, see `drafters/quantized.py`.
-          state: the decode state.
           steps: number of tokens, up to `buckets.max_drafts`.
           with_proposal: whether to return the distributions of the drafts, which `rejection` needs.
         """
@@ -508,7 +500,6 @@ class DecodeEngine:
 
         Args:
           draft_params: the weights, or their shapes.
-          batch, length: the shape of the state.
         """
         self._drafting(draft_params, self.state_shapes(batch, length), 1, False)
 

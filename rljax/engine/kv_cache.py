@@ -104,8 +104,6 @@ def copy_rows(
     range are skipped.
 
     Args:
-      target: cache to copy into.
-      source: cache to copy from.
       rows, slots: int32 [N].
       shardings: layout of both caches, as from `cache_shardings`, where devices split the slots.
     """
@@ -181,7 +179,6 @@ class CachedAttention:
 
     Attributes:
       positions: position of each slot's token, int32 [B].
-      numerics: see `Numerics`.
     """
 
     positions: Array

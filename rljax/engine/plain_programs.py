@@ -25,9 +25,7 @@ class PlainPrograms:
     """Compiles the programs of plain decoding, shape by shape.
 
     Args:
-      engine: the decode engine.
       params: weights from `engine.load_params`, whose shapes are used.
-      thread: the thread to compile in.
       slots: number of slots; prompts are inserted into states of that many.
       prompt_length: the longest prompt, in tokens.
       longest: the most tokens of a prompt and its response. Longer caches are not compiled.

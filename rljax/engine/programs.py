@@ -43,9 +43,6 @@ class Programs:
     """One policy architecture under one sampling distribution, on one mesh.
 
     Attributes:
-      config: architecture of the policy.
-      numerics: see `Numerics`.
-      sampling: the sampling distribution.
       eos_token_ids: tokens that end a response; the response keeps them.
       decode_steps: largest number of decode steps of one `generate`.
       verification: rule by which drafts are verified.
@@ -328,13 +325,10 @@ class Programs:
         accepted.
 
         Args:
-          params: weights.
-          cache: KV cache.
           tokens: int32 [B, W], the tokens behind the committed ones.
           lengths: int32 [B], committed tokens.
           counts: int32 [B], number of `tokens` to write.
           rows: rows of the pass; they include every token to write.
-          rope: RoPE table.
         """
         batch, width = tokens.shape
         order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))

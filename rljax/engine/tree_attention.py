@@ -23,10 +23,8 @@ class TreeAttention:
 
     Attributes:
       lengths: int32 [B], committed tokens.
-      tree: the nodes.
       rows: the computed nodes. The ancestors of a computed node are computed too, so no computed node sees
         the undefined values of the others.
-      numerics: see `Numerics`.
     """
 
     lengths: Array

@@ -177,7 +177,6 @@ def pack_groups(
 
     Args:
       lengths: int [N], tokens of prompt and response, each at least 1.
-      prompts: prompt of each sequence.
       pack_length: tokens in a row.
       rows_per_microbatch: the largest size of `Packing.microbatches`.
       chunk: tokens in a chunk of attention's sums.
@@ -325,7 +324,6 @@ def build_batch(
 
     Args:
       sequences: the N sequences whose lengths were packed.
-      packing: from `pack_sequences`.
       rows: the R rows to build, in the order of the batch, such as one of `packing.microbatches(...)`. Rows
         from `packing.num_rows` on are empty.
       share_prompts: whether equal prompts in these rows are computed once, and padding not at all. Must be

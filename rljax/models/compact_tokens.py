@@ -72,7 +72,6 @@ class CompactAttention:
 
     Attributes:
       tokens: the compact tokens of R packed rows of T.
-      numerics: see `Numerics`.
     """
 
     tokens: CompactTokens

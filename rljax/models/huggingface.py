@@ -617,7 +617,6 @@ def save_model(
     Args:
       directory: the destination; must not exist, or be empty.
       config: the architecture.
-      params: the weights, on any device.
       dtype: type of the weights in the file: "float32", "bfloat16" or "float16".
       tokenizer_source: a model directory to copy the tokenizer and the sampling defaults from.
       eos_token_ids: tokens that end a response; None for those of `tokenizer_source`.

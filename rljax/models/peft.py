@@ -73,8 +73,6 @@ def save_adapter(
 
     Args:
       directory: where; must not exist.
-      model: architecture of the policy.
-      config: the settings.
       factors: the factors, on any device.
       base: path or name of the base's model.
       digest: `base_digest` of the base, which `load_adapter` compares.
@@ -115,7 +113,6 @@ def load_adapter(directory: str | Path, model: ModelConfig, config: LoraConfig) 
 
     Args:
       directory: a directory in PEFT's format.
-      model: architecture of the policy.
       config: the settings that the adapter must have.
 
     Returns:

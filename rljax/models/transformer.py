@@ -134,9 +134,7 @@ def decoder_layer(
       cache: first argument of `attention`.
       x: residual stream, [N, T, d].
       angles: rows of the RoPE table, float32 [N, T, at least 2, D/2]; the first two are read.
-      attention: the attention structure.
       config: heads and norms; the widths are those of the weights.
-      numerics: see `Numerics`.
       attention_input: input of queries, keys and values, [N, T, any]; None for x after `attention_norm`. (A
         drafter's layer has another input than its residual stream.)
 

@@ -134,7 +134,6 @@ def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = Fa
     Args:
       rows: [R, in].
       weight: [out, in], any float dtype; cast to that of `rows`.
-      form: form of the product.
       rounded: whether the result is rounded to the type of `rows` next; see `rounded_dot`.
     """
     count, rounded = rows.shape[0], rounded and not form.float32

@@ -98,9 +98,6 @@ class Writer:
     """Writes the answers to one request as JSON objects.
 
     Args:
-      body: body of the HTTP request.
-      model: name of the policy.
-      tokenizer: tokenizer of the policy.
       prompt_tokens: number of tokens of all prompts.
     """
 

@@ -43,9 +43,6 @@ class _OnDevice:
     """What both proposers share.
 
     Args:
-      name: the drafter's name, for messages.
-      drafter: the drafter.
-      engine: the decode engine.
       times: measured times of passes and of drafting, added to.
     """
 
@@ -185,10 +182,6 @@ class DeviceProposer(_OnDevice):
 
     Args:
       name, drafter, engine, times: see `_OnDevice`.
-      group: the drafters beside the slots.
-
-    Attributes:
-      slots: drafts for the slots.
     """
 
     only_chains = False

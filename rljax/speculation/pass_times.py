@@ -101,7 +101,6 @@ class PassTimes:
 
         Args:
           kind: kind of work.
-          batch, length: the shape.
           rest: the rest of the key, unless any would do.
         """
         shapes = {key[1:3] for key in self._seconds if key[0] == kind and (not rest or key[3:] == rest)}

@@ -36,7 +36,6 @@ class Speculator:
     """Decodes with drafters. `NoDrafts` (`no_drafts.py`) stands in its place where there are none.
 
     Args:
-      engine: the decode engine.
       drafters: by name. The first one on the host proposes what was sampled ahead, too.
       max_batch: larger batch buckets decode plainly; no program is compiled to verify them.
       run_ahead: see `RunAhead`; None never samples ahead.
@@ -50,7 +49,6 @@ class Speculator:
       training: of drafters that are trained, by the drafter's name.
       proposers: the drafters as the manager asks them.
       manager: decides how much a pass verifies.
-      decisions: the log of what was decided.
       lengths: lengths of the responses so far, by prompt.
       keeps_lengths: whether `state` has them.
       has_history: whether some drafter drafts from other responses to a prompt.

@@ -31,7 +31,6 @@ class Curriculum:
     Args:
       rule: a key of `RULES`.
       floor: least probability of asking a problem.
-      seed: seed of the run.
     """
 
     def __init__(self, rule: str, floor: float, seed: int) -> None:

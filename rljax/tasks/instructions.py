@@ -136,7 +136,6 @@ class Instructions:
     """The task. Its arguments are those of `task.args` in a config.
 
     Args:
-      seed: the run seed.
       rules: names of `RULES`, from which each prompt draws. What a policy never keeps to it cannot learn.
       max_rules: a prompt has 1 to this many of them, besides the number of words: the `difficulty` of a
         problem. At most 3, and no more than there are rules, of which some exclude each other.

@@ -130,7 +130,6 @@ def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
     """Runs three workers in turns.
 
     Args:
-      steps: of the run.
       arguments: further ones of the head.
       overrides: of the config.
     """

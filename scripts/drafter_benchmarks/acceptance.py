@@ -54,7 +54,6 @@ def acceptance_rows(
     """Measures drafts that are accepted, by loss.
 
     Args:
-      config: the experiment.
       settings: of the heads; `variant` and `training` are ignored. A block has `depth` positions.
       unrolled: times that an EAGLE-3 head is applied in training.
       names: some of `LOSSES`.

@@ -98,7 +98,6 @@ class _Known:
 
     Args:
       requests, completions: plain decoding.
-      vocab: size of the vocabulary.
     """
 
     def __init__(self, requests: Sequence[Request], completions: Sequence[Completion], vocab: int) -> None:
@@ -207,13 +206,7 @@ def _flip_row(
 
 
 class _TrainingPass:
-    """The logprobs of responses as training computes them.
-
-    Args:
-      config: the policy's.
-      numerics: see `Numerics`.
-      sizes: see `Sizes`.
-    """
+    """The logprobs of responses as training computes them."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, sizes: Sizes) -> None:
         self._rope = jnp.asarray(rope_table(config, sizes.packed))

@@ -19,7 +19,6 @@ def interpreter(peer: str, directory: Path, python: str | None) -> Path:
     """The Python of a library's environment, which is made if it is not there.
 
     Args:
-      peer: the library.
       directory: holds an environment for every library.
       python: the interpreter to make it with; None for this one.
 

@@ -32,7 +32,6 @@ class _Knowing(Drafter):
 
     Args:
       right: for every request, bool [tokens of its response]; False where another token is proposed.
-      completions: the recorded responses.
     """
 
     def __init__(self, right: Sequence[np.ndarray], completions: Sequence[Completion]) -> None:

@@ -49,7 +49,6 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     before requests of token ids, unless they name a `session_cache`.
 
     Args:
-      tokenizer: tokenizer of the policy.
       stop_tokens: ids of the tokens that end a response.
       engine: engine that determines the padding of prompts.
       max_prompt_length: most tokens of a prompt.
@@ -102,8 +101,6 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
     """A `SlotEngine` that is an `engine_api.Engine`.
 
     Args:
-      engine: the decode engine.
-      tokenizer: tokenizer of the policy.
       slots, max_prompt_length, seed: see `SlotEngine`.
     """
 
