@@ -28,24 +28,11 @@ _DIGEST = (
 _LETTERS = {"a": "lora_A", "b": "lora_B"}
 # What changes the function of an adapter besides rank, scale and targets.
 _REFUSED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "arrow_config",
-    "fan_in_fan_out",
-    "kasa_config",
-    "layer_replication",
-    "layers_to_transform",
-    "lora_bias",
-    "modules_to_save",
-    "monteclora_config",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
+    "alora_invocation_tokens", "alpha_pattern", "arrow_config", "fan_in_fan_out", "kasa_config",
+    "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "monteclora_config",
+    "rank_pattern", "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
     "velora_config",
-)
+)  # fmt: skip
 _HARMLESS_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base
 
 

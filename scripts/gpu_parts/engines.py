@@ -115,16 +115,9 @@ _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # They start nothing: names for parts of memory, constants, and ends of what another operation has started.
 _NO_KERNEL = {
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-}
+    "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "partition-id",
+    "replica-id", "tuple",
+}  # fmt: skip
 
 
 class TimedPool(ExecutablePool):
