@@ -56,10 +56,7 @@ BENCHMARK = Benchmark(
     config=REAL_CONFIG,
     settings=_OVERRIDES,
     options={
-        "--peers": {
-            "default": ",".join(PEERS),
-            "help": "libraries, separated by commas (default: all)",
-        },
+        "--peers": {"default": ",".join(PEERS), "help": "libraries, separated by commas (default: all)"},
         "--environments": {
             "type": Path,
             "default": Path("cache/peers"),

@@ -94,9 +94,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(served, name),
-            log_level="warning",
-            timeout_graceful_shutdown=arguments.drain_seconds,
+            make_app(served, name), log_level="warning", timeout_graceful_shutdown=arguments.drain_seconds
         )
     )
 

@@ -334,11 +334,7 @@ class DecodeEngine:
         return self.pool.get(key, self._programs.placed(self._moves.insert), args, donate_argnums=(1,)), args
 
     def generate(
-        self,
-        params: Params,
-        state: DecodeState,
-        max_steps: int | None = None,
-        until_active: int = 0,
+        self, params: Params, state: DecodeState, max_steps: int | None = None, until_active: int = 0
     ) -> tuple[DecodeState, DecodeResult]:
         """Decodes plainly up to the next host sync. Consumes `state`.
 
@@ -454,12 +450,7 @@ class DecodeEngine:
         self._compacting(self.state_shapes(batch, length), np.zeros(into, np.int32), np.zeros(into, bool))
 
     def _verifying(
-        self,
-        params: Params,
-        state: DecodeState,
-        tree: DraftTree,
-        rows: NodeRows,
-        proposal: Array | None,
+        self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows, proposal: Array | None
     ) -> _Call:
         """Returns the program of a verifying pass, and its arguments."""
         args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)

@@ -168,8 +168,7 @@ def lengthen(cache: KVCache, length: int) -> KVCache:
         return jnp.pad(x, [(0, amount) if axis == 2 else (0, 0) for axis in range(x.ndim)])
 
     return KVCache(
-        keys=[pad(k, more // KEY_BLOCK) for k in cache.keys],
-        values=[pad(v, more) for v in cache.values],
+        keys=[pad(k, more // KEY_BLOCK) for k in cache.keys], values=[pad(v, more) for v in cache.values]
     )
 
 

@@ -17,12 +17,7 @@ from rljax.engine.appending import AppendedChunk
 from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.host_sync import pack
 from rljax.engine.kv_cache import CachedAttention, KVCache
-from rljax.engine.placement import (
-    cache_shardings,
-    decode_state_shardings,
-    feature_sharding,
-    slot_sharding,
-)
+from rljax.engine.placement import cache_shardings, decode_state_shardings, feature_sharding, slot_sharding
 from rljax.engine.sampling import decode_logits, sample, whole_logits
 from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix, counted

@@ -42,14 +42,6 @@ class TreeAttention:
         keys, values = cache
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
         out = tree_attention(
-            q,
-            keys,
-            values,
-            self.lengths,
-            k,
-            v,
-            self.tree.ancestors,
-            self.tree.depth,
-            self.numerics,
+            q, keys, values, self.lengths, k, v, self.tree.ancestors, self.tree.depth, self.numerics
         )
         return self.rows.gather(out)[:, None], (k, v)

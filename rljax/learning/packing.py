@@ -315,10 +315,7 @@ def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> 
 
 
 def build_batch(
-    sequences: Sequence[TrainingSequence],
-    packing: Packing,
-    rows: Sequence[int],
-    share_prompts: bool = False,
+    sequences: Sequence[TrainingSequence], packing: Packing, rows: Sequence[int], share_prompts: bool = False
 ) -> PackedBatch:
     """Lays sequences out in some of a packing's rows, as numpy arrays.
 

@@ -72,11 +72,7 @@ def param_shapes(config: ModelConfig) -> Params:
         layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
     if config.gemma is not None:
         layer |= {"attention_post_norm": (d,), "mlp_post_norm": (d,)}
-    shapes = {
-        "embed": (v, d),
-        "layers": [dict(layer) for _ in range(config.num_layers)],
-        "final_norm": (d,),
-    }
+    shapes = {"embed": (v, d), "layers": [dict(layer) for _ in range(config.num_layers)], "final_norm": (d,)}
     if not config.tie_embeddings:
         shapes["lm_head"] = (v, d)
     return shapes

@@ -334,12 +334,7 @@ def _compiled(
         name: params | {"layers": [params["layers"][-1]] * depth}
         for name, params in second.draft_params.items()
     }
-    run = dataclasses.replace(
-        shapes,
-        programs=programs,
-        draft_params=weights,
-        skipped=second.skipped,
-    )
+    run = dataclasses.replace(shapes, programs=programs, draft_params=weights, skipped=second.skipped)
     return run, DEPTHS
 
 

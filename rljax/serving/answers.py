@@ -40,12 +40,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        index: int,
-        decode: Decode,
-        stop: tuple[str, ...],
-        shown: Decode,
-        echoed: Sequence[int] = (),
+        self, index: int, decode: Decode, stop: tuple[str, ...], shown: Decode, echoed: Sequence[int] = ()
     ) -> None:
         self.index, self.echoed = index, echoed
         self.tokens: list[int] = []

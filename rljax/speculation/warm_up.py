@@ -252,12 +252,7 @@ def time_drafts(
 
 
 def time_trees(
-    engine: DecodeEngine,
-    slots: SlotDrafter,
-    strategy: DraftStrategy,
-    batch: int,
-    length: int,
-    repeats: int,
+    engine: DecodeEngine, slots: SlotDrafter, strategy: DraftStrategy, batch: int, length: int, repeats: int
 ) -> list[float]:
     """Seconds of drafting a tree for every slot; measured as in `time_passes`."""
     state, measured = _half_full(engine.init_state(batch, length)), []

@@ -147,12 +147,7 @@ def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTr
 
 
 def measure(
-    run: TrainingRun,
-    head: HeadConfig,
-    params: Params,
-    shared: Params,
-    heldout: Sequence[States],
-    depth: int,
+    run: TrainingRun, head: HeadConfig, params: Params, shared: Params, heldout: Sequence[States], depth: int
 ) -> Acceptance:
     """Returns the acceptance of a head by `evaluate_head`, at most a block deep. `shared` are weights of the
     policy that sampled `heldout`.

@@ -72,11 +72,7 @@ class Learner:
     """
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        trainer: Trainer,
-        policy_params: Params,
-        teacher: Policy | None = None,
+        self, config: ExperimentConfig, trainer: Trainer, policy_params: Params, teacher: Policy | None = None
     ) -> None:
         self._config = config
         self._algorithm = algorithm = config.algorithm

@@ -61,11 +61,7 @@ def save(run: TrainingRun, score: float | None) -> None:
     # A run that resumes from the checkpoint would lack them.
     processes.from_first(run.directory.write_metrics_left)
     drafter = run.speculator.state()
-    host_state = {
-        "data_position": run.state.data_position,
-        "seed": run.config.seed,
-        "data": run.data_digests,
-    }
+    host_state = {"data_position": run.state.data_position, "seed": run.config.seed, "data": run.data_digests}
     if run.curriculum is not None:
         host_state["curriculum"] = run.curriculum.state()
     if run.state.evaluation_due:

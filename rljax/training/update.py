@@ -121,10 +121,7 @@ class Trainer:
             "mesh": mesh,
         }
         self._score = functools.partial(
-            score_packed,
-            sampling=sampling,
-            entropy_gradient=algorithm.entropy_coefficient > 0,
-            **static,
+            score_packed, sampling=sampling, entropy_gradient=algorithm.entropy_coefficient > 0, **static
         )
         unfiltered = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self._unfiltered_score = functools.partial(score_packed, sampling=unfiltered, **static)

@@ -132,11 +132,7 @@ class TimedPool(ExecutablePool):
         self.by_key: dict[tuple[Hashable, ...], tuple[Any, float]] = {}
 
     def get(
-        self,
-        key: Hashable,
-        function: Callable[..., Any],
-        args: tuple,
-        donate_argnums: tuple[int, ...] = (),
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
         """See `ExecutablePool.get`."""
         start, known = time.perf_counter(), key in self

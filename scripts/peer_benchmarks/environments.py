@@ -8,10 +8,7 @@ from pathlib import Path
 
 from rljax.errors import UserError
 
-PEERS = {
-    "trl": (("trl==1.16.0", "torch==2.13.0"), (3, 10)),
-    "tunix": (("google-tunix==0.1.7",), (3, 11)),
-}
+PEERS = {"trl": (("trl==1.16.0", "torch==2.13.0"), (3, 10)), "tunix": (("google-tunix==0.1.7",), (3, 11))}
 """By library: what is installed, and the oldest Python that it runs on."""
 
 

@@ -55,11 +55,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop_tokens: tuple[int, ...],
-        engine: DecodeEngine,
-        max_prompt_length: int,
+        self, tokenizer: Tokenizer, stop_tokens: tuple[int, ...], engine: DecodeEngine, max_prompt_length: int
     ) -> None:
         self._tokenizer, self._stop_tokens, self._engine = tokenizer, stop_tokens, engine
         self._max_prompt_length = max_prompt_length
