@@ -190,14 +190,7 @@ def _rounds(timing: Comparison) -> dict[str, Any]:
 def write_results(
     path: str | os.PathLike[str], rows: Sequence[Row], command: str, packages: Sequence[str] = ()
 ) -> None:
-    """Writes rows with the command, commit, date and machine that made them; see `write_figures`.
-
-    Args:
-      path: the JSON file; its directory is made if need be.
-      rows: at least one.
-      command: from `command_line`.
-      packages: see `machine_facts`.
-    """
+    """Writes rows, at least one, as `write_figures` does."""
     if not rows:
         raise ValueError("no rows to write")
     write_figures(path, {"rows": [row.as_json() for row in rows]}, command, packages)

@@ -175,14 +175,8 @@ def pack_groups(
     Groups are added to a micro-batch, in order, until one does not fit. The rows that are left then stay
     empty: they cost little where padding is not computed (`rljax/learning/prompt_sharing.py`).
 
-    Args:
-      lengths: int [N], tokens of prompt and response, each at least 1.
-      pack_length: tokens in a row.
+    Args and errors as of `pack_sequences`, lengths with their prompts', and:
       rows_per_microbatch: the largest size of `Packing.microbatches`.
-      chunk: tokens in a chunk of attention's sums.
-
-    Raises:
-      UserError: a sequence is longer than a row.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     groups: dict[bytes, list[int]] = {}

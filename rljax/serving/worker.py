@@ -29,11 +29,7 @@ from rljax.speculation.speculator import Speculator
 
 
 class _Finished:
-    """Finished responses that drafters have not learned from yet.
-
-    Args:
-      together: see `EngineWorker`.
-    """
+    """Finished responses that drafters have not learned from yet; `together` as of `EngineWorker`."""
 
     def __init__(self, together: Mapping[tuple[int, ...], int]) -> None:
         self._together = together

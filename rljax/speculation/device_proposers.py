@@ -40,11 +40,7 @@ _DRAFT_DELAY = 2  # in buckets: drafting is compiled behind the verifying passes
 
 
 class _OnDevice:
-    """What both proposers share.
-
-    Args:
-      times: measured times of passes and of drafting, added to.
-    """
+    """What both proposers share; `times`, those measured of passes and of drafting, are added to."""
 
     on_host = False
 

@@ -188,13 +188,8 @@ class Speculator:
     ) -> None:
         """Compiles every program that drafts or verifies in a thread, which `close` ends.
 
-        Args:
-          params: weights from `engine.load_params`.
-          slots: requests decoded at a time, at most.
-          prompt_length: the longest prompt, in tokens.
-          widens: compile what `widen` needs, too.
+        Args as of `warm_up`, and:
           first_prompts: lengths of the first prompts; the passes that they use come first.
-          longest: the most tokens of a prompt and its response; None for the largest cache bucket.
           thread: the thread to compile in; None for one of its own.
         """
         self.close()

@@ -197,11 +197,7 @@ def read_schedule(path: str) -> dict[int, list[ScheduledGroup]]:
 
 
 class _Noted(Batches):
-    """Batches that are written to schedule.jsonl.
-
-    Args:
-      others: as of `Batches`.
-    """
+    """Batches that are written to schedule.jsonl; `others` as of `Batches`."""
 
     def __init__(self, directory: RunDirectory, *others: Any) -> None:
         super().__init__(*others)

@@ -94,11 +94,7 @@ def measure(part: Part) -> None:
 
 
 class _Known:
-    """Drafts that are known to be right, but for some: the responses of plain decoding.
-
-    Args:
-      requests, completions: plain decoding.
-    """
+    """Drafts that are known to be right, but for some: the responses of plain decoding."""
 
     def __init__(self, requests: Sequence[Request], completions: Sequence[Completion], vocab: int) -> None:
         rng = np.random.default_rng(0)
