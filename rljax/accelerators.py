@@ -11,14 +11,8 @@ from pathlib import Path
 
 _GOOGLE = "0x1ae0"  # vendor of TPUs on the PCI bus
 _DEVICE_FILES = (
-    "/dev/nvidia0",
-    "/dev/nvidiactl",
-    "/dev/dxg",
-    "/dev/kfd",
-    "/dev/accel0",
-    "/dev/vfio/0",
-    "/dev/vfio/1",
-)
+    "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0", "/dev/vfio/1",
+)  # fmt: skip
 _ASKED_FOR = ("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 _PLUGINS = {"xla_cuda12", "xla_cuda13"}
 

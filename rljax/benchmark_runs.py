@@ -28,7 +28,7 @@ import jax
 from rljax.accelerators import skip_absent
 from rljax.benchmarking import Interference, Row, print_table, results_console, write_results
 from rljax.config import load_config
-from rljax.errors import UserError
+from rljax.errors import UserError, exit_status
 from rljax.provenance import command_line
 
 _MUCH_INTERFERENCE = 0.05
@@ -46,7 +46,6 @@ class Measurement:
       section: name for `--only`.
       what: for the title of its table.
       run: measures.
-      arguments: of `run`.
       disturbed: whether other processes change its rows, as they do seconds but not bytes; if so, a run
         among many of them warns.
     """
@@ -143,21 +142,14 @@ class Benchmark:
         name = "-".join([self.name, *partial, *(["quick"] if quick else [])])
         return Path("benchmarks/results") / f"{name}.json"
 
-    def run(self, arguments: argparse.Namespace) -> int:
+    @exit_status("interrupted")
+    def run(self, arguments: argparse.Namespace) -> None:
         """Does what the arguments of `parser` ask for and returns the exit status; errors are one line."""
         skip_absent()
-        try:
-            if self.config:
-                arguments.file = arguments.config
-                arguments.config = load_config(arguments.file, [*self.settings, *arguments.overrides])
-            self._measure(arguments)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
-        return 0
+        if self.config:
+            arguments.file = arguments.config
+            arguments.config = load_config(arguments.file, [*self.settings, *arguments.overrides])
+        self._measure(arguments)
 
     def planned(self, arguments: argparse.Namespace) -> Plan:
         """The measurements that the arguments of `parser` ask for."""
@@ -208,7 +200,6 @@ def in_fresh_process(function: Callable[..., Any], *arguments: str, **environmen
 
     Args:
       function: takes texts and returns what JSON can hold.
-      arguments: of the function.
       environment: variables that are changed; an empty one is removed.
     """
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment

@@ -128,8 +128,6 @@ class Row:
       name: name of the measurement, such as "decode/25M/batch 8/row_invariant on".
       value: ours, in `unit`.
       unit: unit of value and baseline_value, such as "tokens/s".
-      baseline: name of the baseline.
-      baseline_value: the baseline's.
       ratio: above 1 means that ours is better, whether `unit` counts speed or time.
       details: whatever else the reader needs, beside these fields in the JSON object.
     """
@@ -156,9 +154,7 @@ def timed_row(
     """Returns the row of two sides that were timed.
 
     Args:
-      name: see `Row`.
       timing: seconds of both.
-      baseline: see `Row`.
       unit: of the seconds times `scale`.
       scale: such as 1e3 for milliseconds.
       details: beside the extremes of the ratio and the number of rounds.
@@ -194,14 +190,7 @@ def _rounds(timing: Comparison) -> dict[str, Any]:
 def write_results(
     path: str | os.PathLike[str], rows: Sequence[Row], command: str, packages: Sequence[str] = ()
 ) -> None:
-    """Writes rows with the command, commit, date and machine that made them; see `write_figures`.
-
-    Args:
-      path: the JSON file; its directory is made if need be.
-      rows: at least one.
-      command: from `command_line`.
-      packages: see `machine_facts`.
-    """
+    """Writes rows, at least one, as `write_figures` does."""
     if not rows:
         raise ValueError("no rows to write")
     write_figures(path, {"rows": [row.as_json() for row in rows]}, command, packages)

@@ -1,7 +1,12 @@
 """Errors that are the user's to mend: scripts print their message as one line, without a traceback."""
 
 import difflib
-from collections.abc import Iterable
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import ParamSpec
+
+_Arguments = ParamSpec("_Arguments")
 
 
 class UserError(Exception):
@@ -41,11 +46,7 @@ class NumericsError(UserError):
 
 
 class Interrupted(Exception):
-    """A run was asked by a signal to stop, and has saved its state.
-
-    Attributes:
-      signal: the number of the signal.
-    """
+    """A run was asked by a signal to stop, and has saved its state."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)
@@ -57,3 +58,28 @@ def known_names(given: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}"
+
+
+def exit_status(
+    interrupted: str = "",
+) -> Callable[[Callable[_Arguments, int | None]], Callable[_Arguments, int]]:
+    """Makes a command's `main` return its exit status: 0 if it returns nothing, 2 and one line for a
+    `UserError`, 130 where Ctrl-C ends it, with what `interrupted` says.
+    """
+
+    def decorate(main: Callable[_Arguments, int | None]) -> Callable[_Arguments, int]:
+        @functools.wraps(main)
+        def command(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> int:
+            try:
+                return main(*args, **kwargs) or 0
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:
+                if interrupted:
+                    print(interrupted, file=sys.stderr)
+                return 130
+
+        return command
+
+    return decorate

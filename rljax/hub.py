@@ -26,14 +26,9 @@ from rljax.errors import CheckpointError
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][^@\s]*))?", re.ASCII)
 _PACKAGE = "package:"
 _SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+    "config.json", "generation_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
 _WEIGHTS = (
     "model.safetensors",
     "model-*.safetensors",

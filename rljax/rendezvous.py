@@ -28,7 +28,6 @@ class Rendezvous:
 
     Args:
       coordinator: address of process 0, host:port. JAX's coordinator uses it afterwards.
-      processes: number of processes.
       process: index of this one.
       timeout: seconds to wait for all of them.
 

@@ -48,7 +48,6 @@ class RunDirectory:
     """One run's files.
 
     Args:
-      path: the directory.
       writes: whether this process writes them; false in all but the first of several processes.
 
     Attributes:

@@ -17,11 +17,9 @@ class Comparison:
 
     Attributes:
       seconds: median of ours.
-      baseline_seconds: median of the baseline.
       ratio: median over the rounds of baseline / ours; above 1 ours is faster. With few rounds on a noisy
         machine it is not quite baseline_seconds / seconds, whose medians may come from different rounds.
       ratio_low, ratio_high: the least and the largest ratio of a round.
-      rounds: number of rounds.
     """
 
     seconds: float
@@ -42,7 +40,6 @@ def interleave(
 
     Args:
       actions: functions to time, by name.
-      repeats: timed rounds.
       warmups: untimed rounds before them, for compilation and allocation.
     """
     if repeats < 1:

@@ -94,7 +94,6 @@ def _row(policy: str, name: str, given: dict[str, Any], mode: str, window: int, 
     """Returns the row of a way to decode with a drafter.
 
     Args:
-      policy: its name.
       name: of the row, behind the policy's.
       given: the drafter, in the config's section `speculation`.
       rollouts: behind so many of other prompts the drafter learns before.

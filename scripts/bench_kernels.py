@@ -20,18 +20,13 @@ from kernel_benchmarks.timing import Timed, chosen_functions
 from kernel_benchmarks.tuning import tune
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, timed_row
-from rljax.errors import UserError, known_names
+from rljax.errors import UserError, exit_status, known_names
 from rljax.kernels import tuned
 from rljax.timing import compare
 
 OPS = (
-    "noisy_argmax",
-    "token_logprobs",
-    "tree_attention",
-    "quantized_product",
-    "round_to_nearest",
-    "compaction",
-)
+    "noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "round_to_nearest", "compaction",
+)  # fmt: skip
 
 
 def op_cases(op: str, quick: bool) -> list[Case]:
@@ -136,18 +131,15 @@ BENCHMARK = Benchmark(
 )
 
 
+@exit_status()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = BENCHMARK.parser().parse_args(argv)
     if arguments.tune is None and (arguments.quick or jax.default_backend() != "cpu"):
         return BENCHMARK.run(arguments)
-    try:
-        if arguments.tune is None:
-            raise UserError("no accelerator here: --quick measures tiny shapes, interpreted")
-        print(*tune(arguments.tune, tuned.TABLE), f"written: {tuned.TABLE}", sep="\n")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.tune is None:
+        raise UserError("no accelerator here: --quick measures tiny shapes, interpreted")
+    print(*tune(arguments.tune, tuned.TABLE), f"written: {tuned.TABLE}", sep="\n")
     return 0
 
 

@@ -29,27 +29,16 @@ from rljax.planning.topologies import parse_topology
 from workloads import REAL, config_of
 
 _V5E = (
-    "engine.max_slots=64",
-    "engine.batch_buckets=[8,16,32,64]",
-    "speculation.max_batch=32",
-    "rollout.max_response_length=3072",
-    "engine.cache_buckets=[1024,2048,4096]",
-    "training.pack_length=4096",
+    "engine.max_slots=64", "engine.batch_buckets=[8,16,32,64]", "speculation.max_batch=32",
+    "rollout.max_response_length=3072", "engine.cache_buckets=[1024,2048,4096]", "training.pack_length=4096",
     "training.rows_per_microbatch=8",
-)
+)  # fmt: skip
 _H100 = (
-    "policy.compute_dtype=bfloat16",
-    "engine.row_invariant=warn",
-    "kernels.tree_attention=mosaic_gpu",
-    "engine.max_slots=64",
-    "engine.batch_buckets=[8,64]",
-    "engine.cache_buckets=[1024]",
-    "rollout.max_prompt_length=1000",
-    "rollout.max_response_length=24",
-    "speculation.verify_buckets=[16]",
-    "training.pack_length=1024",
-    "training.rows_per_microbatch=8",
-)
+    "policy.compute_dtype=bfloat16", "engine.row_invariant=warn", "kernels.tree_attention=mosaic_gpu",
+    "engine.max_slots=64", "engine.batch_buckets=[8,64]", "engine.cache_buckets=[1024]",
+    "rollout.max_prompt_length=1000", "rollout.max_response_length=24", "speculation.verify_buckets=[16]",
+    "training.pack_length=1024", "training.rows_per_microbatch=8",
+)  # fmt: skip
 _KINDS = ("prefill", "generate", "verify", "gradients")
 _LAYOUTS = ("inlined", "called")
 _WRITTEN_OUT = "written out"

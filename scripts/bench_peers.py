@@ -28,13 +28,9 @@ from rollout_benchmarks.variants import open_run
 from workloads import REAL_CONFIG
 
 _OVERRIDES = (
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=8",
-    "training.minibatches_per_step=1",
-    "training.steps=7",
-    "evaluation.problems=0",
-    "checkpoint.every=0",
-)
+    "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "training.minibatches_per_step=1",
+    "training.steps=7", "evaluation.problems=0", "checkpoint.every=0",
+)  # fmt: skip
 _WAYS = {"step": (), "step without skipping": ("algorithm.skip_zero_advantages=false",)}
 """Our sides, by name of their rows: keys of the config that each sets."""
 _HERE = Path(__file__).parent
@@ -60,10 +56,7 @@ BENCHMARK = Benchmark(
     config=REAL_CONFIG,
     settings=_OVERRIDES,
     options={
-        "--peers": {
-            "default": ",".join(PEERS),
-            "help": "libraries, separated by commas (default: all)",
-        },
+        "--peers": {"default": ",".join(PEERS), "help": "libraries, separated by commas (default: all)"},
         "--environments": {
             "type": Path,
             "default": Path("cache/peers"),

@@ -27,7 +27,7 @@ from rljax import target
 from rljax.engine import kv_cache
 from rljax.engine.buckets import make_buckets
 from rljax.engine.invariance import measure, row_counts
-from rljax.errors import UserError
+from rljax.errors import exit_status
 from rljax.kernels.tree_attention import decode_attention, tree_attention
 from rljax.models.config import ModelConfig
 from rljax.numerics import products
@@ -280,8 +280,9 @@ def measured(config: ModelConfig, dtype: str, say: Callable[[str], None]) -> dic
     return dataclasses.asdict(invariance)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
     parser.add_argument("--compiled-for", metavar="DEVICES", help="such as v5e:1x1, v6e:1x1 or h100:1")
     parser.add_argument("--policy", choices=[REAL, *SHAPES], default="Qwen2.5-1.5B")
@@ -290,31 +291,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
     arguments = parser.parse_args(argv)
     result: dict[str, Any] = {"policy": arguments.policy, "dtype": arguments.dtype}
-    try:
-        config = config_of(arguments.policy)
-        if arguments.compiled_for:
-            name = arguments.compiled_for.split(":")[0]
-            found = compiled(arguments.compiled_for, config, arguments.dtype, arguments.rows)
-            result |= {
-                "compiled_for": arguments.compiled_for,
-                "formulations": {
-                    formulation: {
-                        str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
-                        for rows, kernels in by_rows.items()
-                    }
-                    for formulation, by_rows in found.items()
-                },
-            }
-        else:
-            name = jax.devices()[0].device_kind.lower().replace(" ", "-")
-            result |= {"measured": measured(config, arguments.dtype, print)}
-        output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
-        write_figures(output, result, command_line())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = config_of(arguments.policy)
+    if arguments.compiled_for:
+        name = arguments.compiled_for.split(":")[0]
+        found = compiled(arguments.compiled_for, config, arguments.dtype, arguments.rows)
+        result |= {
+            "compiled_for": arguments.compiled_for,
+            "formulations": {
+                formulation: {
+                    str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
+                    for rows, kernels in by_rows.items()
+                }
+                for formulation, by_rows in found.items()
+            },
+        }
+    else:
+        name = jax.devices()[0].device_kind.lower().replace(" ", "-")
+        result |= {"measured": measured(config, arguments.dtype, print)}
+    output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
+    write_figures(output, result, command_line())
     print(f"wrote {output}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -225,7 +225,6 @@ def timed_rows(
       name: name of the rows, to which "against BASELINE" is added.
       actions: actions by name, ours first.
       amount: number of tokens or queries; a row has the microseconds of one.
-      repeats: timed rounds.
       details: by the name of the baseline.
     """
     seconds = alternate(actions, repeats)

@@ -17,7 +17,7 @@ from drafters.quantized import WeightFormat, default_format
 from rljax.benchmarking import Interference, Row, print_table, results_console, write_results
 from rljax.config import ExperimentConfig, SpeculationConfig, load_config
 from rljax.engine.engine import DecodeEngine
-from rljax.errors import UserError
+from rljax.errors import UserError, exit_status
 from rljax.papers.efficient_rollout.calibration import (
     Calibration,
     calibrate,
@@ -35,19 +35,12 @@ _OUTPUT = Path("benchmarks/results/calibration.json")
 _MUCH_INTERFERENCE = 0.05
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status("interrupted")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
     arguments = _parser().parse_intermixed_args(argv)
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        calibrate_config(config, arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    config = load_config(arguments.config, arguments.overrides)
+    calibrate_config(config, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,26 +12,20 @@ from pathlib import Path
 
 from rljax.benchmarking import results_console
 from rljax.config import load_config
-from rljax.errors import UserError
+from rljax.errors import UserError, exit_status
 from rljax.provenance import command_line, git_commit
 from rollout_benchmarks.flips import MECHANISMS, PartsFile, count_part, parts, processor_line, summary
 
 # A policy that is cheap to decode, sure of some tokens and unsure of others.
 _OVERRIDES = (
-    "policy.shape.hidden_size=96",
-    "policy.shape.num_layers=2",
-    "policy.shape.num_heads=3",
-    "policy.shape.num_kv_heads=1",
-    "policy.shape.head_dim=32",
-    "policy.shape.mlp_size=192",
-    "warm_start.steps=150",
-    "task.problems=64",
-    "rollout.max_prompt_length=96",
-    "rollout.max_response_length=160",
-    "engine.cache_buckets=[128,256]",
-)
+    "policy.shape.hidden_size=96", "policy.shape.num_layers=2", "policy.shape.num_heads=3",
+    "policy.shape.num_kv_heads=1", "policy.shape.head_dim=32", "policy.shape.mlp_size=192",
+    "warm_start.steps=150", "task.problems=64", "rollout.max_prompt_length=96",
+    "rollout.max_response_length=160", "engine.cache_buckets=[128,256]",
+)  # fmt: skip
 
 
+@exit_status()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 1 if a token or a logprob differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -52,24 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     names = arguments.mechanisms.split(";")
     overrides = [*_OVERRIDES, *arguments.overrides]
-    try:
-        for name in names:
-            if name not in MECHANISMS:
-                raise UserError(f"--mechanisms: {name!r} is not one; they are {'; '.join(MECHANISMS)}")
-        config = load_config(arguments.config, overrides)
-        workload = {"config": arguments.config, "overrides": overrides, "steps": arguments.steps}
-        arguments.parts.parent.mkdir(parents=True, exist_ok=True)
-        file = PartsFile(arguments.parts, workload)
-        for part in parts(arguments.dtypes.split(","), blocks=1_000_000):
-            if file.tokens >= arguments.tokens:
-                break
-            missing = file.missing(part, names)
-            if missing:
-                for line in count_part(config, part, arguments.steps, missing):
-                    file.append(line)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for name in names:
+        if name not in MECHANISMS:
+            raise UserError(f"--mechanisms: {name!r} is not one; they are {'; '.join(MECHANISMS)}")
+    config = load_config(arguments.config, overrides)
+    workload = {"config": arguments.config, "overrides": overrides, "steps": arguments.steps}
+    arguments.parts.parent.mkdir(parents=True, exist_ok=True)
+    file = PartsFile(arguments.parts, workload)
+    for part in parts(arguments.dtypes.split(","), blocks=1_000_000):
+        if file.tokens >= arguments.tokens:
+            break
+        missing = file.missing(part, names)
+        if missing:
+            for line in count_part(config, part, arguments.steps, missing):
+                file.append(line)
     rows = summary(file.lines)
     result = {"command": command_line(), "commit": git_commit(), "machine": file.header["machine"]}
     result |= {

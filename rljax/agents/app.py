@@ -40,11 +40,7 @@ class AgentService:
     """The endpoints.
 
     Args:
-      board: the open episodes.
-      tokenizer: tokenizer of the policy.
       name: name of the policy for clients.
-      seed: the run's seed.
-      sampling: the distribution that rollouts sample from.
       stop: texts that end every reply.
       longest_prompt, longest_response: see `AgentEpisode.room`.
       most_requests: most requests of an episode.

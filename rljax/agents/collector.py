@@ -35,14 +35,11 @@ class AgentCollector(Collector):
     """Samples groups of episodes.
 
     Args:
-      config: the experiment.
       task: its problems go to agents; its reward is not used.
-      tokenizer: tokenizer of the policy.
       scheduler: its engine and drafters decode.
       prompts: the task's prompts in tokens.
       server: where agents reach the run.
       name: name of the policy for clients.
-      sampling: the distribution that rollouts sample from.
       say: called with a line about agents that fail.
 
     Raises:

@@ -33,12 +33,10 @@ class Turn:
     """A request, and one reply to it.
 
     Attributes:
-      messages: the messages of the request.
       text: text of the reply, as the agent got it.
       prompt_ids: tokens of the request.
       response_ids: tokens of the reply, with the one that ended it.
       logprobs: one per token, under the distribution really sampled.
-      finish_reason: reason of its end.
       versions: see `Completion`.
       drafted, accepted: see `Completion`.
     """
@@ -70,7 +68,6 @@ class AgentEpisode:
 
     Attributes:
       id: its name in addresses.
-      problem: the problem.
       identity: numbers that its requests' noise follows from: purpose, step, index of the problem, sample.
       sampling: see `Request.sampling`.
       turns: requests with their replies, in the order of their ends.

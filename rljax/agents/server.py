@@ -14,9 +14,6 @@ _START_SECONDS = 30.0
 class AgentServer:
     """Listens as the config says. The port is bound here, and served from `start` on.
 
-    Args:
-      config: the section of agents.
-
     Raises:
       ConfigError: the port is taken, the key is not set, or the packages of the server are missing.
 

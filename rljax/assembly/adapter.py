@@ -43,8 +43,6 @@ def make_adapter(
     """Returns the adapter that a run starts from, or None if it trains all weights.
 
     Args:
-      config: the experiment.
-      model: architecture of the policy.
       params: weights of the base, with which an adapter of `policy.lora.path` is compared if that names its
         base; None compares shapes only.
 

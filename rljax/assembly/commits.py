@@ -11,7 +11,6 @@ def with_commits(config: ExperimentConfig, recorded: ExperimentConfig | None = N
     """Returns the config with the names of the hub `pinned`.
 
     Args:
-      config: the experiment.
       recorded: the config of the run that goes on; None for a new run.
     """
     data = config.model_dump()

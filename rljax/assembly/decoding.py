@@ -181,8 +181,6 @@ def make_scheduler(
       config: the experiment. Its speculation section says how drafts are used, not which drafters exist.
       policy: the policy to decode. `Scheduler.run` takes its weights separately.
       drafters: drafters by name, from `make_drafters`; without any, decoding is plain.
-      numerics: from `make_numerics`.
-      pool: pool of compiled programs.
       mesh: from `rljax.sharding.make_mesh`.
       per_slot_sampling: whether requests may have their own temperature and filters; in any case where
         evaluations have others than rollouts.
@@ -239,9 +237,7 @@ def warm_up(
     """Compiles every program that decoding the config's prompts and responses needs.
 
     Args:
-      scheduler: from `make_scheduler`.
       params: weights from `engine.load_params`.
-      config: the config of `make_scheduler`.
       requests_join: whether requests also join while others decode, as in a server. Then prompts enter decode
         states of any size, and decode states grow to more slots.
       resumes: whether requests may arrive with response tokens, which are prefilled behind the prompt.

@@ -41,11 +41,7 @@ def _is_not_left_behind(record: logging.LogRecord) -> bool:
 
 
 class _LostCallbacks:
-    """An unraisable hook that drops TensorStore's calls of a closed event loop.
-
-    Args:
-      say: the hook to call for everything else.
-    """
+    """An unraisable hook that drops TensorStore's calls of a closed event loop; `say` gets the others."""
 
     def __init__(self, say: Any) -> None:
         self._say = say

@@ -29,7 +29,6 @@ class Policy:
     """A policy with its tokenizer.
 
     Attributes:
-      config: architecture.
       params: float32 weights; of a run with LoRA, matrices in the compute dtype.
       tokenizer: tokenizer.
       tokenizer_directory: directory of the tokenizer's files.
@@ -47,7 +46,6 @@ def make_policy(config: ExperimentConfig, task: Task, directory: Path) -> Policy
     """Loads `policy.path`, or creates a policy of `policy.shape` and trains a tokenizer on the task's texts.
 
     Args:
-      config: the experiment.
       task: task whose texts a new tokenizer is trained on.
       directory: directory to save a new tokenizer in.
     """

@@ -42,7 +42,6 @@ class SavedAdapter:
     """An adapter that was loaded from disk.
 
     Attributes:
-      adapter: settings and factors.
       base: directory of the base, or its name on the hub.
       base_digest: name of the base, from `base_digest`.
     """

@@ -61,8 +61,6 @@ def configured_task(
     """Returns the task of a config with its rewards, as a mixture or in epochs where the config says so.
 
     Args:
-      config: the section.
-      seed: the run seed.
       report: called with a line for each reward that fails without stopping the run.
       needs_rewards: whether its rewards are needed; False where agents judge.
     """

@@ -1,14 +1,13 @@
 """Evaluate a saved policy: `rljax evaluate runs/quickstart evaluation.samples=8`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from drafters.names import check_drafters
 from rljax.accelerators import skip_absent
 from rljax.assembly.task import check_names
-from rljax.errors import UserError
+from rljax.errors import exit_status
 from rljax.evaluation.settings import evaluation_config
 from rljax.hub import pinned
 from rljax.run_directory import check_holds_policy
@@ -51,35 +50,28 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status("interrupted; the same command goes on from the responses that had finished")
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Runs the command line."""
     arguments = _parser(prog).parse_intermixed_args(argv)
-    try:
-        arguments.policy = pinned(arguments.policy)
-        config = evaluation_config(arguments.policy, arguments.config, arguments.overrides)
-        check_holds_policy(arguments.policy)
-        check_names(config.task)
-        check_drafters(config.speculation)
-        skip_absent()
-        # JAX takes seconds to import, so the config is checked first.
-        from rich.console import Console
+    arguments.policy = pinned(arguments.policy)
+    config = evaluation_config(arguments.policy, arguments.config, arguments.overrides)
+    check_holds_policy(arguments.policy)
+    check_names(config.task)
+    check_drafters(config.speculation)
+    skip_absent()
+    # JAX takes seconds to import, so the config is checked first.
+    from rich.console import Console
 
-        from rljax.assembly.saved_policy import load_saved_policy
-        from rljax.evaluation.evaluator import Evaluator
-        from rljax.evaluation.records import default_output
-        from rljax.evaluation.table import print_table
-        from rljax.progress import Progress
+    from rljax.assembly.saved_policy import load_saved_policy
+    from rljax.evaluation.evaluator import Evaluator
+    from rljax.evaluation.records import default_output
+    from rljax.evaluation.table import print_table
+    from rljax.progress import Progress
 
-        saved = load_saved_policy(arguments.policy, arguments.step)
-        output = arguments.output or default_output(saved.path, saved.step, arguments.split)
-        with Progress() as progress:
-            results = Evaluator(saved, config, arguments.split, output, progress).run()
-        print_table(results, Console())
-        print(f"results: {Path(output) / 'results.json'}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the responses that had finished", file=sys.stderr)
-        return 130
-    return 0
+    saved = load_saved_policy(arguments.policy, arguments.step)
+    output = arguments.output or default_output(saved.path, saved.step, arguments.split)
+    with Progress() as progress:
+        results = Evaluator(saved, config, arguments.split, output, progress).run()
+    print_table(results, Console())
+    print(f"results: {Path(output) / 'results.json'}")

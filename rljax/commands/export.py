@@ -1,11 +1,10 @@
 """Export a run's policy for Hugging Face's libraries: `rljax export runs/quickstart exported`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rljax.accelerators import skip_absent
-from rljax.errors import UserError
+from rljax.errors import exit_status
 from rljax.run_directory import check_holds_policy
 
 
@@ -37,32 +36,25 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status("interrupted; what was there before is as it was")
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Runs the command line."""
     arguments = _parser(prog).parse_args(argv)
-    try:
-        check_holds_policy(arguments.run)
-        skip_absent()
-        # JAX takes seconds to import, and --help should be instant.
-        from rljax.assembly.saved_policy import load_saved_policy
-        from rljax.training.export import check_destination, export_adapter, export_head, export_policy
+    check_holds_policy(arguments.run)
+    skip_absent()
+    # JAX takes seconds to import, and --help should be instant.
+    from rljax.assembly.saved_policy import load_saved_policy
+    from rljax.training.export import check_destination, export_adapter, export_head, export_policy
 
-        check_destination(arguments.output, arguments.force)  # before anything is read
-        saved = load_saved_policy(arguments.run, arguments.step)
-        if arguments.drafter is not None:  # first: a run without a head exports nothing
-            head = export_head(
-                saved, arguments.drafter, arguments.dtype, arguments.drafter_engine, arguments.force
-            )
-            print(f"head of step {saved.step}: {head}")
-        if arguments.adapter is not None:
-            adapter = export_adapter(saved, arguments.adapter, arguments.dtype, arguments.force)
-            print(f"adapter of step {saved.step}: {adapter}")
-        policy = export_policy(saved, arguments.output, arguments.dtype, arguments.force)
-        print(f"policy of step {saved.step}: {policy}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; what was there before is as it was", file=sys.stderr)
-        return 130
-    return 0
+    check_destination(arguments.output, arguments.force)  # before anything is read
+    saved = load_saved_policy(arguments.run, arguments.step)
+    if arguments.drafter is not None:  # first: a run without a head exports nothing
+        head = export_head(
+            saved, arguments.drafter, arguments.dtype, arguments.drafter_engine, arguments.force
+        )
+        print(f"head of step {saved.step}: {head}")
+    if arguments.adapter is not None:
+        adapter = export_adapter(saved, arguments.adapter, arguments.dtype, arguments.force)
+        print(f"adapter of step {saved.step}: {adapter}")
+    policy = export_policy(saved, arguments.output, arguments.dtype, arguments.force)
+    print(f"policy of step {saved.step}: {policy}")

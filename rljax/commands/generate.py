@@ -11,7 +11,7 @@ from pathlib import Path
 
 from drafters.names import check_name
 from rljax.accelerators import skip_absent
-from rljax.errors import ConfigError, UserError
+from rljax.errors import ConfigError, exit_status
 from rljax.hub import pinned
 from rljax.run_directory import check_holds_policy
 
@@ -94,16 +94,12 @@ def check_policy_options(arguments: argparse.Namespace) -> None:
     check_holds_policy(arguments.policy)
 
 
+@exit_status()
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = _parser(prog).parse_args(argv)
     try:
         _generate(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader has closed the pipe, as `| head -n 1` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the final flush
         return 141
@@ -219,13 +215,8 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _speed(tokens: int, seconds: float, programs: int, compiling: float) -> str:
-    """Returns the tokens per second of the time in which nothing was compiled, in words.
-
-    Args:
-      tokens: number of tokens.
-      seconds: time that they took, with compiling.
-      programs: number of programs that were compiled meanwhile.
-      compiling: seconds that these took.
+    """Returns the tokens per second of the time in which nothing was compiled, in words: `seconds` include
+    those of compiling so many programs.
     """
     decoding = max(seconds - compiling, 1e-9)
     beside = f" beside {compiling:.2f} s for compiling {programs} programs" if programs else ""

@@ -5,13 +5,12 @@ expected speed. The exit status is 2, with one line, where the run does not fit.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from drafters.names import check_drafters
 from rljax.assembly.task import check_names
 from rljax.config import load_config
-from rljax.errors import UserError
+from rljax.errors import exit_status
 from rljax.planning.command import add_arguments, force_cpu_devices, print_plan
 
 
@@ -29,16 +28,12 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status()
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Runs the command line."""
     arguments = _parser(prog).parse_intermixed_args(argv)
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        check_names(config.task)
-        check_drafters(config.speculation)
-        force_cpu_devices(arguments.topology)
-        print_plan(config, arguments.topology, arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    config = load_config(arguments.config, arguments.overrides)
+    check_names(config.task)
+    check_drafters(config.speculation)
+    force_cpu_devices(arguments.topology)
+    print_plan(config, arguments.topology, arguments)

@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rljax.benchmarking import Row, print_table, results_console, write_results
-from rljax.errors import UserError
+from rljax.errors import exit_status
 from rljax.provenance import command_line
 from rljax.reports import write_report
 from rljax.reports.decisions import draw, in_words
@@ -142,26 +141,22 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status()
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Runs the command line."""
     arguments = _parser(prog).parse_args(argv)
-    try:
-        runs = read_runs(arguments.runs)
-        rows = [row for run in runs for row in rows_of(run)]
-        print_table(rows, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", results_console())
-        decided = [run.decisions for run in runs]
-        for line in itertools.chain.from_iterable(map(in_words, decided)):
-            print(line)
-        if arguments.json:
-            write_results(arguments.json, [_as_json(row) for row in rows], command_line())
-        if arguments.plot:
-            plot(runs, arguments.plot)
-        if arguments.decisions:
-            draw(decided, arguments.decisions)
-        html = arguments.html or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
-        write_report(runs, html)
-        print(f"report: {html}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    runs = read_runs(arguments.runs)
+    rows = [row for run in runs for row in rows_of(run)]
+    print_table(rows, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", results_console())
+    decided = [run.decisions for run in runs]
+    for line in itertools.chain.from_iterable(map(in_words, decided)):
+        print(line)
+    if arguments.json:
+        write_results(arguments.json, [_as_json(row) for row in rows], command_line())
+    if arguments.plot:
+        plot(runs, arguments.plot)
+    if arguments.decisions:
+        draw(decided, arguments.decisions)
+    html = arguments.html or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
+    write_report(runs, html)
+    print(f"report: {html}")

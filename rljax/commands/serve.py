@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rljax.accelerators import skip_absent
 from rljax.commands.generate import add_policy_options, check_policy_options
-from rljax.errors import ConfigError, UserError
+from rljax.errors import ConfigError, UserError, exit_status
 
 if TYPE_CHECKING:
     import uvicorn
@@ -55,19 +55,10 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+@exit_status()
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = _parser(prog).parse_args(argv)
-    try:
-        return _serve(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _serve(arguments: argparse.Namespace) -> int:
     for name in ("queue", "steps_per_look", "drain_seconds"):
         if getattr(arguments, name) < 1:
             option = name.replace("_", "-")
@@ -103,9 +94,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(served, name),
-            log_level="warning",
-            timeout_graceful_shutdown=arguments.drain_seconds,
+            make_app(served, name), log_level="warning", timeout_graceful_shutdown=arguments.drain_seconds
         )
     )
 

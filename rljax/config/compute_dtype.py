@@ -9,7 +9,6 @@ def with_compute_dtype(
     """Returns the config with a number type in the place of auto, and unchanged without auto.
 
     Args:
-      config: the experiment.
       platform: "cpu", "gpu" or "tpu".
       recorded: the number type of the run that goes on; None for a new run.
     """

@@ -19,7 +19,6 @@ class Key:
 
     Attributes:
       name: dotted name, as in an override.
-      field: the pydantic field.
       section: class of the section; None for a key that holds a value.
       items: class of the sections in a list of sections, else None.
     """

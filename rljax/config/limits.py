@@ -24,9 +24,6 @@ def check_over_processes(
     """Checks that an experiment can run in several processes with so many devices in all.
 
     Args:
-      config: the experiment.
-      num_devices: number of devices of all processes.
-      num_processes: number of processes.
       trained: kinds of drafters that are trained.
 
     Raises:

@@ -137,7 +137,6 @@ class Policy(NamedTuple):
     """What decides before every pass how much is drafted and verified.
 
     Attributes:
-      keys: class of its keys.
       manager: where its class is, as `module:Class`; imported when a run chooses it.
       way: how it chooses, for --help; empty where other keys than `speculation.choice` choose it.
       reads: those of the keys `mix` and `strategies` that it reads.

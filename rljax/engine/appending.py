@@ -25,7 +25,6 @@ class Continuation:
     """Tokens to append to a slot.
 
     Attributes:
-      slot: the slot.
       length: number of committed tokens to keep. Tokens that the slot has decoded beyond them are discarded.
       tokens: tokens behind these, at least two; the first is the last sampled one, which is not committed
         yet.

@@ -68,11 +68,9 @@ class CompilerThread:
     It ends when nothing is left to compile, and after its shape when nobody holds it any more.
 
     Args:
-      buckets: the engine's.
       near: the shape that is used first.
 
     Attributes:
-      buckets: see the arguments.
       near: the present shape, or one that comes before those that are compiled.
       stopped: whether `close` was called.
       changed: a condition, notified when a shape is done.
@@ -159,7 +157,6 @@ class BackgroundCompiler:
 
     Args:
       compile_shape: see `CompileShape`; called in the background.
-      buckets: the engine's.
       shapes: shapes to compile. Others are added when `is_ready` asks for them.
       near: the shape that is used first.
       start: begin at once; False begins when `is_ready` asks for the first time.
@@ -170,7 +167,6 @@ class BackgroundCompiler:
 
     Attributes:
       errors: by shape, the error that it could not be compiled for. The shape is left out, with a warning.
-      thread: see the arguments.
       waiting: shapes that are not begun.
     """
 
@@ -235,7 +231,6 @@ class BackgroundCompiler:
         """Whether everything is compiled for a shape. If not, it is compiled soon.
 
         Args:
-          shape: the shape.
           near: it is that of the present decode state, so that it comes next.
         """
         if near:

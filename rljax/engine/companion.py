@@ -230,10 +230,7 @@ class Companion:
         return prompts
 
     def insert(
-        self,
-        prefilled: Sequence[Sequence[int]],
-        assignments: Sequence[Assignment],
-        requests: Sequence[int],
+        self, prefilled: Sequence[Sequence[int]], assignments: Sequence[Assignment], requests: Sequence[int]
     ) -> None:
         slots = [assignment.slot for assignment in assignments]
         self.enter(slots, [prefilled[assignment.row] for assignment in assignments])

@@ -151,7 +151,6 @@ def pack_rows(tree: DraftTree, slots: np.ndarray, rows: int) -> NodeRows:
     """Returns rows for the last tokens of `slots` and their valid nodes, on the host.
 
     Args:
-      tree: the trees to verify, on the host.
       slots: int32 [n], slots that take part; the others do not change.
       rows: number of rows, R; rows without a node compute node 0 of slot 0 again.
 

@@ -55,9 +55,7 @@ class DecodeEngine:
     """Compiled decoding of one policy architecture under one sampling distribution.
 
     Args:
-      config: architecture of the policy.
       numerics: numerics of the trainer.
-      sampling: the sampling distribution.
       buckets: shapes to compile for.
       eos_token_ids: tokens that end a response; the response keeps them.
       decode_steps_per_sync: largest number of decode steps between two host syncs.
@@ -159,7 +157,6 @@ class DecodeEngine:
         mesh, and on a CPU also in blocks. Arrays that are so already are shared with `params`.
 
         Args:
-          params: the policy's weights.
           copy: share no array with `params`, whose buffers may then be donated, as an update does, while
             decoding goes on.
 
@@ -337,11 +334,7 @@ class DecodeEngine:
         return self.pool.get(key, self._programs.placed(self._moves.insert), args, donate_argnums=(1,)), args
 
     def generate(
-        self,
-        params: Params,
-        state: DecodeState,
-        max_steps: int | None = None,
-        until_active: int = 0,
+        self, params: Params, state: DecodeState, max_steps: int | None = None, until_active: int = 0
     ) -> tuple[DecodeState, DecodeResult]:
         """Decodes plainly up to the next host sync. Consumes `state`.
 
@@ -349,7 +342,6 @@ class DecodeEngine:
 
         Args:
           params: weights from `load_params`.
-          state: the decode state.
           max_steps: largest number of steps, up to `decode_steps_per_sync`, which is the default.
           until_active: stop as soon as no more than this many slots are active.
         """
@@ -381,8 +373,6 @@ class DecodeEngine:
 
         Args:
           params: weights from `load_params`.
-          state: the decode state.
-          tree: draft trees of all slots.
           rows: nodes to compute, from `pack_rows`; None for all nodes of all slots. Slots without any do not
             change.
           proposal: see `verification.sample_nodes`.
@@ -402,7 +392,6 @@ class DecodeEngine:
 
         Args:
           params: weights from `load_params`, or their `param_shapes`.
-          batch, length: the shape of the state.
           rows, nodes: rows of the pass and draft nodes of a slot, as from `Buckets.passes`.
 
         Returns:
@@ -461,12 +450,7 @@ class DecodeEngine:
         self._compacting(self.state_shapes(batch, length), np.zeros(into, np.int32), np.zeros(into, bool))
 
     def _verifying(
-        self,
-        params: Params,
-        state: DecodeState,
-        tree: DraftTree,
-        rows: NodeRows,
-        proposal: Array | None,
+        self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows, proposal: Array | None
     ) -> _Call:
         """Returns the program of a verifying pass, and its arguments."""
         args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)
@@ -485,7 +469,6 @@ class DecodeEngine:
 
         Args:
           draft_params: other weights of the same architecture, see `drafters/quantized.py`.
-          state: the decode state.
           steps: number of tokens, up to `buckets.max_drafts`.
           with_proposal: whether to return the distributions of the drafts, which `rejection` needs.
         """
@@ -508,7 +491,6 @@ class DecodeEngine:
 
         Args:
           draft_params: the weights, or their shapes.
-          batch, length: the shape of the state.
         """
         self._drafting(draft_params, self.state_shapes(batch, length), 1, False)
 

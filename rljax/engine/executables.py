@@ -172,11 +172,7 @@ class ExecutablePool:
         )
 
     def get(
-        self,
-        key: Hashable,
-        function: Callable[..., Any],
-        args: tuple,
-        donate_argnums: tuple[int, ...] = (),
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
         """Returns the program of `key`, compiled at the first call for the shapes, dtypes and shardings of
         `args`.

@@ -16,7 +16,6 @@ class Assignment:
 
     Attributes:
       row: row of the prompt in the `Prefix`.
-      slot: the slot.
       noise_key: uint32 [2], from `noise.request_key`.
       max_response: largest number of response tokens to sample.
       sampling: temperature and filters; None for the engine's.

@@ -104,8 +104,6 @@ def copy_rows(
     range are skipped.
 
     Args:
-      target: cache to copy into.
-      source: cache to copy from.
       rows, slots: int32 [N].
       shardings: layout of both caches, as from `cache_shardings`, where devices split the slots.
     """
@@ -170,8 +168,7 @@ def lengthen(cache: KVCache, length: int) -> KVCache:
         return jnp.pad(x, [(0, amount) if axis == 2 else (0, 0) for axis in range(x.ndim)])
 
     return KVCache(
-        keys=[pad(k, more // KEY_BLOCK) for k in cache.keys],
-        values=[pad(v, more) for v in cache.values],
+        keys=[pad(k, more // KEY_BLOCK) for k in cache.keys], values=[pad(v, more) for v in cache.values]
     )
 
 
@@ -181,7 +178,6 @@ class CachedAttention:
 
     Attributes:
       positions: position of each slot's token, int32 [B].
-      numerics: see `Numerics`.
     """
 
     positions: Array

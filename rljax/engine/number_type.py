@@ -40,7 +40,6 @@ def with_number_type(config: ExperimentConfig, recorded: str | None = None) -> E
     """Returns the config with a number type in the place of auto, and unchanged without auto.
 
     Args:
-      config: the experiment.
       recorded: the number type of the run that goes on; None for a new run.
 
     Raises:

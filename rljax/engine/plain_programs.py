@@ -24,15 +24,7 @@ _UNSEEN_LENGTH = 2  # buckets by which padded lengths that the first prompts do 
 class PlainPrograms:
     """Compiles the programs of plain decoding, shape by shape.
 
-    Args:
-      engine: the decode engine.
-      params: weights from `engine.load_params`, whose shapes are used.
-      thread: the thread to compile in.
-      slots: number of slots; prompts are inserted into states of that many.
-      prompt_length: the longest prompt, in tokens.
-      longest: the most tokens of a prompt and its response. Longer caches are not compiled.
-      late_inserts: prompts also enter states of fewer slots, a few at a time.
-      appends: tokens that were not sampled are appended.
+    Args as of `PlainShapes`, and:
       first_prompts: lengths of the first prompts, in tokens; empty for `prompt_length`. The programs with
         which these are prefilled and first decoded are compiled at once.
 

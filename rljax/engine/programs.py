@@ -17,12 +17,7 @@ from rljax.engine.appending import AppendedChunk
 from rljax.engine.draft_tree import DraftTree, NodeRows, RootedTree, with_root
 from rljax.engine.host_sync import pack
 from rljax.engine.kv_cache import CachedAttention, KVCache
-from rljax.engine.placement import (
-    cache_shardings,
-    decode_state_shardings,
-    feature_sharding,
-    slot_sharding,
-)
+from rljax.engine.placement import cache_shardings, decode_state_shardings, feature_sharding, slot_sharding
 from rljax.engine.sampling import decode_logits, sample, whole_logits
 from rljax.engine.self_drafting import SelfDrafting, SelfDrafts
 from rljax.engine.state import DecodeState, Prefix, counted
@@ -43,9 +38,6 @@ class Programs:
     """One policy architecture under one sampling distribution, on one mesh.
 
     Attributes:
-      config: architecture of the policy.
-      numerics: see `Numerics`.
-      sampling: the sampling distribution.
       eos_token_ids: tokens that end a response; the response keeps them.
       decode_steps: largest number of decode steps of one `generate`.
       verification: rule by which drafts are verified.
@@ -328,13 +320,10 @@ class Programs:
         accepted.
 
         Args:
-          params: weights.
-          cache: KV cache.
           tokens: int32 [B, W], the tokens behind the committed ones.
           lengths: int32 [B], committed tokens.
           counts: int32 [B], number of `tokens` to write.
           rows: rows of the pass; they include every token to write.
-          rope: RoPE table.
         """
         batch, width = tokens.shape
         order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))

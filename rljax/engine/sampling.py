@@ -64,8 +64,6 @@ def sample(
       logits: float32 [B, V].
       keys: request keys, uint32 [B, 2].
       positions: positions of the tokens to be sampled, int32 [B].
-      params: the sampling distribution.
-      numerics: see `Numerics`.
       mesh: devices over whose tensor axis V is split; None for one.
       settings: temperature and filters of each row, in place of those of `params`; None for these.
 

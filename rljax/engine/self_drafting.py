@@ -79,9 +79,6 @@ class SelfDrafting:
     """The device side of `DecodeEngine.draft`.
 
     Attributes:
-      config: the policy's architecture.
-      numerics: see `Numerics`.
-      sampling: the sampling distribution.
       eos_token_ids: nothing is drafted behind one.
       rule: rule by which drafts will be verified.
       columns: width of the chains, at least the steps asked for.

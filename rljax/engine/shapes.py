@@ -25,7 +25,6 @@ class PlainShapes:
     """Programs of prefill, insertion, decode steps, and moves between decode states.
 
     Attributes:
-      engine: the decode engine.
       params: weights from `engine.load_params`, or their shapes.
       slots: requests decoded at a time; waiting ones are inserted only into a state of that many.
       prompt_length: the longest prompt, in tokens.

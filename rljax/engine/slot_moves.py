@@ -29,7 +29,6 @@ class SlotMoves:
     no device ever holds the cache of all slots.
 
     Attributes:
-      config: architecture of the policy.
       mesh: devices; None for one.
     """
 

@@ -23,10 +23,8 @@ class TreeAttention:
 
     Attributes:
       lengths: int32 [B], committed tokens.
-      tree: the nodes.
       rows: the computed nodes. The ancestors of a computed node are computed too, so no computed node sees
         the undefined values of the others.
-      numerics: see `Numerics`.
     """
 
     lengths: Array
@@ -44,14 +42,6 @@ class TreeAttention:
         keys, values = cache
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
         out = tree_attention(
-            q,
-            keys,
-            values,
-            self.lengths,
-            k,
-            v,
-            self.tree.ancestors,
-            self.tree.depth,
-            self.numerics,
+            q, keys, values, self.lengths, k, v, self.tree.ancestors, self.tree.depth, self.numerics
         )
         return self.rows.gather(out)[:, None], (k, v)

@@ -55,8 +55,6 @@ def sample_nodes(
       rows: the computed nodes; the results of other nodes are undefined.
       keys: request keys, uint32 [B, 2].
       positions: positions of the sampled tokens, int32 [B, M].
-      params: the sampling distribution.
-      numerics: see `Numerics`.
       proposal: for `rejection`, log-probabilities of the distribution that the token behind each node was
         drafted from, float32 [B, M, V]; None for deterministic drafts.
       mesh: under `coupled`, devices over whose tensor axis V is split. Other rules take whole rows.
@@ -156,7 +154,6 @@ def accepted_path(tree: RootedTree, sampled: Array) -> tuple[Array, Array]:
     """Returns the path of the deepest accepted node.
 
     Args:
-      tree: the nodes.
       sampled: token sampled behind every node, int32 [B, M].
 
     Returns:

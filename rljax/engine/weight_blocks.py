@@ -45,7 +45,6 @@ def measured_blocks(
     Args:
       shapes: (inputs, outputs) of the weights.
       numerics: compute dtype, and whether the bits must be those of the whole weights.
-      form: form of the products.
       row_counts: numbers of rows that the decoder's programs multiply.
     """
     if target.platform() != "cpu" or numerics.compute_dtype != "float32":

@@ -20,9 +20,6 @@ class Episodes:
 
     A request names the problem and all turns of the policy so far. The state of an episode is kept between
     its turns; where it is missing, after a worker was lost, the earlier turns are played again.
-
-    Args:
-      environment: the environment.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -54,8 +51,6 @@ class Episodes:
         """Plays the last of an episode's turns.
 
         Args:
-          key: name of the episode.
-          problem: its problem.
           actions: the policy's turns so far, at least one.
           last: whether a limit ends the episode after this turn.
 

@@ -39,7 +39,6 @@ class GuessNumber:
     """The environment. Its arguments are those of `task.args` in a config.
 
     Args:
-      seed: the run seed.
       numbers: how many numbers the secret may be, at most, from 2 to 64; at least half as many.
       penalty: what a guess costs that is no number, or that the hints have excluded; from 0 to 1.
       demonstrated_middles: share of the demonstrations of the warm start that always guess the middle.

@@ -29,7 +29,6 @@ def make_environment_task(config: TaskConfig, seed: int, report: Callable[[str],
     """Makes the environment that `config.name` names.
 
     Args:
-      config: the task section.
       seed: the run seed, the environment's argument `seed`.
       report: called with a line for each failure of a step that does not stop the run.
 

@@ -18,7 +18,6 @@ class Outcome(NamedTuple):
 
     Attributes:
       messages: what the policy reads next.
-      reward: reward of the turn.
       done: whether the episode has ended.
       info: numbers for metrics, by name.
       failure: the failure that ended the episode, whose reward is then 0; None where there was none.
@@ -35,7 +34,6 @@ class EnvironmentTask:
     """The task of an environment.
 
     Args:
-      place: where the environment runs.
       config: the task section: what happens where a step raises or takes too long.
       report: called with a line for each failure that does not stop the run.
 

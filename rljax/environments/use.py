@@ -22,8 +22,6 @@ class EnvironmentUse:
     """Settings of a run's environment.
 
     Attributes:
-      task: the environment.
-      tokenizer: tokenizer of the policy.
       turns: the tokens between turns.
       max_turns: most turns of the policy in an episode.
       max_observation_length: most characters of a message; a longer one is cut.

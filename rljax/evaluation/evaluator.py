@@ -65,9 +65,7 @@ class Evaluator:
     """One evaluation.
 
     Args:
-      saved: the policy.
       config: from `rljax.evaluation.settings.evaluation_config`.
-      split: split of the problems.
       output: directory of the evaluation's files.
       progress: shows the progress.
 

@@ -46,9 +46,6 @@ def group_metrics(
 
     Args:
       groups: groups of the held-out problems, n responses each.
-      task: task of the problems.
-      tokenizer: tokenizer of the policy.
-      evaluation: settings of the evaluation.
     """
     if evaluation.samples == 1 and not evaluation.by_difficulty:
         return {}

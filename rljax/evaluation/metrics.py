@@ -22,7 +22,6 @@ class ScoredProblem:
     """The n scored responses to one problem.
 
     Attributes:
-      difficulty: difficulty of the problem.
       rewards: "reward" and its parts, per response; a "reward" of None leaves the response out.
       answers: answer of each response; None where a response has no answer.
     """

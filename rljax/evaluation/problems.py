@@ -19,8 +19,6 @@ def distinct_problems(task: Task, split: Split, count: int, say: Callable[[str],
     """Returns the first problems of a split by index, without repeats: a finite split starts over at its end.
 
     Args:
-      task: task of the problems.
-      split: split of the task.
       count: number of indices to try, from 0 on.
       say: called with a line if fewer problems differ.
     """
@@ -58,7 +56,6 @@ def judging_digest(problem: Problem, judging: dict[str, Any]) -> str:
 
     Args:
       problem: the problem, with its answer and data.
-      judging: settings from `task_settings`.
     """
     return _digest([judging, problem.messages, problem.answer, problem.data])
 

@@ -32,7 +32,6 @@ def default_output(path: Path, step: int | None, split: str) -> Path:
     Args:
       path: directory of the policy.
       step: step of a run's checkpoint; None for other policies.
-      split: split of the problems.
     """
     suffix = "" if split == "heldout" else f"-{split}"
     if step is None:
@@ -45,9 +44,6 @@ class JsonLog:
 
     Args:
       path: path of the file. An incomplete last line, left by a killed process, is dropped.
-
-    Attributes:
-      lines: contents of the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -11,16 +11,8 @@ from rljax.config import ExperimentConfig, make_config, read_mapping
 from rljax.errors import ConfigError
 
 _SECTIONS = (
-    "task",
-    "rollout",
-    "tools",
-    "environment",
-    "engine",
-    "kernels",
-    "speculation",
-    "mesh",
-    "evaluation",
-)
+    "task", "rollout", "tools", "environment", "engine", "kernels", "speculation", "mesh", "evaluation",
+)  # fmt: skip
 _READ = ("seed", "policy.compute_dtype", *_SECTIONS, "cluster")  # a run's own workers are not taken over
 _NOT_READ = {
     "rollout.prompts_per_step": "evaluation.problems says how many problems",

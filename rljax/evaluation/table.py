@@ -14,7 +14,6 @@ def print_table(results: dict[str, Any], console: Console) -> None:
 
     Args:
       results: contents of results.json.
-      console: console to print to.
     """
     overall = results["overall"]
     names = [name for name in overall if name == "reward" or name != results["success"]]  # as `mean@n`

@@ -60,7 +60,6 @@ class Accumulation:
 
     Args:
       optimizer: from `make_optimizer`.
-      pool: compiled programs.
       key: everything that the programs depend on, except their arguments.
       maxima: metrics that are combined by their maximum, at least 0; all others are added up.
       shardings: shardings of params on a mesh; None without one.
@@ -107,7 +106,6 @@ class Accumulation:
         Args:
           state: state from `init` or an earlier update.
           micro_batches: inputs of every micro-batch; the first input has arrays [R, T].
-          step: the step function.
           kind: key of the step function, and of the inputs that are not None.
 
         Returns:

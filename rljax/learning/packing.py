@@ -175,15 +175,8 @@ def pack_groups(
     Groups are added to a micro-batch, in order, until one does not fit. The rows that are left then stay
     empty: they cost little where padding is not computed (`rljax/learning/prompt_sharing.py`).
 
-    Args:
-      lengths: int [N], tokens of prompt and response, each at least 1.
-      prompts: prompt of each sequence.
-      pack_length: tokens in a row.
+    Args and errors as of `pack_sequences`, lengths with their prompts', and:
       rows_per_microbatch: the largest size of `Packing.microbatches`.
-      chunk: tokens in a chunk of attention's sums.
-
-    Raises:
-      UserError: a sequence is longer than a row.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     groups: dict[bytes, list[int]] = {}
@@ -316,16 +309,12 @@ def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> 
 
 
 def build_batch(
-    sequences: Sequence[TrainingSequence],
-    packing: Packing,
-    rows: Sequence[int],
-    share_prompts: bool = False,
+    sequences: Sequence[TrainingSequence], packing: Packing, rows: Sequence[int], share_prompts: bool = False
 ) -> PackedBatch:
     """Lays sequences out in some of a packing's rows, as numpy arrays.
 
     Args:
       sequences: the N sequences whose lengths were packed.
-      packing: from `pack_sequences`.
       rows: the R rows to build, in the order of the batch, such as one of `packing.microbatches(...)`. Rows
         from `packing.num_rows` on are empty.
       share_prompts: whether equal prompts in these rows are computed once, and padding not at all. Must be

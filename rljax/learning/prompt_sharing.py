@@ -30,7 +30,6 @@ def copied_share(prompts: Sequence[ArrayLike], lengths: Sequence[int]) -> float:
     """Returns the share of tokens that are copies, if all sequences were in one micro-batch.
 
     Args:
-      prompts: prompt of each sequence.
       lengths: tokens of prompt and response of each sequence.
     """
     distinct: set[bytes] = set()

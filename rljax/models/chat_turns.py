@@ -66,7 +66,6 @@ class ChatTurns:
         """Returns the tokens of a conversation up to the beginning of the policy's next turn.
 
         Args:
-          messages: the messages.
           sampled: tokens that the policy has sampled for some of them, by their places. Where there are none,
             or the template does not write these messages once and in order, all is the tokenized text of the
             template.

@@ -72,7 +72,6 @@ class CompactAttention:
 
     Attributes:
       tokens: the compact tokens of R packed rows of T.
-      numerics: see `Numerics`.
     """
 
     tokens: CompactTokens
@@ -98,10 +97,6 @@ def spread(values: Array, tokens: CompactTokens) -> Array:
     return _take(values, tokens.source)
 
 
-def _spread_forward(values: Array, tokens: CompactTokens) -> tuple[Array, CompactTokens]:
-    return spread(values, tokens), tokens
-
-
 def _spread_backward(tokens: CompactTokens, gradient: Array) -> tuple[Array, None]:
     shape = gradient.shape[2:]
     pad_after = ((0, COPY_BLOCK), (0, 0))  # a run of copies is read and written as a whole block
@@ -121,7 +116,7 @@ def _spread_backward(tokens: CompactTokens, gradient: Array) -> tuple[Array, Non
     return sums[: tokens.size].astype(gradient.dtype).reshape(-1, *shape), None
 
 
-spread.defvjp(_spread_forward, _spread_backward)
+spread.defvjp(lambda values, tokens: (spread(values, tokens), tokens), _spread_backward)
 
 
 @jax.custom_vjp
@@ -130,15 +125,10 @@ def _spread_queries(queries: Array, tokens: CompactTokens) -> Array:
     return _take(queries, tokens.source)
 
 
-def _spread_queries_forward(queries: Array, tokens: CompactTokens) -> tuple[Array, CompactTokens]:
-    return _spread_queries(queries, tokens), tokens
-
-
-def _spread_queries_backward(tokens: CompactTokens, gradient: Array) -> tuple[Array, None]:
-    return _collected(gradient.reshape(-1, *gradient.shape[2:]), tokens), None
-
-
-_spread_queries.defvjp(_spread_queries_forward, _spread_queries_backward)
+_spread_queries.defvjp(
+    lambda queries, tokens: (_spread_queries(queries, tokens), tokens),
+    lambda tokens, gradient: (_collected(gradient.reshape(-1, *gradient.shape[2:]), tokens), None),
+)
 
 
 @jax.custom_vjp
@@ -147,16 +137,14 @@ def _collect_outputs(outputs: Array, tokens: CompactTokens) -> Array:
     return _take(outputs.reshape(-1, *outputs.shape[2:]), _positions(tokens))
 
 
-def _collect_outputs_forward(outputs: Array, tokens: CompactTokens) -> tuple[Array, CompactTokens]:
-    return _collect_outputs(outputs, tokens), tokens
-
-
 def _collect_outputs_backward(tokens: CompactTokens, gradient: Array) -> tuple[Array, None]:
     computed = jnp.asarray(tokens.computed).reshape(*tokens.computed.shape, *[1] * (gradient.ndim - 1))
     return jnp.where(computed, _take(gradient, tokens.source), 0), None
 
 
-_collect_outputs.defvjp(_collect_outputs_forward, _collect_outputs_backward)
+_collect_outputs.defvjp(
+    lambda outputs, tokens: (_collect_outputs(outputs, tokens), tokens), _collect_outputs_backward
+)
 
 
 @jax.custom_vjp
@@ -166,16 +154,12 @@ def spread_scores(scores: Array, tokens: CompactTokens) -> Array:
     return jnp.where(scored, _take(scores, jnp.minimum(tokens.source, len(scores) - 1)), 0.0)
 
 
-def _spread_scores_forward(scores: Array, tokens: CompactTokens) -> tuple[Array, CompactTokens]:
-    return spread_scores(scores, tokens), tokens
-
-
 def _spread_scores_backward(tokens: CompactTokens, gradient: Array) -> tuple[Array, None]:
     valid = np.arange(len(tokens.scored), dtype=np.int32) < tokens.counts[0]
     return jnp.where(valid, _take(gradient.reshape(-1), tokens.scored), 0.0), None
 
 
-spread_scores.defvjp(_spread_scores_forward, _spread_scores_backward)
+spread_scores.defvjp(lambda scores, tokens: (spread_scores(scores, tokens), tokens), _spread_scores_backward)
 
 
 def _positions(tokens: CompactTokens) -> Array:

@@ -109,7 +109,6 @@ def import_gguf(path: str | Path, directory: str | Path, dtype: str = "float32")
     """Writes the policy in a GGUF file as a Hugging Face directory.
 
     Args:
-      path: the file.
       directory: the destination; must not exist, or be empty.
       dtype: type of the weights in the directory: "float32", "bfloat16" or "float16".
 

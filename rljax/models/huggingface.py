@@ -41,15 +41,9 @@ _CLASSES = {
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
 _STORED_DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -617,7 +611,6 @@ def save_model(
     Args:
       directory: the destination; must not exist, or be empty.
       config: the architecture.
-      params: the weights, on any device.
       dtype: type of the weights in the file: "float32", "bfloat16" or "float16".
       tokenizer_source: a model directory to copy the tokenizer and the sampling defaults from.
       eos_token_ids: tokens that end a response; None for those of `tokenizer_source`.

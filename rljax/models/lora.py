@@ -74,7 +74,6 @@ class Adapter:
     """Settings and factors.
 
     Attributes:
-      lora: the settings.
       factors: the factors, float32; on the host, or shapes in their place.
       is_trained: whether the factors were trained before, so that the merged policy is not the base.
     """
@@ -100,11 +99,8 @@ def init_factors(model: ModelConfig, lora: Lora, init: str, seed: int) -> Factor
     is the base.
 
     Args:
-      model: architecture of the policy.
-      lora: the settings.
       init: "kaiming", uniform in +-in^-0.5 as Kaiming's with a = sqrt(5) is, or "gaussian", normal with
         standard deviation 1 / rank: the two distributions of PEFT.
-      seed: seed of the run.
     """
     rng = np.random.default_rng((seed, _PURPOSE))
 

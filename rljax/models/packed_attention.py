@@ -39,7 +39,6 @@ class PackedAttention:
     Attributes:
       segment_ids: int32 [N, S]; tokens attend only within their segment, which is contiguous. 0 is padding,
         whose outputs are undefined. If there are fewer than S tokens, the rest is padding, too.
-      numerics: see `Numerics`.
       keep_kv: also return every layer's keys and values, as prefill needs.
       computed: bool [N, S], queries whose outputs are read; blocks of queries without any are left out, and
         their outputs are 0. None: all of them.
@@ -200,7 +199,6 @@ def _attend(
       segment_ids: int32 [chunks, N, C].
       own_mask: bool [chunks, N, C, C], keys visible to each query in its chunk; at least itself.
       active: bool [chunks, blocks], blocks of queries to compute; the others give 0. None: all of them.
-      numerics: see `Numerics`.
       scale: factor of the scores.
 
     Returns:

@@ -28,24 +28,11 @@ _DIGEST = (
 _LETTERS = {"a": "lora_A", "b": "lora_B"}
 # What changes the function of an adapter besides rank, scale and targets.
 _REFUSED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "arrow_config",
-    "fan_in_fan_out",
-    "kasa_config",
-    "layer_replication",
-    "layers_to_transform",
-    "lora_bias",
-    "modules_to_save",
-    "monteclora_config",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
+    "alora_invocation_tokens", "alpha_pattern", "arrow_config", "fan_in_fan_out", "kasa_config",
+    "layer_replication", "layers_to_transform", "lora_bias", "modules_to_save", "monteclora_config",
+    "rank_pattern", "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
     "velora_config",
-)
+)  # fmt: skip
 _HARMLESS_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base
 
 
@@ -73,8 +60,6 @@ def save_adapter(
 
     Args:
       directory: where; must not exist.
-      model: architecture of the policy.
-      config: the settings.
       factors: the factors, on any device.
       base: path or name of the base's model.
       digest: `base_digest` of the base, which `load_adapter` compares.
@@ -115,7 +100,6 @@ def load_adapter(directory: str | Path, model: ModelConfig, config: LoraConfig) 
 
     Args:
       directory: a directory in PEFT's format.
-      model: architecture of the policy.
       config: the settings that the adapter must have.
 
     Returns:

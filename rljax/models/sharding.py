@@ -91,8 +91,6 @@ def param_shardings(config: ModelConfig, mesh: Mesh, decoding: bool = False, spl
     of key/value heads. Any other such dimension is a ConfigError.
 
     Args:
-      config: the policy's architecture.
-      mesh: the mesh.
       decoding: the layout of the engine's copy, whose vocabulary has `padded_vocab_size` rows: only tensor
         splits it. Weights split along fsdp would be gathered again for every token.
       split: with `decoding`, keep the weights split along fsdp all the same (`GatheredWeights`).
@@ -157,7 +155,6 @@ def mesh_of_a_drafter(config: ModelConfig, mesh: Mesh, split: bool = True) -> Me
 
     Args:
       config: the model's architecture, whose heads and MLP the policy's tensor axis need not divide.
-      mesh: the policy's.
       split: split it over as many devices of the tensor axis as divide it, or over none.
     """
     data, fsdp, tensor = (mesh.shape[axis] for axis in ("data", "fsdp", "tensor"))
@@ -175,11 +172,6 @@ class ShardedAttention:
 
     The compiler would otherwise be free to split the activations along the residual stream, as the weights
     are, and to gather the batch.
-
-    Attributes:
-      attention: attention to compute.
-      config: the policy's architecture.
-      mesh: the mesh.
     """
 
     attention: Attention
@@ -202,10 +194,6 @@ class GatheredWeights:
     gives it up after it (ZeRO-3's parameters: Rajbhandari et al., arXiv 1910.02054).
 
     Gathering moves bits and adds nothing, so tokens and logprobs are those of replicated weights.
-
-    Attributes:
-      config: the policy's architecture.
-      mesh: the mesh.
     """
 
     config: ModelConfig

@@ -116,7 +116,6 @@ class Tokenizer:
         """Returns token ids of text. Special tokens in it are recognised.
 
         Args:
-          text: the text.
           add_special_tokens: whether to add those that the tokenizer puts around a text, such as BOS: for a
             prompt without a chat template, which writes its own.
         """

@@ -72,11 +72,7 @@ def param_shapes(config: ModelConfig) -> Params:
         layer |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
     if config.gemma is not None:
         layer |= {"attention_post_norm": (d,), "mlp_post_norm": (d,)}
-    shapes = {
-        "embed": (v, d),
-        "layers": [dict(layer) for _ in range(config.num_layers)],
-        "final_norm": (d,),
-    }
+    shapes = {"embed": (v, d), "layers": [dict(layer) for _ in range(config.num_layers)], "final_norm": (d,)}
     if not config.tie_embeddings:
         shapes["lm_head"] = (v, d)
     return shapes
@@ -134,9 +130,7 @@ def decoder_layer(
       cache: first argument of `attention`.
       x: residual stream, [N, T, d].
       angles: rows of the RoPE table, float32 [N, T, at least 2, D/2]; the first two are read.
-      attention: the attention structure.
       config: heads and norms; the widths are those of the weights.
-      numerics: see `Numerics`.
       attention_input: input of queries, keys and values, [N, T, any]; None for x after `attention_norm`. (A
         drafter's layer has another input than its residual stream.)
 

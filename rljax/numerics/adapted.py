@@ -54,10 +54,6 @@ def with_factor_gradients(y: Array, rows: Array, a: Array, b: Array, scale: floa
     return y
 
 
-def _forward(y: Array, rows: Array, a: Array, b: Array, scale: float) -> tuple[Array, Any]:
-    return y, (rows, a, b)
-
-
 def _backward(scale: float, kept: Any, dy: Array) -> tuple[Array, None, Array, Array]:
     rows, a, b = kept
     dtype = rows.dtype
@@ -69,4 +65,4 @@ def _backward(scale: float, kept: Any, dy: Array) -> tuple[Array, None, Array, A
     return dy, None, da.astype(a.dtype), db.astype(b.dtype)
 
 
-with_factor_gradients.defvjp(_forward, _backward)
+with_factor_gradients.defvjp(lambda y, rows, a, b, scale: (y, (rows, a, b)), _backward)

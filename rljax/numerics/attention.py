@@ -172,7 +172,6 @@ def block_scores(queries: Array, keys: Array, chunk: int, numerics: Numerics) ->
       queries: float32 [B, Hk, R, D].
       keys: [B, Hk, S / KEY_BLOCK, D, KEY_BLOCK].
       chunk: positions in a chunk, C: a multiple of KEY_BLOCK that divides S.
-      numerics: see `Numerics`.
 
     Returns:
       float32 [B, Hk, S / C, R, C].

@@ -9,13 +9,7 @@ from rljax.errors import UserError
 
 Implementation = str | tuple[str, ...] | None
 
-SPLIT_OPERATIONS = (
-    "token_logprobs",
-    "tree_attention",
-    "quantized_product",
-    "round_to_nearest",
-    "compaction",
-)
+SPLIT_OPERATIONS = ("token_logprobs", "tree_attention", "quantized_product", "round_to_nearest", "compaction")
 """Operations whose kernels also compute on a mesh, each device its shard."""
 
 

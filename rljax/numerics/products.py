@@ -99,10 +99,6 @@ def rounded_dot(rows: Array, weight: Array) -> Array:
     return dot(rows, weight.astype(rows.dtype))
 
 
-def _rounded_dot_forward(rows: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return rounded_dot(rows, weight), (rows, weight)
-
-
 def _rounded_dot_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     rows, weight = residuals
     cotangent = cotangent.astype(rows.dtype)
@@ -111,7 +107,7 @@ def _rounded_dot_backward(residuals: tuple[Array, Array], cotangent: Array) -> t
     return d_rows.astype(rows.dtype), d_weight.astype(weight.dtype)
 
 
-rounded_dot.defvjp(_rounded_dot_forward, _rounded_dot_backward)
+rounded_dot.defvjp(lambda rows, weight: (rounded_dot(rows, weight), (rows, weight)), _rounded_dot_backward)
 
 
 def sum_of_outer_products(a: Array, b: Array) -> Array:
@@ -134,7 +130,6 @@ def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = Fa
     Args:
       rows: [R, in].
       weight: [out, in], any float dtype; cast to that of `rows`.
-      form: form of the product.
       rounded: whether the result is rounded to the type of `rows` next; see `rounded_dot`.
     """
     count, rounded = rows.shape[0], rounded and not form.float32

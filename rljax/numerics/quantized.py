@@ -22,7 +22,6 @@ class WeightLayout:
     """How the devices of a mesh share a matrix [out, in].
 
     Attributes:
-      mesh: the devices.
       outputs, inputs: the mesh axis that splits them; None where they are not split.
       rows: mesh axes that split the rows of products with the matrix.
     """

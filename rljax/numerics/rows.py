@@ -109,15 +109,10 @@ def _sum_of_parts(x: Array) -> Array:
     return lax.optimization_barrier(total)[..., :1]
 
 
-def _sum_of_parts_forward(x: Array) -> tuple[Array, Array]:
-    return _sum_of_parts(x), jnp.zeros((x.shape[-1], 0))  # only to tell the width
-
-
-def _sum_of_parts_backward(width: Array, gradient: Array) -> tuple[Array]:
-    return (jnp.broadcast_to(gradient, (*gradient.shape[:-1], width.shape[0])),)
-
-
-_sum_of_parts.defvjp(_sum_of_parts_forward, _sum_of_parts_backward)
+_sum_of_parts.defvjp(
+    lambda x: (_sum_of_parts(x), jnp.zeros((x.shape[-1], 0))),  # only to tell the width
+    lambda width, gradient: (jnp.broadcast_to(gradient, (*gradient.shape[:-1], width.shape[0])),),
+)
 
 
 def row_max(x: Array) -> Array:

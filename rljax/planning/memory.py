@@ -153,7 +153,6 @@ def check_memory(memory: Memory, run: PlannedRun, where: str) -> None:
     Args:
       memory: from `plan_memory`. Before anything is compiled, it has no peaks, and only what must be held in
         any case is compared.
-      run: the planned run.
       where: the device, for the message.
     """
     needs = memory.peaks or {phase: (size, "") for phase, size in memory.least.items()}

@@ -49,11 +49,9 @@ class PassTime:
     """Predicted time of a pass.
 
     Attributes:
-      slots: number of slots.
       rows: tokens that it computes; as many as slots in a decode step.
       length: positions of the cache.
       work: work of a device.
-      seconds: its time.
     """
 
     slots: int
@@ -94,8 +92,6 @@ class Plan:
     """A plan; see the fields' types.
 
     Attributes:
-      topology: the devices.
-      hardware: figures of one.
       run: the shapes of the run.
       memory: bytes a device.
       programs: compiled programs at full depth.
@@ -105,7 +101,6 @@ class Plan:
       decoding: decode steps at the mean length, by batch bucket.
       verifying: verifying passes at the mean length.
       microbatch: time of the gradients of one micro-batch.
-      step: a training step.
       lengths: the distribution of response lengths.
       acceptance: assumed probability that a draft is accepted.
       notes: sentences for the user.
@@ -189,9 +184,6 @@ def make_plan(
     """Returns the plan of a run.
 
     Args:
-      config: the experiment.
-      topology: devices to plan for.
-      lengths: response lengths.
       acceptance: probability that a draft is accepted.
       full_depth: compile all layers; None for policies of up to 8 layers.
       report: called with a line before every part that takes long, and for every program that is compiled.
@@ -342,12 +334,7 @@ def _compiled(
         name: params | {"layers": [params["layers"][-1]] * depth}
         for name, params in second.draft_params.items()
     }
-    run = dataclasses.replace(
-        shapes,
-        programs=programs,
-        draft_params=weights,
-        skipped=second.skipped,
-    )
+    run = dataclasses.replace(shapes, programs=programs, draft_params=weights, skipped=second.skipped)
     return run, DEPTHS
 
 

@@ -109,11 +109,7 @@ class PlanningPool(ExecutablePool):
         return kind if self._drafter is None else f"{self._drafter} {kind}"
 
     def get(
-        self,
-        key: Hashable,
-        function: Callable[..., Any],
-        args: tuple,
-        donate_argnums: tuple[int, ...] = (),
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
     ) -> Any:
         """Begins to compile the program of `key`; see `ExecutablePool.get`. A skipped one has no results."""
         if key in self._by_key:
@@ -188,11 +184,7 @@ class Recording(ExecutablePool):
         self._asked: dict[Hashable, tuple[Callable[..., Any], tuple, tuple[int, ...]]] = {}
 
     def get(
-        self,
-        key: Hashable,
-        function: Callable[..., Any],
-        args: tuple,
-        donate_argnums: tuple[int, ...] = (),
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
     ) -> Any:
         self._asked.setdefault(key, (function, args, donate_argnums))
 

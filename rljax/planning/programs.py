@@ -78,16 +78,12 @@ class PlannedRun:
     """Shapes of everything that a run holds, and its programs.
 
     Attributes:
-      config: the experiment.
-      model: architecture of the policy.
-      buckets: shapes of decoding.
       train_state: weights, moments and, with a critic, its state.
       reference: weights of the reference, or None; under LoRA they may be the base.
       decode_params: the engine's copy of the weights.
       draft_params: quantized copies of the weights, by the drafter's name.
       drafters: EAGLE heads and small models, by name.
       state: the largest decode state.
-      programs: compiled programs.
       skipped: number of programs that were only counted, by kind.
     """
 
@@ -109,11 +105,7 @@ class Planning:
     """Everything that a run is planned from.
 
     Attributes:
-      config: the experiment.
-      model: architecture of the policy.
       eos_token_ids: tokens that end a response.
-      numerics: see `Numerics`.
-      buckets: shapes of decoding.
       drafters: drafters by name.
       mesh: devices; None for one.
       device: the first device.

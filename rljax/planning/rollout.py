@@ -88,8 +88,6 @@ def rollout_time(
     Args:
       lengths: tokens of every response, in the order in which they begin.
       prompt: tokens of every prompt.
-      slots: number of slots.
-      buckets: shapes of decoding.
       pass_time: (batch bucket, cache bucket) -> (seconds of a pass, mean tokens of a response in it).
     """
     waiting = list(lengths)[::-1]

@@ -6,16 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rljax.reports.figures import (
-    CARD,
-    COLORS,
-    INK,
-    Panel,
-    in_blocks,
-    integer_steps,
-    legend_above,
-    marker_of,
-)
+from rljax.reports.figures import CARD, COLORS, INK, Panel, in_blocks, integer_steps, legend_above, marker_of
 from rljax.reports.runs import NORMAL_QUANTILE, RunData, Series, series_of, t_interval
 
 if TYPE_CHECKING:

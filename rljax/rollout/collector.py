@@ -30,7 +30,6 @@ class Group:
     """The responses to one prompt.
 
     Attributes:
-      problem: the problem.
       prompt_ids: token ids of the prompt.
       completions: G responses; of agents the sequences of G episodes, any number of each.
       rewards: reward of each response by the task, with its named parts; of agents of each episode. The
@@ -81,8 +80,6 @@ class WantedGroups:
     """Groups to sample.
 
     Attributes:
-      split: split of the task.
-      indices: of the problems in the split.
       samples: number of responses to each problem, G.
       purpose: TRAINING or EVALUATION.
       step: the training step; with purpose, problem and sample it identifies a request's noise.
@@ -108,9 +105,7 @@ class BegunGroups:
     """Groups that are being sampled, or will be.
 
     Attributes:
-      wanted: which they are.
       decoding: what the scheduler has begun.
-      problems: the problems.
       requests: their requests, those of one problem together.
     """
 
@@ -125,9 +120,7 @@ class Collector:
 
     Args:
       task: problems and rewards.
-      tokenizer: tokenizer of the policy.
       scheduler: decodes requests.
-      seed: the run's seed.
       prompts: the task's prompts in tokens.
       max_response_length: largest number of tokens in a response.
 
@@ -161,7 +154,6 @@ class Collector:
         Args:
           params: weights from `engine.load_params`.
           wanted: which problems, how often, and with which noise.
-          on_progress: see `OnProgress`.
 
         Returns:
           One group per problem, counts of decoding, and seconds.

@@ -76,11 +76,7 @@ class DecodeLoop:
 
     Args:
       slots: decodes the responses in them.
-      max_slots: responses decoded at a time.
       turns: where responses pause and end.
-      idle: what idle slots decode.
-      policy: see `LoopPolicy`.
-      on_sync: see `OnSync`.
 
     Attributes:
       slots: the decode state, and the response in each slot.
@@ -305,7 +301,6 @@ class DecodeLoop:
 
         Args:
           params: weights from `engine.load_params`.
-          version: their number.
         """
         self.finish_pass()
         self._queue.prefill_again()

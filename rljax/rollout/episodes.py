@@ -33,7 +33,6 @@ def environment_metrics(completions: Sequence[Completion], statistics: DecodeSta
 
     Args:
       completions: all responses sampled.
-      statistics: counts of decoding.
     """
     episodes = [completion.episode or _NONE for completion in completions]
     turns = [len(episode.rewards) for episode in episodes]

@@ -17,13 +17,11 @@ class LiveResponse:
     """A request in the decode loop, with its response so far. Compared and hashed by identity.
 
     Attributes:
-      request: the request.
       stop: stop strings of this response; None for none.
       yields: whether nobody waits for it: it is decoded in an idle slot, and makes room for others.
       tokens: token ids so far, tools' answers included.
       logprobs: one per token, under the distribution really sampled; 0 for tools' answers.
       tool_answers: (begin, end) of every tool's answer, or environment's turn, in `tokens`.
-      tool_calls: tools called so far.
       actions: texts of the policy's turns that an environment has taken.
       episode: what the environment made of them; None before the first one.
       versions: (position in the response, version of the weights) where each version began.

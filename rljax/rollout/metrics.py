@@ -56,8 +56,6 @@ def rollout_metrics(
 
     Args:
       groups: groups to learn from.
-      sampled: all groups sampled.
-      statistics: counts of decoding.
       timing: seconds of decoding and of rewarding.
     """
     completions = [completion for group in groups for completion in group.completions]

@@ -28,10 +28,8 @@ def open_slots(
     """Returns slots without responses, decoded with drafts if the speculator has drafters.
 
     Args:
-      engine: the decode engine.
       params: weights from `engine.load_params`; with copy=True where a trainer goes on with them.
       speculator, overlap: as of `SpeculativeSlots`.
-      version: the number of the weights.
     """
     if speculator.drafters:
         return SpeculativeSlots(speculator, params, version, overlap)

@@ -20,7 +20,6 @@ class PrefillQueue:
 
     Args:
       slots: prefill prompts, for responses that join them.
-      max_slots: number of responses decoded at a time.
       longest_first: expected lengths, to start the longest responses first; None for the order of arrival.
     """
 

@@ -15,8 +15,6 @@ class Prompts:
     """Prompts of one task for one policy.
 
     Args:
-      task: source of the problems.
-      tokenizer: tokenizer of the policy.
       longest: `rollout.max_prompt_length`, the largest number of tokens in a prompt.
       leave_out: whether problems with a longer prompt are left out (`rollout.long_prompts: leave_out`);
         otherwise such a prompt is an error.
@@ -48,9 +46,7 @@ class Prompts:
         """Returns the indices of the next problems that are asked, and the position behind them.
 
         Args:
-          split: split of the task.
           position: index of the first problem to consider.
-          count: number of problems.
 
         Passed over are problems that are too long, if these are left out, or that the curriculum does not
         ask.

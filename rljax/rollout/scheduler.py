@@ -39,8 +39,6 @@ class Scheduler:
     """Decodes a list of requests to its end.
 
     Args:
-      engine: the decode engine.
-      max_slots: number of requests decoded at a time.
       stop_strings: see `StopStrings`; None for none.
       speculator: speculator, to decode with drafts; None for plain decoding.
       overlap: whether to draft for one half of the slots while the device verifies the other.
@@ -78,8 +76,6 @@ class Scheduler:
         Args:
           params: weights from `engine.load_params`.
           requests: requests to decode.
-          on_progress: see `OnProgress`.
-          on_finished: see `OnFinished`.
           version: number of the weights, for `Completion.versions`.
           partials: what is known of some responses already, by place.
 
@@ -146,8 +142,6 @@ class Scheduler:
 
         Args:
           params: weights from `engine.load_params`; the arrays must stay as they are until then.
-          requests: the requests.
-          version: number of the weights.
         """
         return BegunRequests(params, requests, version)
 

@@ -51,14 +51,10 @@ class Slots:
     """The slots, decoded by plain steps.
 
     Args:
-      engine: the decode engine.
       params: weights from `engine.load_params`.
-      version: the number of the weights.
 
     Attributes:
-      statistics: counts of all decoding so far.
       state: the decode state; None while nothing is decoded.
-      responses: the response in each slot.
       has_history: whether responses to one prompt may be drafted from one another.
     """
 

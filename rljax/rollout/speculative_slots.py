@@ -25,7 +25,6 @@ class SpeculativeSlots(Slots):
     Args:
       speculator: drafts, and decodes with the drafts.
       params: weights from the engine's `load_params`.
-      version: the number of the weights.
       overlap: draft for one half of the slots while the device verifies the other.
     """
 

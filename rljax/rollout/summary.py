@@ -27,11 +27,9 @@ def summarize_rollout(
     """Returns a summary of a step's rollout as JSON values.
 
     Args:
-      groups: all groups sampled.
       running: number of running requests over time, per round (`RunningRequests.points`).
       max_response_length: largest number of tokens in a response; it makes the bins of all steps the same.
       samples: number of best and of worst responses to keep, all to different prompts.
-      tokenizer: tokenizer of the policy.
 
     Returns:
       `lengths`: the width `bin` of the bins in tokens, from 1 token on, and their `counts` without trailing

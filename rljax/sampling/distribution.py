@@ -151,8 +151,6 @@ def transform_logits(
 
     Args:
       logits: float32 [..., V].
-      params: the distribution.
-      numerics: see `Numerics`.
       threshold: replacement for `kept_from`.
     """
     if params.greedy:

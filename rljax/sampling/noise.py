@@ -44,7 +44,6 @@ def request_key(seed: int, *identity: int) -> np.ndarray:
     """Returns the key of a request, uint32 [2], on the host.
 
     Args:
-      seed: the run's seed.
       identity: numbers that identify the request in the run: purpose, step, prompt, sample. The step belongs
         to them, since sampling the same prompt in another step must not reuse the noise. Non-negative
         integers below 2^64.

@@ -36,7 +36,6 @@ class Finished:
 
     Attributes:
       output: standard output, as far as it was read.
-      ending: reason why the program ended.
     """
 
     output: bytes
@@ -81,8 +80,6 @@ class Sandbox:
         """Runs a program to its end, and then ends all its descendants.
 
         Args:
-          source: Python source.
-          stdin: standard input of the program.
           seconds: limit on the wall time.
           max_output: limit on the bytes of standard output; a program that exceeds it is ended.
         """

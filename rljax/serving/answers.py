@@ -40,12 +40,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        index: int,
-        decode: Decode,
-        stop: tuple[str, ...],
-        shown: Decode,
-        echoed: Sequence[int] = (),
+        self, index: int, decode: Decode, stop: tuple[str, ...], shown: Decode, echoed: Sequence[int] = ()
     ) -> None:
         self.index, self.echoed = index, echoed
         self.tokens: list[int] = []
@@ -98,9 +93,6 @@ class Writer:
     """Writes the answers to one request as JSON objects.
 
     Args:
-      body: body of the HTTP request.
-      model: name of the policy.
-      tokenizer: tokenizer of the policy.
       prompt_tokens: number of tokens of all prompts.
     """
 

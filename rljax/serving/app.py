@@ -126,12 +126,7 @@ class _Service:
         ]
 
     def _check(self, body: Body, prompts: int = 1) -> None:
-        """Raises a RequestError for a request that this policy cannot answer.
-
-        Args:
-          body: body of the request.
-          prompts: number of its prompts.
-        """
+        """Raises a RequestError for a request that this policy cannot answer."""
         self._check_name(body.model)
         count, worker = prompts * body.choices, self.served.worker
         if count > worker.max_waiting + worker.max_slots:

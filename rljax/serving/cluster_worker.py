@@ -31,9 +31,6 @@ class ClusterWorker(JobThread):
       slots: most responses that a worker decodes at a time.
       max_waiting: most jobs that wait for a slot.
       end: ends the workers' processes.
-
-    Attributes:
-      params: see the arguments.
     """
 
     def __init__(

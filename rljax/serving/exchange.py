@@ -31,9 +31,6 @@ class Exchange:
     """The jobs of one HTTP request, and their answers so far.
 
     Args:
-      worker: the worker that decodes.
-      writer: writes the answers.
-      tokenizer: tokenizer of the policy.
       requests: one for each choice of the answer.
       stop: texts that end a choice, searched in the text of all its tokens.
       shown: function from token ids to the text that the client gets.

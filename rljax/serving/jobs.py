@@ -41,12 +41,10 @@ class Job:
     """A response to be sampled.
 
     Args:
-      request: the request.
       deliver: called from the thread with every `Piece`, or with the exception that ended it.
       stop: texts that end the response.
 
     Attributes:
-      response: the response so far.
       cancelled: whether nobody waits for it any more; see `JobThread.cancel`.
     """
 

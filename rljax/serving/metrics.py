@@ -42,7 +42,6 @@ def metrics_text(worker: EngineWorker, refused: Mapping[int, int]) -> bytes:
     """Returns all metrics.
 
     Args:
-      worker: worker that decodes.
       refused: requests refused, by HTTP status.
     """
     registry = CollectorRegistry()

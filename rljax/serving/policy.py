@@ -80,7 +80,6 @@ class Options:
       ray: address of the Ray cluster of the workers; None for the run's `cluster.address`.
       compile: see `engine.compile`.
       cache: directory that keeps compiled programs; "none" keeps none.
-      dtype: see `policy.compute_dtype`.
     """
 
     step: int | None = None
@@ -102,7 +101,6 @@ class ServedPolicy:
     """A policy that is ready for requests.
 
     Attributes:
-      tokenizer: tokenizer of the policy.
       vocab_size: number of rows of the embedding; token ids are below it.
       config: config of the decoding.
       sampling: sampling distribution of requests that name none.

@@ -26,8 +26,6 @@ class JoiningPrograms:
     Args:
       engine: the decode engine, on one device.
       params: weights from `engine.load_params`, whose shapes are used.
-      thread: the thread to compile in.
-      slots: number of slots.
       prompt_length: the longest prompt, in tokens.
     """
 

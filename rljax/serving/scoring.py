@@ -55,11 +55,7 @@ class Scores:
 
 
 class Scorer:
-    """Scores sequences, one at a time, from any thread.
-
-    Args:
-      engine: the engine that decodes, on one device.
-    """
+    """Scores sequences, one at a time, from any thread."""
 
     def __init__(self, engine: DecodeEngine) -> None:
         self._engine, self._lock = engine, threading.Lock()

@@ -88,11 +88,7 @@ class TextStream:
 
 
 class _Growing:
-    """The text of a growing list of tokens.
-
-    Args:
-      decode: function from token ids to text.
-    """
+    """The text of a growing list of tokens; `decode` makes text of token ids."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode

@@ -29,11 +29,7 @@ from rljax.speculation.speculator import Speculator
 
 
 class _Finished:
-    """Finished responses that drafters have not learned from yet.
-
-    Args:
-      together: see `EngineWorker`.
-    """
+    """Finished responses that drafters have not learned from yet; `together` as of `EngineWorker`."""
 
     def __init__(self, together: Mapping[tuple[int, ...], int]) -> None:
         self._together = together
@@ -59,7 +55,6 @@ class EngineWorker(JobThread):
       engine: the decode engine, used by this worker alone.
       params: weights from `engine.load_params`.
       max_slots: most jobs decoded at a time.
-      speculator: speculator for decoding with drafts.
       max_waiting: most jobs that wait for a slot.
       steps_per_sync: plain decode steps between two host syncs, up to the engine's `decode_steps_per_sync`:
         the most tokens of a piece, and the longest wait of a new request for a free slot.
@@ -68,7 +63,6 @@ class EngineWorker(JobThread):
         those of a run.
       learns: whether drafters learn from finished responses, and end with the worker; False where a training
         run has the drafters.
-      version: number of the weights.
       environment: environment whose episodes the jobs are; None for none.
 
     Attributes:
@@ -118,7 +112,6 @@ class EngineWorker(JobThread):
 
         Args:
           params: weights from `engine.load_params`; with copy=True where a trainer donates its arrays.
-          version: number of the weights.
 
         Raises:
           Closed: the worker is closing or has failed.

@@ -40,14 +40,7 @@ _DRAFT_DELAY = 2  # in buckets: drafting is compiled behind the verifying passes
 
 
 class _OnDevice:
-    """What both proposers share.
-
-    Args:
-      name: the drafter's name, for messages.
-      drafter: the drafter.
-      engine: the decode engine.
-      times: measured times of passes and of drafting, added to.
-    """
+    """What both proposers share; `times`, those measured of passes and of drafting, are added to."""
 
     on_host = False
 
@@ -185,10 +178,6 @@ class DeviceProposer(_OnDevice):
 
     Args:
       name, drafter, engine, times: see `_OnDevice`.
-      group: the drafters beside the slots.
-
-    Attributes:
-      slots: drafts for the slots.
     """
 
     only_chains = False

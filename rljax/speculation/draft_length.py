@@ -86,11 +86,9 @@ def best_length(
     """Draft steps before the next pass, and the tokens per second that they promise; (0, 0.0) if none fit.
 
     Args:
-      name: the self-drafter's name.
       acceptance: probability that a draft is accepted, given that its predecessors are.
       slots: slots that decode.
       current: slots among them whose requests are not only sampled ahead.
-      buckets: the compiled passes.
       times: measured times of passes and of draft steps.
       batch, length: batch and cache length of the decode state.
     """
@@ -121,7 +119,6 @@ def best_strategy(
     pass has rows for the best nodes of as many levels as fit, one a level on average.
 
     Args:
-      name: the drafter's name.
       strategies: the trees that it can draft.
       acceptance, slots, current, buckets, times, batch, length: see `best_length`.
     """

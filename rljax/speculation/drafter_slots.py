@@ -27,7 +27,6 @@ class DrafterSlots:
       engine: the decode engine that they draft for.
 
     Attributes:
-      by_name: the drafters.
       on_device: what drafts for the slots on the device, by the drafter's name.
       active: names of those that follow the present decode state.
       is_compiled: whether the programs of a drafter for a batch are compiled, by its name; they are, unless

@@ -23,13 +23,7 @@ from rljax.speculation.strategies import Strategy
 
 
 class HostProposer:
-    """A `Proposer` for a drafter on the host.
-
-    Args:
-      name: the drafter's name, for messages.
-      drafter: the drafter.
-      engine: the decode engine.
-    """
+    """A `Proposer` for a drafter on the host."""
 
     on_host, trees, only_chains = True, (), False
 

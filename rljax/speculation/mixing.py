@@ -31,7 +31,6 @@ class Mixer:
     """Mixes proposals, and learns how much likelier a node is that several drafters propose.
 
     Args:
-      proposers: the drafters.
       nodes: nodes of a mixed tree at most.
     """
 
@@ -142,7 +141,6 @@ class MixedProposer:
     """Presents several drafters as one proposer: all of them draft, and their trees are mixed.
 
     Args:
-      parts: the proposers of the drafters.
       mixer: made for these proposers, and maybe further ones.
 
     Attributes:

@@ -125,8 +125,6 @@ def best_rows(candidates: Candidates, buckets: Buckets, times: PassTimes, batch:
 
     Args:
       candidates: nodes that could be verified.
-      buckets: the compiled passes.
-      times: measured times of passes.
       batch, length: batch and cache length of the decode state.
     """
     best, best_rate = 0, 0.0

@@ -21,7 +21,6 @@ class VerifiedNodes:
     """The fate of the draft nodes of n slots in a pass: bool [n, N] each.
 
     Attributes:
-      verified: nodes that the pass computed.
       accepted: those of them that a token of the response came from.
       correct: those of them that were sampled. One more than accepted where a response ends: its last token
         is counted as the pass's own, yet the node that foretold it was right.
@@ -58,7 +57,6 @@ class PassRecord:
     """The outcome of a choice: one verifying pass, or a few plain steps in a row.
 
     Attributes:
-      choice: the choice that was carried out.
       batch: slots of the decode state.
       responses: responses that decoded.
       tokens: tokens that they got.

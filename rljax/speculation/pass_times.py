@@ -99,10 +99,7 @@ class PassTimes:
     def _nearest(self, kind: str, batch: int, length: int, *rest) -> tuple[int, int] | None:
         """The measured batch and cache length that are nearest in ratio; None if there are none.
 
-        Args:
-          kind: kind of work.
-          batch, length: the shape.
-          rest: the rest of the key, unless any would do.
+        `rest` is the rest of the key, unless any would do.
         """
         shapes = {key[1:3] for key in self._seconds if key[0] == kind and (not rest or key[3:] == rest)}
 

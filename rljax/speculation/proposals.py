@@ -54,7 +54,6 @@ class CompilationPlan:
     """The programs to compile in the background.
 
     Attributes:
-      thread: the thread to compile in.
       shapes: of the decode states.
       lengths: cache lengths of those that are drafted for.
       near: the shape that is used first.
@@ -71,7 +70,6 @@ class Proposal:
     """Draft trees of one drafter for n slots: N nodes each, the most promising first.
 
     Attributes:
-      proposer: the proposer that drafted.
       tokens, parents: int32 [n, N], as in `Drafts`.
       usable: bool [n, N], False for invalid nodes.
       probability: float [n, N], the probability of being accepted with all ancestors, from the acceptance of
@@ -157,8 +155,6 @@ class Proposer(Protocol):
     Checkpoints keep the acceptance and not the times: the warm-up measures those, on whatever machine.
 
     Attributes:
-      name: the drafter's name.
-      drafter: the drafter.
       on_host: whether it drafts on the host, where drafts of any shape cost next to nothing.
       trees: the shapes of trees that it can draft; empty for any.
       only_chains: whether it drafts chains, of any length.
@@ -205,7 +201,6 @@ class Proposer(Protocol):
         """Drafts for the active slots. Consumes `state`.
 
         Args:
-          state: the decode state.
           active: the slots to draft for.
           statistics: the rollout's, to which the time of drafting is added.
           strategy: the trees to draft; None for those of the last `promise`.

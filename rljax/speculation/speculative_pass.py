@@ -39,12 +39,9 @@ class VerifyingPass:
 
     Attributes:
       active: the slots that take part.
-      tree: the draft nodes.
-      choice: the decision that it carries out.
       shape: batch, cache length, rows.
       dispatched: when the device was given it, by `time.perf_counter`.
       timed: whether only passes were before it, so that its time is that of a pass.
-      pending: the result to come.
     """
 
     active: ActiveSlots
@@ -60,14 +57,12 @@ class SpeculativeDecoder:
     """Decodes a batch by verifying passes and plain steps.
 
     Args:
-      engine: the decode engine.
       manager: has drafts made, and decides how much of them to verify.
       drafters: hear of the sampled tokens.
       times: measured times of passes, added to.
       max_batch: larger batches decode plainly.
 
     Attributes:
-      decisions: the log.
       clock: when the device works.
       draft_counts: by drafter, draft nodes of the last pass verified and accepted: int32 [n] each, in the
         order of its active slots. Empty after plain steps.

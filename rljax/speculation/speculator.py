@@ -36,7 +36,6 @@ class Speculator:
     """Decodes with drafters. `NoDrafts` (`no_drafts.py`) stands in its place where there are none.
 
     Args:
-      engine: the decode engine.
       drafters: by name. The first one on the host proposes what was sampled ahead, too.
       max_batch: larger batch buckets decode plainly; no program is compiled to verify them.
       run_ahead: see `RunAhead`; None never samples ahead.
@@ -50,7 +49,6 @@ class Speculator:
       training: of drafters that are trained, by the drafter's name.
       proposers: the drafters as the manager asks them.
       manager: decides how much a pass verifies.
-      decisions: the log of what was decided.
       lengths: lengths of the responses so far, by prompt.
       keeps_lengths: whether `state` has them.
       has_history: whether some drafter drafts from other responses to a prompt.
@@ -190,13 +188,8 @@ class Speculator:
     ) -> None:
         """Compiles every program that drafts or verifies in a thread, which `close` ends.
 
-        Args:
-          params: weights from `engine.load_params`.
-          slots: requests decoded at a time, at most.
-          prompt_length: the longest prompt, in tokens.
-          widens: compile what `widen` needs, too.
+        Args as of `warm_up`, and:
           first_prompts: lengths of the first prompts; the passes that they use come first.
-          longest: the most tokens of a prompt and its response; None for the largest cache bucket.
           thread: the thread to compile in; None for one of its own.
         """
         self.close()

@@ -44,10 +44,7 @@ def warm_up(
     """Compiles every program that drafts and verifies, and measures the time of each.
 
     Args:
-      engine: the decode engine.
       params: weights from `engine.load_params`.
-      proposers: all of them.
-      drafters: the drafters beside the slots.
       times: measured times are added to it. Shapes that it has are not measured again.
       max_batch: larger batches decode plainly.
       shapes: the shapes of the run's decode states.
@@ -192,9 +189,7 @@ def time_passes(
     device's memory is left out, here and in rollouts.
 
     Args:
-      engine: the decode engine.
       params: weights from `engine.load_params`.
-      batch, length: the shape of the state.
       repeats: measurements of each shape.
       passes: passes of a shape between two host syncs, whose mean counts; less than half of `length`. None
         for what a rollout does: one verifying pass, or a few plain steps.
@@ -257,12 +252,7 @@ def time_drafts(
 
 
 def time_trees(
-    engine: DecodeEngine,
-    slots: SlotDrafter,
-    strategy: DraftStrategy,
-    batch: int,
-    length: int,
-    repeats: int,
+    engine: DecodeEngine, slots: SlotDrafter, strategy: DraftStrategy, batch: int, length: int, repeats: int
 ) -> list[float]:
     """Seconds of drafting a tree for every slot; measured as in `time_passes`."""
     state, measured = _half_full(engine.init_state(batch, length)), []

@@ -64,7 +64,6 @@ class Task(Protocol):
         """Scores a response.
 
         Args:
-          problem: the problem.
           response_text: text of the response, without special tokens. It is untrusted: implementations never
             execute or evaluate it, and take at most linear time in its length.
 

@@ -55,7 +55,6 @@ class ChainArithmetic:
     """The task. Its arguments are those of `task.args` in a config.
 
     Args:
-      seed: the run seed.
       max_terms: most numbers in a chain, the first total included, from 2 to 53 (52 letters name the others).
       tail_exponent: the count of numbers n, from 2 on, has probability proportional to n ** -tail_exponent. 0
         is uniform; larger means fewer long chains.

@@ -31,7 +31,6 @@ class Curriculum:
     Args:
       rule: a key of `RULES`.
       floor: least probability of asking a problem.
-      seed: seed of the run.
     """
 
     def __init__(self, rule: str, floor: float, seed: int) -> None:
@@ -61,10 +60,7 @@ class Curriculum:
             rate += (min(max(share, 0.0), 1.0) - rate) / min(visits + 1, _MEMORY)
             self._rates[problem.id] = visits + 1, rate
         rates = [rate for _, rate in self._rates.values()]
-        return {
-            "curriculum/known": len(rates),
-            "curriculum/pass_rate": sum(rates) / max(len(rates), 1),
-        }
+        return {"curriculum/known": len(rates), "curriculum/pass_rate": sum(rates) / max(len(rates), 1)}
 
     def state(self) -> dict[str, list[float]]:
         """Returns the pass rates as JSON values."""

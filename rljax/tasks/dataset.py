@@ -30,7 +30,6 @@ class Dataset:
     """The task. Its arguments are those of `task.args` in a config.
 
     Args:
-      seed: the run seed.
       path: a .jsonl or .parquet file of problems; this or `hub`.
       heldout_path: a file of held-out problems. Without it, the hash of the prompt decides whether a problem
         of `path` is held out: one in eight is.

@@ -22,7 +22,6 @@ class Mixture(Wrapper):
     in equal shares, so that every evaluation has the same problems.
 
     Args:
-      seed: the run seed.
       parts: the tasks, each with its weights.
     """
 

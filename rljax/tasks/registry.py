@@ -27,7 +27,6 @@ def make_task(name: str, seed: int, **args: Any) -> Task:
     """Builds a task, without the rewards of a config: see `rljax.assembly.task.configured_task`.
 
     Args:
-      name: a key of `TASKS`.
       seed: the run seed; with the split and the index it determines every problem.
       **args: arguments of the task (`task.args` of a config).
 

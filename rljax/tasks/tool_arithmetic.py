@@ -27,7 +27,6 @@ class ToolArithmetic:
     """The task. Its arguments are those of `task.args` in a config.
 
     Args:
-      seed: the run seed.
       numbers: most numbers in an expression, from 2 to 6; every expression has at least two.
       digits: largest number of digits of a number, from 1 to 6.
       demonstrated_calls: share of `warm_start` solutions that call the calculator.

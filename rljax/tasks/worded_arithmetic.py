@@ -58,7 +58,6 @@ class WordedArithmetic(ChainArithmetic):
     """The task. Its arguments are those of `task.args` in a config.
 
     Args:
-      seed: the run seed.
       max_terms, tail_exponent, max_number, demonstration_noise, format_weight: see `ChainArithmetic`.
       rechecks: probability that a `warm_start` solution goes through its chain once more after each round,
         from 0 to 0.95.

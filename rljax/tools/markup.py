@@ -20,7 +20,6 @@ class ToolCall(NamedTuple):
 
     Attributes:
       end: number of response tokens up to and including the one that completes the call.
-      name: name of the tool.
       text: text between the markers.
     """
 
@@ -133,10 +132,8 @@ def make_markup(
     """Returns the markup of tools.
 
     Args:
-      names: names of the tools.
       call: opening and closing marker; "{name}" in them stands for the name of a tool.
       answer, max_answer_length: see `Markup`.
-      tokenizer: tokenizer of the policy.
     """
 
     return Markup(

@@ -32,9 +32,6 @@ except BaseException as error:
 class Python:
     """The tool.
 
-    Args:
-      seconds: time limit of a call.
-
     Raises:
       ConfigError: this machine cannot isolate programs.
     """

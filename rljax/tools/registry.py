@@ -7,10 +7,7 @@ from rljax.tools.base import Tool
 from rljax.tools.calculator import Calculator
 from rljax.tools.python import Python
 
-TOOLS: dict[str, Callable[[float], Tool]] = {
-    "calculator": lambda seconds: Calculator(),
-    "python": Python,
-}
+TOOLS: dict[str, Callable[[float], Tool]] = {"calculator": lambda seconds: Calculator(), "python": Python}
 """Functions that make a tool from the time limit of a call in seconds, by name."""
 
 

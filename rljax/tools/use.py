@@ -16,7 +16,6 @@ class ToolUse:
 
     Attributes:
       tools: tools by name.
-      markup: syntax of calls and answers.
       max_calls: most calls in a response; further ones are ordinary text (ToRL, arXiv 2503.23383, section
         2.2).
       workers: threads that call the tools.

@@ -12,7 +12,6 @@ class SentSteps:
     resume has the same numbers, so it is not sent again.
 
     Args:
-      path: the file.
       make_id: makes the id where there is no file yet.
 
     Attributes:

@@ -28,8 +28,6 @@ class Trackers:
     """Context manager that passes metrics to all trackers.
 
     Args:
-      config: config of the run.
-      directory: files of the run.
       say: called with a line for the user.
 
     Raises:

@@ -90,7 +90,6 @@ class GroupBuffer:
         """Returns the numbers of a step's groups, or None while some must be waited for.
 
         Args:
-          step: the step.
           arrived: numbers of the open groups that have ended, in their order.
         """
         chosen: set[int] = set()
@@ -110,7 +109,6 @@ class GroupBuffer:
         None while some must be waited for. With `ahead` 1 and k 2 those that are due fit a batch.
 
         Args:
-          step: the step.
           arrived: numbers of the open groups that have ended.
           outliers: numbers of those that wait for outliers alone.
         """
@@ -199,12 +197,7 @@ def read_schedule(path: str) -> dict[int, list[ScheduledGroup]]:
 
 
 class _Noted(Batches):
-    """Batches that are written to schedule.jsonl.
-
-    Args:
-      directory: the files of the run.
-      others: as of `Batches`.
-    """
+    """Batches that are written to schedule.jsonl; `others` as of `Batches`."""
 
     def __init__(self, directory: RunDirectory, *others: Any) -> None:
         super().__init__(*others)
@@ -388,9 +381,7 @@ class ReplayedBatches(_Noted):
         """Decodes responses, each version of the weights from and to the positions of the schedule.
 
         Args:
-          requests: the requests.
           versions: where each version began, by request.
-          on_progress: see `OnProgress`.
 
         Raises:
           ConfigError: a response ends where it did not: it is another run's schedule.

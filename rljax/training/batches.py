@@ -53,11 +53,7 @@ class Batches:
     """The batches of a run in the order of the problems.
 
     Args:
-      config: the experiment.
       state: the run's state; its position in the data, versions and begun rollouts are changed here.
-      engine: loads weights.
-      prompts: the task's prompts.
-      collector: samples and rewards.
     """
 
     def __init__(

@@ -49,15 +49,12 @@ class WarmUp:
     """Settings of a warm-up.
 
     Attributes:
-      variant: variant of the head.
       block: shape of a block head; None for the default one.
       training: losses and unrolled steps; None for the published ones. The policy's sampling distribution
         takes the place of its own.
       draft_vocabulary: number of tokens that the head can draft, those most frequent in the first rollouts;
         None for the policy's vocabulary.
-      steps: total number of updates.
       slices_per_round: number of updates on the rollouts of a step before the next are sampled.
-      learning_rate: see `head_optimizer`.
       heldout: number of held-out problems to measure acceptance on.
       depth: number of drafted tokens in that measurement.
       engine: serving engine whose layout the head is saved in.
@@ -128,7 +125,6 @@ def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTr
 
     Args:
       run: run with the policy.
-      head: shape of the head.
       settings: objective, learning rate and buffer are read.
     """
     training = published_training(head.variant) if settings.training is None else settings.training
@@ -151,12 +147,7 @@ def make_trainer(run: TrainingRun, head: HeadConfig, settings: WarmUp) -> HeadTr
 
 
 def measure(
-    run: TrainingRun,
-    head: HeadConfig,
-    params: Params,
-    shared: Params,
-    heldout: Sequence[States],
-    depth: int,
+    run: TrainingRun, head: HeadConfig, params: Params, shared: Params, heldout: Sequence[States], depth: int
 ) -> Acceptance:
     """Returns the acceptance of a head by `evaluate_head`, at most a block deep. `shared` are weights of the
     policy that sampled `heldout`.
@@ -204,7 +195,6 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
 
     Args:
       config: the experiment; its drafter is ignored.
-      settings: settings of the head and its training.
       output: directory to write; must not exist, or be empty.
 
     Returns:

@@ -58,7 +58,6 @@ def export_policy(
     card. It is written next to the destination and renamed when it is complete.
 
     Args:
-      saved: a policy of a run.
       destination: directory to write; see `check_destination`.
       dtype: dtype of the weights: "float32", "bfloat16" or "float16".
       force: whether to replace an existing model.

@@ -58,10 +58,6 @@ class Extra:
 class Compilation(Extra):
     """Programs that are compiled in the background.
 
-    Args:
-      scheduler: decodes in this process.
-      pool: the compiled programs.
-
     Attributes:
       updates: compiles the programs of updates while the first rollout decodes; None where they are compiled
         with all others, or all are there.

@@ -26,8 +26,6 @@ class FactorUpdates:
     have the factors as their first argument, and the merged params as their last.
 
     Args:
-      adapter: the settings, and the factors to start from.
-      config: architecture of the policy.
       compute_dtype: type of base and merged matrices.
       optimizer, pool, key, maxima: see `Accumulation`.
       mesh: devices to use; None for one.

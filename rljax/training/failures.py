@@ -4,14 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from rljax.errors import (
-    CheckpointError,
-    DrafterError,
-    Interrupted,
-    PolicyError,
-    RunDirectoryError,
-    UserError,
-)
+from rljax.errors import CheckpointError, DrafterError, Interrupted, PolicyError, RunDirectoryError, UserError
 from rljax.training import reporting, saving
 from rljax.training.training_run import TrainingRun
 

@@ -62,7 +62,6 @@ class Learner:
         state, metrics = learner.learn(state, groups, step=0)
 
     Args:
-      config: the experiment.
       trainer: trainer of the policy; a critic has its architecture, numerics and devices.
       policy_params: weights that the run starts from; copied if they are the reference of a run that trains
         all weights. Under LoRA they are the base.
@@ -73,11 +72,7 @@ class Learner:
     """
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        trainer: Trainer,
-        policy_params: Params,
-        teacher: Policy | None = None,
+        self, config: ExperimentConfig, trainer: Trainer, policy_params: Params, teacher: Policy | None = None
     ) -> None:
         self._config = config
         self._algorithm = algorithm = config.algorithm

@@ -86,7 +86,6 @@ def make_minibatches(
     """Shuffles a step's responses into mini-batches, packs each and cuts it into micro-batches.
 
     Args:
-      groups: groups of the step.
       training: minibatches_per_step, pack_length and rows_per_microbatch are read.
       seed: seed of the order, such as the run's seed and the step's number.
       row_multiple: see `Packing.microbatches`.
@@ -139,7 +138,6 @@ def shares_prompts(
 
     Args:
       share_prompts: "on", "auto" or "off".
-      prompts: prompt of each sequence.
       lengths: tokens of prompt and response of each sequence.
       training: pack_length and rows_per_microbatch are read.
     """
@@ -178,7 +176,6 @@ def members_with_gradient(minibatch: Minibatch, advantages: np.ndarray, kept: np
     decays the optimizer's moments, and its metrics need tokens.
 
     Args:
-      minibatch: the mini-batch.
       advantages: float [N, L], advantages of the step's responses.
       kept: bool [N, L], tokens to learn from.
     """

@@ -25,7 +25,6 @@ def model_card(saved: SavedPolicy, dtype: str, name: str, adapter_of: str | None
     """Returns Markdown with the YAML header that model hubs read.
 
     Args:
-      saved: a policy of a run.
       dtype: dtype of the exported weights.
       name: name of the exported directory.
       adapter_of: directory of the base, if an adapter is exported and not the policy.

@@ -109,11 +109,7 @@ def supervised_objective(
 
 
 def gradients(
-    params: Params,
-    batch: PackedBatch,
-    reference_logprobs: Array | None,
-    score: Score,
-    objective: Objective,
+    params: Params, batch: PackedBatch, reference_logprobs: Array | None, score: Score, objective: Objective
 ) -> tuple[Params, Metrics]:
     """Returns gradients and metrics of one micro-batch."""
 

@@ -13,7 +13,6 @@ class RunState:
 
     Attributes:
       trained: weights, optimizer state and critic.
-      step: number of finished steps.
       data_position: index of the next training problem.
       skipped_problems: problems that the curriculum has skipped since the step began.
       versions: weights of `engine.load_params`, of this step and of those before that rollouts still need, by

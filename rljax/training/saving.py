@@ -34,7 +34,6 @@ def save_if_due(run: TrainingRun, due: bool, final: bool, score: float | None) -
     background.
 
     Args:
-      run: the run, between two steps.
       due: whether to start a checkpoint.
       final: whether this is the last checkpoint of the session; its failure always raises.
       score: held-out reward of the step, if known.
@@ -57,17 +56,12 @@ def save(run: TrainingRun, score: float | None) -> None:
     """Starts a checkpoint of everything that resuming needs.
 
     Args:
-      run: the run, between two steps.
       score: held-out reward of the step, if known; `checkpoint.keep_best` compares it.
     """
     # A run that resumes from the checkpoint would lack them.
     processes.from_first(run.directory.write_metrics_left)
     drafter = run.speculator.state()
-    host_state = {
-        "data_position": run.state.data_position,
-        "seed": run.config.seed,
-        "data": run.data_digests,
-    }
+    host_state = {"data_position": run.state.data_position, "seed": run.config.seed, "data": run.data_digests}
     if run.curriculum is not None:
         host_state["curriculum"] = run.curriculum.state()
     if run.state.evaluation_due:

@@ -39,11 +39,9 @@ def score_packed(
 
     Args:
       params: weights of the policy.
-      config: architecture of the policy.
       batch: R rows of T tokens.
       rope: `rope_table(config, length)`, float32 [at least T, 2, D/2].
       numerics: numerics of the engine.
-      sampling: distribution that the rollout samples from.
       remat: whether the backward pass recomputes the layers' activations.
       logprob_chunk: number of tokens, over all rows, whose logits exist at once. At least R and at least 2
         are used, because a single row would be multiplied by another kernel, with other bits.

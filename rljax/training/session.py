@@ -34,7 +34,6 @@ def run(config: ExperimentConfig, allow_changes: bool = False) -> None:
     """Trains as `config` says, and resumes `config.run_dir` if it holds a checkpoint.
 
     Args:
-      config: the experiment.
       allow_changes: go on although the config differs from that of the run that is resumed.
 
     Raises:

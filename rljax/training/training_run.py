@@ -36,9 +36,6 @@ class TrainingRun:
     """The parts of a run.
 
     Attributes:
-      config: the experiment.
-      directory: the run's files.
-      checkpoints: the run's checkpoints.
       progress: shows messages and steps to the user.
       trackers: get the metrics of every step.
       stop: requests by signals to stop.
@@ -49,17 +46,11 @@ class TrainingRun:
       curriculum: pass rates of the training problems; None without a curriculum.
       data_digests: digest of each data set of the task; resuming compares them.
       tokenizer_directory: directory of the tokenizer's files.
-      pool: the compiled programs.
-      numerics: numerics of the policy.
       invariance: the measured row-invariance of the policy, or None where it is not measured.
       base_digest: under LoRA the name of the weights that the adapter is merged with; else None.
-      scheduler: decodes in this process.
       cluster: decodes in workers; None decodes here.
       agents: the collector where agents sample; else None.
-      collector: samples responses, and rewards them.
       evaluation_sampling: the distribution that evaluations sample from; None for that of rollouts.
-      trainer: updates the policy.
-      learner: learns from a step's groups.
       batches: which problems a step learns from, and the weights that sample them.
       extras: what takes part in the steps besides the loop; `compilation` among them.
     """

@@ -54,7 +54,6 @@ class Recipe(NamedTuple):
 
     Attributes:
       sampling: distribution that rollouts sample from. The supervised loss is unfiltered, at temperature 1.
-      algorithm: the policy gradient.
       training: pack_length, rows_per_microbatch, remat, logprob_chunk and share_prompts are read.
       optimizer: from `make_optimizer`.
     """
@@ -76,9 +75,7 @@ class Trainer:
     decode engine, must take those of the new state, or copy them before.
 
     Args:
-      config: architecture of the policy.
       numerics: numerics of the engine.
-      recipe: what an update computes.
       pool: pool of compiled programs; may be shared with engines and other trainers.
       mesh: devices to use; None for one.
       adapter: LoRA's settings and first factors; None trains all weights.
@@ -86,7 +83,6 @@ class Trainer:
     Attributes:
       row_multiple: number that divides the rows of every batch; an argument of `Packing.microbatches`.
       share_prompts: `training.share_prompts`; "off" on a mesh.
-      adapter: the argument.
     """
 
     def __init__(
@@ -125,10 +121,7 @@ class Trainer:
             "mesh": mesh,
         }
         self._score = functools.partial(
-            score_packed,
-            sampling=sampling,
-            entropy_gradient=algorithm.entropy_coefficient > 0,
-            **static,
+            score_packed, sampling=sampling, entropy_gradient=algorithm.entropy_coefficient > 0, **static
         )
         unfiltered = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self._unfiltered_score = functools.partial(score_packed, sampling=unfiltered, **static)

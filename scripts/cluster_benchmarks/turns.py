@@ -22,17 +22,10 @@ from rljax.training import session
 # --- all workers' drafters learn what all of them decoded ------------------------------------------------
 
 _SHARING = (
-    "task.problems=32",
-    "warm_start.steps=150",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_length=128",
-    "engine.max_slots=8",
-    "engine.batch_buckets=[8]",
-    "engine.cache_buckets=[256]",
-    "speculation.drafter=srt",
-    "speculation.verify_buckets=[64]",
-)
+    "task.problems=32", "warm_start.steps=150", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4",
+    "rollout.max_response_length=128", "engine.max_slots=8", "engine.batch_buckets=[8]",
+    "engine.cache_buckets=[256]", "speculation.drafter=srt", "speculation.verify_buckets=[64]",
+)  # fmt: skip
 
 
 class _Alone(ClusterDecoder):
@@ -84,21 +77,12 @@ def sharing_rows(workers: list[int], steps: int) -> list[Row]:
 _RUN = (
     "policy.shape={hidden_size: 64, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 64, mlp_size: 64,"
     " tie_embeddings: true, qk_norm: true, max_positions: 256}",
-    "warm_start={steps: 60, learning_rate: 1e-2, tokens_per_step: 512}",
-    "rollout.prompts_per_step=6",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_prompt_length=64",
-    "rollout.max_response_length=64",
-    "engine.max_slots=4",
-    "engine.batch_buckets=[4]",
-    "engine.cache_buckets=[128]",
-    "engine.decode_steps_per_sync=1",
-    "training.pack_length=256",
-    "speculation.drafter=eagle",
-    "speculation.verify_buckets=[20]",
-    "speculation.max_drafts=4",
-    "cluster.workers=3",
-)
+    "warm_start={steps: 60, learning_rate: 1e-2, tokens_per_step: 512}", "rollout.prompts_per_step=6",
+    "rollout.samples_per_prompt=4", "rollout.max_prompt_length=64", "rollout.max_response_length=64",
+    "engine.max_slots=4", "engine.batch_buckets=[4]", "engine.cache_buckets=[128]",
+    "engine.decode_steps_per_sync=1", "training.pack_length=256", "speculation.drafter=eagle",
+    "speculation.verify_buckets=[20]", "speculation.max_drafts=4", "cluster.workers=3",
+)  # fmt: skip
 _HEAD = (
     "variant: eagle, train_below: 0, rows: 1, pack_length: 256, depths: [4], top_k: 1, learning_rate: 3e-3"
 )
@@ -130,7 +114,6 @@ def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
     """Runs three workers in turns.
 
     Args:
-      steps: of the run.
       arguments: further ones of the head.
       overrides: of the config.
     """

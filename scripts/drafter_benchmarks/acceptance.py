@@ -21,13 +21,7 @@ from drafters.eagle.variant import Variant
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError, known_names
-from rljax.training.drafter_warm_up import (
-    PolicyRollouts,
-    WarmUp,
-    make_trainer,
-    measure,
-    with_vocabulary,
-)
+from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure, with_vocabulary
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import open_run, with_keys
 
@@ -54,7 +48,6 @@ def acceptance_rows(
     """Measures drafts that are accepted, by loss.
 
     Args:
-      config: the experiment.
       settings: of the heads; `variant` and `training` are ignored. A block has `depth` positions.
       unrolled: times that an EAGLE-3 head is applied in training.
       names: some of `LOSSES`.

@@ -27,8 +27,6 @@ def adaptation_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, s
     """Measures accept lengths of the three heads, with the base policy and with the policy after RL.
 
     Args:
-      config: the experiment.
-      settings: the warm-up.
       rl_steps: real policy updates.
       slices: number of slices of the head in each of these steps.
     """

@@ -24,7 +24,6 @@ def in_loop_rows(config: ExperimentConfig, settings: WarmUp, steps: int, slices:
     """Measures accept lengths and seconds of rollouts, step by step.
 
     Args:
-      config: the experiment.
       settings: warm-up of the head.
       steps: RL steps of each run.
       slices: number of training slices of the head behind every rollout.

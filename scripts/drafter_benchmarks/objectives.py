@@ -30,10 +30,7 @@ OBJECTIVES: dict[str, tuple[Variant, HeadTraining]] = {
 
 
 def objective_rows(
-    config: ExperimentConfig,
-    settings: WarmUp,
-    repeats: int,
-    names: Sequence[str] = tuple(OBJECTIVES),
+    config: ExperimentConfig, settings: WarmUp, repeats: int, names: Sequence[str] = tuple(OBJECTIVES)
 ) -> list[Row]:
     """Measures accept lengths on held-out rollouts and seconds per slice, against the first of `names`."""
     with open_run(config) as (run, progress):

@@ -56,7 +56,6 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
     """Measures the self-drafter's block efficiency and a head's accuracy before every update of the policy.
 
     Args:
-      config: the experiment.
       settings: warm-up of the head.
       rl_steps: real policy updates.
       slices: number of slices of the head in each of these steps.
@@ -158,7 +157,6 @@ def self_drafts(
 
     Args:
       shared: embeddings and LM head of the policy.
-      policy: architecture of the policy.
       target: sequences with the policy's hidden states.
       drafted: the same sequences with the drafter's hidden states.
       lengths: lengths of chains.

@@ -113,7 +113,6 @@ def decode_rows(name: str, plan: dict[int, tuple[int, int]]) -> list[Row]:
     """Measures tokens per second, prefill included, against `generate`; and the cost of row-invariance.
 
     Args:
-      name: name of the policy.
       plan: by batch, the new tokens of each response and the timed rounds.
     """
     import_reference()

@@ -82,10 +82,8 @@ class PackedUpdates:
     """Our side: packs the sequences and updates the policy at every call.
 
     Args:
-      config: architecture of the policy.
       params: weights to start from.
       sequences: sequences of the mini-batch.
-      row_invariant: see `Numerics`.
       numerics: numerics; None for float32.
       training: pack_length and rows_per_microbatch; None for `UPDATE`.
       share_prompts: whether to compute equal prompts once.

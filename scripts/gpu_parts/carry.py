@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rljax.errors import UserError
+from rljax.errors import UserError, exit_status
 from rljax.models.gguf_files import import_gguf
 
 HALVES = ("weights-first-half", "weights-second-half")
@@ -83,8 +83,9 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="carry.py", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     splitting = commands.add_parser("split", help="cut a GGUF file in two")
@@ -93,15 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     joining = commands.add_parser("join", help="check and join the halves")
     joining.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.command == "split":
-            split(arguments.file, arguments.folder)
-        else:
-            joined(arguments.folder)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if arguments.command == "split":
+        split(arguments.file, arguments.folder)
+    else:
+        joined(arguments.folder)
 
 
 if __name__ == "__main__":

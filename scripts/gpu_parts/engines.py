@@ -115,16 +115,9 @@ _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 # They start nothing: names for parts of memory, constants, and ends of what another operation has started.
 _NO_KERNEL = {
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-}
+    "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "partition-id",
+    "replica-id", "tuple",
+}  # fmt: skip
 
 
 class TimedPool(ExecutablePool):
@@ -139,11 +132,7 @@ class TimedPool(ExecutablePool):
         self.by_key: dict[tuple[Hashable, ...], tuple[Any, float]] = {}
 
     def get(
-        self,
-        key: Hashable,
-        function: Callable[..., Any],
-        args: tuple,
-        donate_argnums: tuple[int, ...] = (),
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
         """See `ExecutablePool.get`."""
         start, known = time.perf_counter(), key in self

@@ -94,12 +94,7 @@ def measure(part: Part) -> None:
 
 
 class _Known:
-    """Drafts that are known to be right, but for some: the responses of plain decoding.
-
-    Args:
-      requests, completions: plain decoding.
-      vocab: size of the vocabulary.
-    """
+    """Drafts that are known to be right, but for some: the responses of plain decoding."""
 
     def __init__(self, requests: Sequence[Request], completions: Sequence[Completion], vocab: int) -> None:
         rng = np.random.default_rng(0)
@@ -207,13 +202,7 @@ def _flip_row(
 
 
 class _TrainingPass:
-    """The logprobs of responses as training computes them.
-
-    Args:
-      config: the policy's.
-      numerics: see `Numerics`.
-      sizes: see `Sizes`.
-    """
+    """The logprobs of responses as training computes them."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, sizes: Sizes) -> None:
         self._rope = jnp.asarray(rope_table(config, sizes.packed))

@@ -34,7 +34,6 @@ class Check:
     """A kernel at one of its benchmark's cases.
 
     Attributes:
-      op: the operation.
       number: of the case.
       reference: expected results from the case's arguments, computed with float64 switched on: float64 where
         results are compared by their size, else of the result's type.

@@ -35,7 +35,6 @@ class Part:
     """One start of one part.
 
     Attributes:
-      name: the part's.
       quick: whether only tiny shapes are wanted: a look at a CPU, where kernels are interpreted.
       variant: which of the part's variants this start is; empty where it has none.
     """

@@ -120,10 +120,6 @@ class _Bench:
     Attributes:
       part: collects the rows.
       name: the policy's, for the rows.
-      config: of the run.
-      policy: the policy.
-      numerics: see `Numerics`.
-      pool: compiled programs.
       epochs: requests of every epoch: the same prompts, other noise.
     """
 

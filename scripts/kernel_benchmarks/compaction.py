@@ -11,7 +11,6 @@ from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_impleme
 from rljax.kernels.compaction import compaction
 from rljax.numerics.attention import KEY_BLOCK
 
-NAME = "compaction"
 _ACCEPTED = 4  # nodes of a path, the last token included
 
 

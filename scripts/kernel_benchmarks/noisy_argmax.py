@@ -9,7 +9,6 @@ from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 
-NAME = "noisy_argmax"
 _SAMPLING = SamplingParams()
 _NUMERICS = Numerics()
 

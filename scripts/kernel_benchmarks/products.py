@@ -30,7 +30,6 @@ class Formulation:
     """One way to multiply rows.
 
     Attributes:
-      name: its name.
       multiple: the number of rows is padded to a multiple of this.
       slab: rows that are multiplied at a time; 0 for all.
     """

@@ -14,8 +14,6 @@ from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_impleme
 from rljax.kernels.quantized_product import quantized_product
 from rljax.numerics.quantized import QuantizedWeight
 
-NAME = "quantized_product"
-
 _BYTES = 2**28  # of packed weights in a call, well beyond a cache of 50 MB
 _MOST_LAYERS = 16
 _FORMATS = {"W4": WeightFormat(4, 128), "W8": WeightFormat(8, 0)}

@@ -8,8 +8,6 @@ from jax import numpy as jnp
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
 from rljax.kernels.round_to_nearest import round_to_nearest
 
-NAME = "round_to_nearest"
-
 _FORMATS = {"W4": (4, 128), "W8": (8, 0)}  # bits, group
 
 

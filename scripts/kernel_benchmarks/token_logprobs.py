@@ -14,7 +14,6 @@ from rljax.kernels.token_logprobs import token_logprobs
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 
-NAME = "token_logprobs"
 _SAMPLING = SamplingParams()
 _NUMERICS = Numerics(compute_dtype="bfloat16")
 _CHUNK = 1024  # the config's default

@@ -15,7 +15,6 @@ from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import Implementation
 from rljax.numerics.rows import Numerics
 
-NAME = "tree_attention"
 _NUMERICS = Numerics(row_invariant=False, compute_dtype="bfloat16")
 
 

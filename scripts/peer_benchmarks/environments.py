@@ -8,10 +8,7 @@ from pathlib import Path
 
 from rljax.errors import UserError
 
-PEERS = {
-    "trl": (("trl==1.16.0", "torch==2.13.0"), (3, 10)),
-    "tunix": (("google-tunix==0.1.7",), (3, 11)),
-}
+PEERS = {"trl": (("trl==1.16.0", "torch==2.13.0"), (3, 10)), "tunix": (("google-tunix==0.1.7",), (3, 11))}
 """By library: what is installed, and the oldest Python that it runs on."""
 
 
@@ -19,7 +16,6 @@ def interpreter(peer: str, directory: Path, python: str | None) -> Path:
     """The Python of a library's environment, which is made if it is not there.
 
     Args:
-      peer: the library.
       directory: holds an environment for every library.
       python: the interpreter to make it with; None for this one.
 

@@ -18,9 +18,7 @@ class Step:
     """One step of a library: rollouts, rewards and update.
 
     Attributes:
-      seconds: its time.
       tokens: response tokens.
-      reward: mean reward.
     """
 
     seconds: float

@@ -28,12 +28,7 @@ _SEEDS = 4
 
 
 class _Knowing(Drafter):
-    """Proposes the recorded responses, with mistakes.
-
-    Args:
-      right: for every request, bool [tokens of its response]; False where another token is proposed.
-      completions: the recorded responses.
-    """
+    """Proposes the recorded responses, with mistakes where a request's `right`, bool [tokens], is False."""
 
     def __init__(self, right: Sequence[np.ndarray], completions: Sequence[Completion]) -> None:
         self._right, self._completions = right, completions

@@ -31,7 +31,6 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
     the same tokens.
 
     Args:
-      config: the workload.
       names: variants, plain decoding first; None for `default_variants`.
     """
     names = names or default_variants(config)

@@ -33,7 +33,6 @@ class _Case:
     Attributes:
       table: name of the table with the strategy.
       label: label of the strategy in the table.
-      slots: number of slots.
       keys: keys of the section `speculation`.
       strategy: the strategy, used in every pass.
     """
@@ -49,7 +48,6 @@ def strategy_rows(config: ExperimentConfig, training_steps: int) -> list[Row]:
     """Measures tokens per second and accept length of every strategy, against plain decoding.
 
     Args:
-      config: the workload.
       training_steps: rollouts that the head is trained on.
     """
     with tempfile.TemporaryDirectory() as directory, open_run(config) as (run, progress):

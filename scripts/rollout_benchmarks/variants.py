@@ -102,11 +102,8 @@ class Variant:
 
     Attributes:
       name: name in the rows.
-      collector: collector of the rollouts.
-      speculator: the speculator of its scheduler.
       seconds: seconds of decoding, per step.
       learning: seconds in which drafters learned after the rollout, per step.
-      statistics: statistics of the rollouts, per step.
       windows: metrics of drafts ahead, per step; none where nothing is decoupled.
     """
 

@@ -99,7 +99,6 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
     """Measures saving and restoring a train state, in the system's temporary directory.
 
     Args:
-      name: name of the policy.
       repeats: rounds, after one that does not count.
     """
     optimizer = make_optimizer(OptimizerConfig(), 1)

@@ -346,7 +346,6 @@ def config_of(
 
     Args:
       section, way: of `EXPERIMENTS`.
-      seed: the run's.
       file, overrides: the config that all ways have in common; its keys come last.
       steps: of the run; None for the experiment's.
     """

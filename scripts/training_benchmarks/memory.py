@@ -253,7 +253,6 @@ def loading_rows(name: str, repeats: int, cases: Sequence[tuple[str, str]] = _CA
     """Measures peak resident memory of loading a policy in Hugging Face format, against the loaded weights.
 
     Args:
-      name: name of the policy.
       repeats: number of loads, in separate processes.
       cases: dtypes in the checkpoint, and of the loaded weights.
     """

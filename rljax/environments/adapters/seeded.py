@@ -34,9 +34,7 @@ class Seeded(abc.ABC):
     """Base of these adapters. The arguments are those of `task.args` in a config.
 
     Args:
-      seed: the run seed.
       environment: `module:name` of a class or function that makes an environment; or the class or function.
-      args: its arguments.
       system: system message of every episode; "" for none.
       action: `module:name` of a class or function that makes an action of a text, and raises a ValueError for
         a text that is none; None for what the environment says of itself.

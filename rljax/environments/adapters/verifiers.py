@@ -29,7 +29,6 @@ class Verifiers:
     Args:
       seed: the run seed; it orders the problems of every epoch.
       environment: `module:name` of a class, or of a function such as `load_environment`; or the object.
-      args: its arguments.
     """
 
     def __init__(self, seed: int, environment: str | Any, args: Mapping[str, Any] | None = None) -> None:

@@ -38,7 +38,6 @@ def token_logprobs(
       hidden: final states, [R, T, d] in the compute dtype.
       lm_head: [V, d], any float dtype; multiplied in that of `hidden`.
       targets: int32 [R, T].
-      sampling: the distribution.
       numerics: numerics of sums over the vocabulary.
       chunk: number of tokens whose logits exist together; kernels never hold logits.
       mesh: devices that the R rows lie on; None for one.

@@ -97,7 +97,6 @@ class _Split:
     """How devices share tokens and vocabulary.
 
     Attributes:
-      mesh: the devices.
       rows: mesh axes that split the rows of tokens, possibly none.
       vocab: the mesh axis that splits the vocabulary; None where every device has all of it.
     """

@@ -40,7 +40,6 @@ class EnvironmentTurns(Pauses):
     """The turns of one decode loop.
 
     Args:
-      use: the environment.
       eos_token_ids: tokens that end a turn of the policy.
     """
 

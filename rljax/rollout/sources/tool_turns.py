@@ -62,7 +62,6 @@ class Pauses(Turns, abc.ABC):
         """Returns the call that a response completes after its first `known` tokens, or None.
 
         Args:
-          response: the response.
           known: number of leading tokens that complete no call.
           stop: number of tokens up to the one that completes a stop string; None without one.
         """
@@ -115,11 +114,7 @@ class Pauses(Turns, abc.ABC):
 
 
 class ToolTurns(Pauses):
-    """The calls of one decode loop.
-
-    Args:
-      use: the tools.
-    """
+    """The calls of one decode loop."""
 
     def __init__(self, use: ToolUse) -> None:
         super().__init__(use.workers)

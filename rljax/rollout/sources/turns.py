@@ -14,7 +14,6 @@ class Answered(NamedTuple):
     """What a response has waited for.
 
     Attributes:
-      response: the response.
       tokens: tokens to append to it.
       ending: reason of its end, without these tokens; None where it goes on.
     """
@@ -38,7 +37,6 @@ class Turns:
         says why it ends; EOS and the longest response are not looked for.
 
         Args:
-          response: the response.
           known: number of leading tokens that do not end a turn.
 
         Returns:

@@ -49,18 +49,13 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     before requests of token ids, unless they name a `session_cache`.
 
     Args:
-      tokenizer: tokenizer of the policy.
       stop_tokens: ids of the tokens that end a response.
       engine: engine that determines the padding of prompts.
       max_prompt_length: most tokens of a prompt.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop_tokens: tuple[int, ...],
-        engine: DecodeEngine,
-        max_prompt_length: int,
+        self, tokenizer: Tokenizer, stop_tokens: tuple[int, ...], engine: DecodeEngine, max_prompt_length: int
     ) -> None:
         self._tokenizer, self._stop_tokens, self._engine = tokenizer, stop_tokens, engine
         self._max_prompt_length = max_prompt_length
@@ -102,8 +97,6 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
     """A `SlotEngine` that is an `engine_api.Engine`.
 
     Args:
-      engine: the decode engine.
-      tokenizer: tokenizer of the policy.
       slots, max_prompt_length, seed: see `SlotEngine`.
     """
 

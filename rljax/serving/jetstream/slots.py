@@ -127,7 +127,6 @@ class SlotEngine:
     strings, and ends a slot early by `free_resource`.
 
     Args:
-      engine: the decode engine.
       slots: requests decoded at a time, rounded up to a batch bucket.
       max_prompt_length: most tokens of a prompt, below the largest cache bucket.
       seed: seed of all noise. The noise of a request is a pure function of the seed and of `request_id` or

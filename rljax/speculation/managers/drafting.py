@@ -62,7 +62,6 @@ class Drafted:
     """Drafts by a strategy.
 
     Attributes:
-      proposal: the drafts.
       candidates: the nodes that the strategy verifies.
       rows: rows of the smallest pass that has room for them, or of the largest; 0 if there are none.
       seconds: time that drafting took, on the host or on the device.

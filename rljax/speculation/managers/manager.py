@@ -32,11 +32,8 @@ class Setup:
     """What every manager is made from, besides the config's keys.
 
     Attributes:
-      proposers: the drafters.
-      buckets: sizes of passes.
       times: measured times of passes and of drafting.
       max_batch: larger batches decode plainly.
-      seed: the run's.
       engine: the decode engine; None where nothing is read of it.
     """
 

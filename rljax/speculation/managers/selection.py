@@ -18,8 +18,6 @@ class StrategyChoice:
     """A manager that is yet to be made.
 
     Attributes:
-      config: the keys of speculation.
-      seed: the run's.
       engine: the decode engine; None for managers that read nothing of it.
       make: makes the manager; None for the class that `POLICIES` has for the keys.
     """

@@ -48,11 +48,7 @@ class RewardedTask(Wrapper):
     """
 
     def __init__(
-        self,
-        task: Task,
-        config: TaskConfig,
-        report: Callable[[str], None] = print,
-        key: str = "task.rewards",
+        self, task: Task, config: TaskConfig, report: Callable[[str], None] = print, key: str = "task.rewards"
     ) -> None:
         super().__init__(task)
         self._task, self._config, self._report = task, config, report

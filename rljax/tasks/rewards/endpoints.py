@@ -284,7 +284,6 @@ def checked(endpoint: Endpoint, key: str, seconds: float) -> None:
     """Raises a ConfigError if the server of a reward does not answer as it should.
 
     Args:
-      endpoint: the server.
       key: config key of the reward.
       seconds: `task.reward_timeout`.
     """

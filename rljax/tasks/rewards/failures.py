@@ -28,7 +28,6 @@ class Failures:
     """Stops the run at a failure, or reports it, as `task.reward_errors` and `task.reward_timeouts` say.
 
     Args:
-      config: the task section.
       report: called with a line for each of the first failures.
     """
 

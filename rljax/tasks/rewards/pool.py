@@ -33,11 +33,9 @@ class CheckerPool:
       rewards: rewards of the places "worker" and "sandbox"; workers know them by their position.
       sandbox: sandbox of the rewards of the place "sandbox".
       seconds: time limit of one reward of one response.
-      threads: number of threads.
       key: config key of the time limit, for errors.
 
     Attributes:
-      executor: the threads.
       together: the rewards that score several responses together (`compute_together`), once `check` has run.
       close: ends all workers; also called when the pool is garbage-collected.
     """
@@ -124,7 +122,6 @@ class CheckerPool:
         `executor`.
 
         Args:
-          reward: the reward.
           request: JSON values.
           kind: type of the answer.
 

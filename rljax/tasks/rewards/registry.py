@@ -97,7 +97,6 @@ def make_reward(config: RewardConfig, key: str) -> Reward:
     """Makes the reward of a config.
 
     Args:
-      config: one item of `task.rewards`.
       key: name of the item in errors, such as "task.rewards.0".
 
     Raises:

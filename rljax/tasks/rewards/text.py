@@ -43,8 +43,7 @@ def numeric(
     leaves units out.
 
     Args:
-      answer_in: place of the answer; see `answer_finder`.
-      marker: likewise.
+      answer_in, marker: place of the answer; see `answer_finder`.
       tolerance: largest absolute error.
       relative: largest error, as a share of the right number.
     """
