@@ -25,14 +25,12 @@ def test_std_by_hand(advantages_of):
     assert advantages.dtype == np.float32
 
 
-def test_epsilon_is_added_to_the_std(advantages_of):
+def test_epsilon_is_added_to_the_std_and_none_only_centres(advantages_of):
     advantages = advantages_of(np.array([[1.0, 0.0, 0.0, 0.0]]), normalization="std", epsilon=0.5)
     np.testing.assert_allclose(advantages, [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6)
-
-
-def test_none_only_centres(advantages_of):
     advantages = advantages_of(np.array([[1, 0, 0, 0], [1, 4, 3, 0]]), normalization="none")  # integers, too
     np.testing.assert_array_equal(advantages, [[0.75, -0.25, -0.25, -0.25], [-1, 2, 1, -2]])
+    np.testing.assert_array_equal(advantages_of(np.array([[3.0]])), [[0.0]])  # a group of one
 
 
 @pytest.mark.parametrize("normalization", ["std", "none"])
@@ -55,10 +53,6 @@ def test_a_response_that_is_left_out_is_in_no_mean_and_no_deviation(advantages_o
     np.testing.assert_array_equal(advantages, [[0.75, 0, -0.25, -0.25, -0.25], *nothing])
     alone = leave_one_out_advantages(rewards, scored=scored)
     np.testing.assert_allclose(alone, [[1, 0, -1 / 3, -1 / 3, -1 / 3], *nothing], rtol=1e-6)
-
-
-def test_a_group_of_one_is_zero(advantages_of):
-    np.testing.assert_array_equal(advantages_of(np.array([[3.0]])), [[0.0]])
 
 
 def test_bad_arguments_are_named():

@@ -32,10 +32,7 @@ def test_fills_over_rounds_keeps_the_order_and_discards_the_surplus():
     assert not sampler.full and sampler.num_missing == 3 and sampler.rounds == 0 and sampler.num_offered == 0
     sampler.offer(["j", "k", "l"], [MIXED] * 3)
     assert sampler.take() == ["j", "k", "l"]
-
-
-def test_the_last_round_may_fill_the_batch():
-    sampler = DynamicSampler(num_groups=2, max_rounds=2)
+    sampler = DynamicSampler(num_groups=2, max_rounds=2)  # the last round may fill it
     sampler.offer(["a"], [MIXED])
     sampler.offer(["b"], [MIXED])
     assert sampler.take() == ["a", "b"]
@@ -63,18 +60,10 @@ SHAPED = [0.1, 0.1, 0.1]  # all wrong, in the right format
     ("rewards", "passed", "says"),
     [
         ([SHAPED] * 4, [WRONG] * 4, r"4 groups sampled, 4 all wrong, 0 all right; the task is too hard"),
-        (
-            [RIGHT, SHAPED],
-            [RIGHT, RIGHT],
-            r"sampled, 0 all wrong, 2 all right; the task is too easy",
-        ),
+        ([RIGHT, SHAPED], [RIGHT, RIGHT], r"sampled, 0 all wrong, 2 all right; the task is too easy"),
         ([SHAPED, RIGHT], [MIXED, WRONG], r"1 all wrong, 0 all right, 1 all the same; the task is too hard"),
         ([SHAPED] * 4, None, r"4 groups sampled, 4 all the same \(0\.1\); the rewards do not tell"),
-        (
-            [SHAPED, [np.nan] * 3],
-            None,
-            r"1 all the same \(0\.1\), 1 without a reward that counts; the",
-        ),
+        ([SHAPED, [np.nan] * 3], None, r"1 all the same \(0\.1\), 1 without a reward that counts; the"),
         ([SHAPED, [np.nan, 1, 1]], None, r"1 all at the least reward \(0\.1\), 1 all at the greatest \(1\);"),
     ],
 )

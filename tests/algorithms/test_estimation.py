@@ -62,10 +62,7 @@ def test_token_rewards_by_hand(compiled):
     rewards = jnp.array([1.0, 2.0, 3.0, 4.0])
     expected = [[-0.1, -0.2, 0.7], [1.6, 0, 0], [0, 2.5, 0], [0, 0, 4]]
     close(compiled(token_rewards)(rewards, penalties, MASK), expected)
-    close(
-        compiled(token_rewards)(rewards, None, MASK),
-        [[0, 0, 1], [2, 0, 0], [0, 3, 0], [0, 0, 4]],
-    )
+    close(compiled(token_rewards)(rewards, None, MASK), [[0, 0, 1], [2, 0, 0], [0, 3, 0], [0, 0, 4]])
 
 
 def test_gae_by_hand(compiled):

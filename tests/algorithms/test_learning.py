@@ -206,10 +206,7 @@ def test_a_kl_in_the_reward_leads_to_the_regularised_optimum(name):
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"kl_coefficient": 0.1, "kl_estimator": "k2"},
-        {"kl_coefficient": 0.0, "entropy_coefficient": 0.1},
-    ],
+    [{"kl_coefficient": 0.1, "kl_estimator": "k2"}, {"kl_coefficient": 0.0, "entropy_coefficient": 0.1}],
     ids=["KL in the loss", "entropy bonus"],
 )
 def test_a_term_of_the_loss_leads_to_the_regularised_optimum(keys):

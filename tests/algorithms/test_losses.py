@@ -63,20 +63,12 @@ def test_a_token_that_a_filter_excludes_by_now_leaves_the_metrics_finite(loss_of
     np.testing.assert_allclose(metrics["rollout_kl"], 0.5 * (np.exp(0.5) - 1 - 0.5), rtol=1e-5)
 
 
-def test_clip_higher_gives_back_the_gradient_of_a_growing_token():
-    arguments = (
-        jnp.log(jnp.array([0.125])),
-        jnp.log(jnp.array([0.1])),
-        jnp.ones(1),
-        jnp.ones(1, bool),
-        jnp.ones(1),
-    )
-    symmetric = jax.grad(lambda x: policy_loss(x, *arguments[1:], clip_low=0.2, clip_high=0.2)[0])(
-        arguments[0]
-    )
-    higher = jax.grad(lambda x: policy_loss(x, *arguments[1:], clip_low=0.2, clip_high=0.28)[0])(arguments[0])
-    assert symmetric[0] == 0
-    np.testing.assert_allclose(higher, [-1.25], rtol=1e-5)
+@pytest.mark.parametrize(("clip_high", "gradient"), [(0.2, 0.0), (0.28, -1.25)])
+def test_clip_higher_gives_back_the_gradient_of_a_growing_token(clip_high, gradient):
+    now, before, one = jnp.log(jnp.array([0.125])), jnp.log(jnp.array([0.1])), jnp.ones(1)
+    rest = before, one, jnp.ones(1, bool), one, 0.2, clip_high
+    found = jax.grad(lambda x: policy_loss(x, *rest)[0])(now)
+    np.testing.assert_allclose(found, [gradient], rtol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
@@ -110,9 +102,8 @@ def test_micro_batches_add_up_to_the_mini_batch(loss_of, mode):
 
     def loss(w, rows):
         logprobs = rollout_logprobs[rows] + jnp.tanh(features[rows] @ w)
-        return loss_of(
-            logprobs, rollout_logprobs[rows], advantages[rows], jnp.asarray(mask[rows]), weights[rows]
-        )
+        rest = rollout_logprobs[rows], advantages[rows], jnp.asarray(mask[rows]), weights[rows]
+        return loss_of(logprobs, *rest)
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     w = jnp.array([0.3, -0.2, 0.1, 0.05])
@@ -122,21 +113,21 @@ def test_micro_batches_add_up_to_the_mini_batch(loss_of, mode):
     jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + c, rtol=1e-5, atol=1e-7), whole, *parts)
 
 
-def test_aggregation_weights_by_hand():
-    np.testing.assert_allclose(aggregation_weights([1, 3, 4], "token_mean"), [1 / 8, 1 / 8, 1 / 8], rtol=1e-6)
-    np.testing.assert_allclose(
-        aggregation_weights([1, 3, 4], "sequence_mean"), [1 / 3, 1 / 9, 1 / 12], rtol=1e-6
-    )
-    np.testing.assert_allclose(aggregation_weights([2, 0, 4], "token_mean"), [1 / 6, 0, 1 / 6], rtol=1e-6)
-    np.testing.assert_allclose(aggregation_weights([2, 0, 4], "sequence_mean"), [1 / 4, 0, 1 / 8], rtol=1e-6)
-
-
-@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
-def test_weights_sum_to_one_over_all_tokens(mode):
-    lengths = np.random.default_rng(1).integers(0, 500, 256)
-    weights = aggregation_weights(lengths, mode)
-    assert weights.dtype == np.float32
-    np.testing.assert_allclose(np.sum(weights.astype(np.float64) * lengths), 1.0, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("mode", "lengths", "expected"),
+    [
+        ("token_mean", [1, 3, 4], [1 / 8, 1 / 8, 1 / 8]),
+        ("sequence_mean", [1, 3, 4], [1 / 3, 1 / 9, 1 / 12]),
+        ("token_mean", [2, 0, 4], [1 / 6, 0, 1 / 6]),
+        ("sequence_mean", [2, 0, 4], [1 / 4, 0, 1 / 8]),
+    ],
+)
+def test_aggregation_weights_by_hand(mode, lengths, expected):
+    np.testing.assert_allclose(aggregation_weights(lengths, mode), expected, rtol=1e-6)
+    many = np.random.default_rng(1).integers(0, 500, 256)
+    weights = aggregation_weights(many, mode)
+    assert weights.dtype == np.float32  # and they sum to one over all tokens
+    np.testing.assert_allclose(np.sum(weights.astype(np.float64) * many), 1.0, rtol=1e-6)
 
 
 def test_bad_arguments_are_named():

@@ -42,11 +42,8 @@ def test_masks_by_hand(correct):
     np.testing.assert_array_equal(inside(factors), np.ones(5))
     np.testing.assert_allclose(metrics["masked"], 2 / 5, rtol=1e-6)
     # Geometric means: (3 / 4)^(1/3) = 0.909 and 1.2^(1/2) = 1.095.
-    for low, high, first, second in (
-        (0.9, 1.1, True, True),
-        (0.95, 1.1, False, True),
-        (0.9, 1.09, True, False),
-    ):
+    bands = (0.9, 1.1, True, True), (0.95, 1.1, False, True), (0.9, 1.09, True, False)
+    for low, high, first, second in bands:
         kept = correct(OLD, ROLLOUT, MASK, None, "sequence", low, high).kept
         np.testing.assert_array_equal(kept, np.asarray(MASK) & [[first], [second]])
 
@@ -87,18 +84,9 @@ def test_truncation_recovers_the_expectation_under_the_training_policy(correct):
     mu, old = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.3, 0.4])
     values = np.array([1.0, 2.0, 4.0])
     actions = np.arange(3)[None]
-    correction = correct(
-        jnp.log(jnp.asarray(old, jnp.float32))[actions],
-        jnp.log(jnp.asarray(mu, jnp.float32))[actions],
-        jnp.ones((1, 3), bool),
-        2.5,
-        "none",
-        0.5,
-        2.0,
-    )
-    np.testing.assert_allclose(
-        np.sum(mu * np.asarray(correction.factors)[0] * values), old @ values, rtol=1e-5
-    )
+    logs = [jnp.log(jnp.asarray(each, jnp.float32))[actions] for each in (old, mu)]
+    factors = np.asarray(correct(*logs, jnp.ones((1, 3), bool), 2.5, "none", 0.5, 2.0).factors)[0]
+    np.testing.assert_allclose(np.sum(mu * factors * values), old @ values, rtol=1e-5)
     assert abs(mu @ values - old @ values) > 0.1
 
 

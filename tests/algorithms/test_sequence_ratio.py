@@ -106,8 +106,5 @@ def test_constant_aggregation_by_hand():
         aggregation_weights([1, 4], "constant", 3)
     with pytest.raises(ValueError, match="max_length: None"):
         aggregation_weights([1, 4], "constant")
-
-
-def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"segment_ids \(7,\): expected one shape \[R, T\]"):
         segment_means(jnp.zeros((2, 7)), MASK, IDS[0])

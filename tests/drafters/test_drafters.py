@@ -1,7 +1,5 @@
 """The drafters behind their protocol: what each proposes, from whose tokens, and in which order; refusals."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -85,15 +83,19 @@ def learned(drafter, prompt, *responses, rewards=None):
     return drafter
 
 
-# From what requests sampled; the quantized policy is asked by the engine.
+def after(drafter, text, prompt=A):
+    """A rollout of one request, which has sampled this text."""
+    rollout = Rollout(drafter, [prompt])
+    rollout.say(0, text)
+    return rollout
+
+
 def test_every_name_has_a_drafter_and_arguments():
     assert list(ARGUMENTS) == list(DRAFTERS)
 
 
+# From what requests sampled; the quantized policy is asked by the engine.
 every_drafter = pytest.mark.parametrize("name", sorted(HOST_DRAFTERS))
-
-
-# -- every drafter -----------------------------------------------------------------------------------------
 
 
 @every_drafter
@@ -112,8 +114,7 @@ def test_a_repeated_response_is_proposed(name):
         prompt = (*A, *RESPONSE, 9)  # it stands in the prompt
     else:
         learned(drafter, prompt, RESPONSE)
-    rollout = Rollout(drafter, [prompt])
-    rollout.say(0, RESPONSE[:4])
+    rollout = after(drafter, RESPONSE[:4], prompt)
     at_most = 2 if name == "histospec" else 8
     assert rollout.chain(0, nodes=8) == RESPONSE[4 : 4 + at_most]
     rollout.say(0, RESPONSE[4:7], drafted=2, accepted=2)
@@ -182,21 +183,14 @@ def test_a_drafter_with_the_state_of_another_drafts_as_it_does(name, live):
 
 
 @every_drafter
-def test_metrics_are_numbers_and_the_history_is_among_them(name):
+def test_metrics_are_numbers_and_count_what_was_learned_alone(name):
+    """A rollout that is no training, such as an evaluation, leaves nothing in the history."""
     drafter = learned(make_drafter(name), A, RESPONSE, RESPONSE[:5])
+    after(drafter, RESPONSE, B)
     metrics = drafter.metrics()
     assert all(isinstance(value, int | float) for value in metrics.values())
     if name != "prompt_lookup":
         assert metrics["history_tokens"] == 35 and metrics["history_bytes"] == 2 * 35 + 2 * 8 + 4 * 3
-
-
-@every_drafter
-def test_what_was_not_learned_is_forgotten(name):
-    """A rollout that is no training, such as an evaluation, leaves nothing in the history."""
-    drafter = learned(make_drafter(name), A, RESPONSE[:5])
-    before = drafter.metrics().get("history_tokens")
-    Rollout(drafter, [B]).say(0, RESPONSE)
-    assert drafter.metrics().get("history_tokens") == before
 
 
 def test_what_all_prompts_share_does_not_hold_an_evaluation():
@@ -205,14 +199,10 @@ def test_what_all_prompts_share_does_not_hold_an_evaluation():
     evaluation.say(0, [90, 91, 92, 93])
     evaluation.say(1, [90, 91])
     assert evaluation.chain(1) == [92, 93]  # while it runs, its samples help each other
-    rollout = Rollout(drafter, [B])
-    rollout.say(0, [90, 91])
+    rollout = after(drafter, [90, 91], B)
     assert rollout.chain(0) == []
     rollout.say(0, RESPONSE[:3])
     assert rollout.chain(0) == RESPONSE[3:8]
-
-
-# -- whose tokens ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -258,58 +248,40 @@ def test_prompt_lookup_continues_its_own_text():
     assert rollout.chain(1) == [] and rollout.chain(2) == []
 
 
-def test_a_new_rollout_knows_nothing_of_the_running_texts_before():
-    for name in ("prompt_lookup", "srt", "histospec"):
-        drafter = make_drafter(name)
-        Rollout(drafter, [A]).say(0, RESPONSE)
-        rollout = Rollout(drafter, [A])
-        rollout.say(0, RESPONSE[:5])
-        assert rollout.chain(0) == [], name
+@pytest.mark.parametrize("name", ["prompt_lookup", "srt", "histospec"])
+def test_a_new_rollout_knows_nothing_of_the_running_texts_before(name):
+    drafter = make_drafter(name)
+    after(drafter, RESPONSE)
+    assert after(drafter, RESPONSE[:5]).chain(0) == []
 
 
-def test_only_the_newest_rollouts_are_drafted_from():
-    for name, rollouts in (("srt", 2), ("histospec", 1)):
-        drafter = make_drafter(name)
-        for step in range(3):
-            learned(drafter, A, [30, 31, 32, 33, 40 + step])
-        rollout = Rollout(drafter, [A])
-        rollout.say(0, [30, 31, 32, 33])
-        assert set(rollout.candidates(0)) <= set(range(43 - rollouts, 43)), name
-        assert rollout.candidates(0), name
+@pytest.mark.parametrize(("name", "rollouts"), [("srt", 2), ("histospec", 1)])
+def test_only_the_newest_rollouts_are_drafted_from(name, rollouts):
+    drafter = make_drafter(name)
+    for step in range(3):
+        learned(drafter, A, [30, 31, 32, 33, 40 + step])
+    found = after(drafter, [30, 31, 32, 33]).candidates(0)
+    assert found and set(found) <= set(range(43 - rollouts, 43))
 
 
-def test_a_spilled_history_is_drafted_from(tmp_path):
-    for name in ("srt", "histospec"):
-        drafter = make_drafter(name, max_tokens=8, spill_dir=str(tmp_path / name))
-        learned(drafter, A, RESPONSE[:8])
-        learned(drafter, B, RESPONSE[8:16])
-        rollout = Rollout(drafter, [A])
-        rollout.say(0, RESPONSE[:4])
-        assert rollout.chain(0)[:2] == RESPONSE[4:6], name
+@pytest.mark.parametrize("name", ["srt", "histospec"])
+def test_a_spilled_history_is_drafted_from(tmp_path, name):
+    drafter = make_drafter(name, max_tokens=8, spill_dir=str(tmp_path))
+    learned(drafter, A, RESPONSE[:8])
+    learned(drafter, B, RESPONSE[8:16])
+    assert after(drafter, RESPONSE[:4]).chain(0)[:2] == RESPONSE[4:6]
 
 
 @pytest.mark.parametrize("name", ["srt", "suffix_decoding"])
-def test_the_least_match_and_the_budget_per_match(name):
+def test_the_longest_match_from_the_least_on_decides_and_sets_the_budget(name):
     drafter = learned(make_drafter(name, min_match=3, budget_per_match=1.5), A, RESPONSE)
-    rollout = Rollout(drafter, [A])
-    rollout.say(0, [99, *RESPONSE[5:7]])
+    rollout = after(drafter, [99, *RESPONSE[5:7]])
     assert rollout.chain(0) == []
     rollout.say(0, [RESPONSE[7]])
     assert rollout.chain(0) == RESPONSE[8 : 8 + 5]  # floor(1.5 * 3) + 1
-
-
-def test_the_longest_match_there_is_decides():
-    for name in ("srt", "suffix_decoding"):
-        texts = [30, 31, 32, 40], [39, 31, 32, 41], [39, 31, 32, 41]
-        rollout = Rollout(learned(make_drafter(name), A, *texts), [A])
-        rollout.say(0, [30, 31, 32])
-        assert rollout.candidates(0) == [40], name
-        rollout = Rollout(learned(make_drafter(name, max_match=2), A, *texts), [A])
-        rollout.say(0, [30, 31, 32])
-        assert rollout.candidates(0) == [41, 40], name
-
-
-# -- HistoSpec ---------------------------------------------------------------------------------------------
+    texts = [30, 31, 32, 40], [39, 31, 32, 41], [39, 31, 32, 41]
+    for args, wanted in ({}, [40]), ({"max_match": 2}, [41, 40]):
+        assert after(learned(make_drafter(name, **args), A, *texts), [30, 31, 32]).candidates(0) == wanted
 
 
 def test_histospecs_window():
@@ -331,15 +303,12 @@ def test_histospecs_window():
     rollout.say(0, [place + 2], drafted=0, accepted=0)  # plain decoding says nothing
     assert rollout.propose(0, nodes=40).counts.tolist() == [4]
     assert rollout.propose(0, nodes=3).counts.tolist() == [3]
-    again = Rollout(drafter, [A])
-    again.say(0, [100, 101, 102])
-    assert again.propose(0, nodes=40).counts.tolist() == [2]
+    assert after(drafter, [100, 101, 102]).propose(0, nodes=40).counts.tolist() == [2]
 
 
 def test_histospecs_window_is_configurable():
     args = {"first_window": 1, "window_step": 3, "max_window": 5}
-    rollout = Rollout(learned(make_drafter("histospec", **args), A, RESPONSE), [A])
-    rollout.say(0, RESPONSE[:3])
+    rollout = after(learned(make_drafter("histospec", **args), A, RESPONSE), RESPONSE[:3])
     seen = []
     for place in range(3, 7):
         seen.append(int(rollout.propose(0).counts[0]))
@@ -353,46 +322,38 @@ def test_histospec_matches_seven_tokens_down_to_three(matched):
     middle = list(range(50, 50 + matched - 1))
     texts = [[30, *middle, 40], [31, *middle, 41]]
     drafter = learned(make_drafter("histospec"), A, *([9, 9, *text] for text in texts), rewards=[0.1, 1.0])
-    rollout = Rollout(drafter, [A])
-    rollout.say(0, [8, 8, *texts[0][:-1]])
-    if matched < 3:
-        assert rollout.candidates(0) == []
-    elif matched <= 7:
-        assert rollout.candidates(0) == [40]  # its own text, though the other was worth more
-    else:
-        assert rollout.candidates(0) == [41]
+    candidates = after(drafter, [8, 8, *texts[0][:-1]]).candidates(0)
+    # From 3 to 7, its own text, though the other was worth more.
+    assert candidates == ([] if matched < 3 else [40] if matched <= 7 else [41])
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 100.0], [-3.0, 0.0, 0.1]])
 def test_histospecs_probability_is_a_share_of_counts(rewards):
     """Whatever the rewards' scale: of three responses one goes on with what is drafted."""
     texts = [[30, 31, 32, 33, 40], [30, 31, 32, 33, 41], [30, 31, 32, 33, 42]]
-    rollout = Rollout(learned(make_drafter("histospec"), A, *texts, rewards=rewards), [A])
-    rollout.say(0, [30, 31, 32, 33])
-    drafts = rollout.propose(0)
+    drafts = after(learned(make_drafter("histospec"), A, *texts, rewards=rewards), texts[0][:4]).propose(0)
     assert drafts.counts.tolist() == [1]
     np.testing.assert_allclose(np.exp(drafts.log_probability[0, 0]), 1 / 3.5, rtol=1e-6)
 
 
-def test_histospec_stops_at_the_leaf():
-    """The last drafted tokens occur elsewhere, too; no text is made of two."""
-    texts = [[30, 31, 32, 50, 51, 52], [9, 50, 51, 52, 60, 61]]
-    drafter = learned(make_drafter("histospec", first_window=9), A, *texts)
-    rollout = Rollout(drafter, [A])
-    rollout.say(0, [30, 31, 32])
-    drafts = rollout.propose(0, nodes=12)
-    assert drafts.tokens[0, : drafts.counts[0]].tolist() == [50, 51, 52]
-
-
-def test_histospec_descends_one_subtree():
-    """Behind more than seven drafted tokens, too, the branch is one that followed the whole match."""
-    middle = list(range(60, 70))
-    texts = [[30, 31, 32, *middle, 80, 81], [9, *middle, 90, 91], [8, *middle, 90, 92]]
-    drafter = learned(make_drafter("histospec", first_window=12), A, *texts, rewards=[0.1, 1.0, 1.0])
-    rollout = Rollout(drafter, [A])
-    rollout.say(0, [30, 31, 32])
-    drafts = rollout.propose(0, nodes=12)
-    assert drafts.tokens[0, : drafts.counts[0]].tolist() == [*middle, 80, 81]
+@pytest.mark.parametrize(
+    ("texts", "wanted"),
+    [
+        # It stops at the leaf: the last drafted tokens occur elsewhere, too; no text is made of two.
+        ([[30, 31, 32, 50, 51, 52], [9, 50, 51, 52, 60, 61]], [50, 51, 52]),
+        # Behind more than seven drafted tokens, too, the branch is one that followed the whole match.
+        (
+            [[30, 31, 32, *range(60, 70), 80, 81], [9, *range(60, 70), 90, 91], [8, *range(60, 70), 90, 92]],
+            [*range(60, 70), 80, 81],
+        ),
+    ],
+    ids=["leaf", "branch"],
+)
+def test_histospec_descends_one_subtree_to_its_leaf(texts, wanted):
+    rewards = [0.1, *[1.0] * (len(texts) - 1)]
+    drafter = learned(make_drafter("histospec", first_window=12), A, *texts, rewards=rewards)
+    drafts = after(drafter, [30, 31, 32]).propose(0, nodes=12)
+    assert drafts.tokens[0, : drafts.counts[0]].tolist() == wanted
 
 
 def test_histospecs_window_fits_into_a_pass():
@@ -415,14 +376,9 @@ def test_histospecs_window_fits_into_a_pass():
 )
 def test_histospec_takes_the_branch_of_the_largest_reward(endings, rewards, wanted):
     texts = [[30, 31, 32, 33, ending, ending + 10] for ending in endings]
-    rollout = Rollout(learned(make_drafter("histospec"), A, *texts, rewards=rewards), [A])
-    rollout.say(0, [30, 31, 32, 33])
-    drafts = rollout.propose(0)
+    drafts = after(learned(make_drafter("histospec"), A, *texts, rewards=rewards), texts[0][:4]).propose(0)
     assert drafts.tokens[0, :2].tolist() == [wanted, wanted + 10]
     assert drafts.parents[0, :2].tolist() == [-1, 0]  # a chain, one branch only
-
-
-# -- order of candidates -----------------------------------------------------------------------------------
 
 
 TEXTS = [[1, 2, 40], [1, 2, 41], [1, 2, 41], [1, 2, 42], [1, 2, 42], [1, 2, 42]]
@@ -443,16 +399,6 @@ def test_the_frequent_comes_first(name):
         assert rollout.candidates(request) == [42, 41, 40]
 
 
-# -- the registry ------------------------------------------------------------------------------------------
-
-
-def refusal(name, **args):
-    with pytest.raises(ConfigError) as error:
-        make_drafter(name, **args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
@@ -470,33 +416,21 @@ def refusal(name, **args):
         ("srt", {"rolouts": 1}, r"speculation\.args\.rolouts: srt has .*; did you mean 'rollouts'\? Known: "),
         ("prompt_lookup", {"rollouts": 1}, r"args\.rollouts: prompt_lookup has no such argument"),
         ("srt", {"rollouts": 1.5}, r"args\.rollouts: should be a whole number, got 1\.5"),
-        ("srt", {"rollouts": "2"}, r"args\.rollouts: should be a whole number, got '2'"),
         ("srt", {"rollouts": True}, r"args\.rollouts: should be a whole number, got True"),
-        ("srt", {"rollouts": None}, r"args\.rollouts: should be a whole number, got None"),
         ("srt", {"novelty": "x"}, r"args\.novelty: should be a number, got 'x'"),
-        ("srt", {"novelty": False}, r"args\.novelty: should be a number, got False"),
         ("srt", {"live": 1}, r"args\.live: should be true or false, got 1"),
         ("srt", {"substitutions": None}, r"args\.substitutions: should be true or false, got None"),
         ("histospec", {"substitutions": True}, r"args\.substitutions: histospec has no such argument"),
         ("prompt_lookup", {"substitutions": True}, r"substitutions: prompt_lookup has no such argument"),
         ("srt", {"spill_dir": 3}, r"args\.spill_dir: should be text or null, got 3"),
-        ("srt", {"spill_dir": True}, r"args\.spill_dir: should be text or null, got True"),
         ("histospec", {"max_tokens": -1}, r"args\.max_tokens: should be greater than or equal to 0, got -1"),
         ("srt", {"novelty": -0.1}, r"args\.novelty: should be greater than or equal to 0, got -0\.1"),
         ("srt", {"novelty": float("nan")}, r"args\.novelty: should be a finite number, got nan"),
         ("srt", {"rollouts": 0}, r"args\.rollouts: should be greater than or equal to 1, got 0"),
-        (
-            "srt",
-            {"min_match": 0, "max_match": 0},
-            r"args\.max_match: should be greater than or equal to 1, got 0",
-        ),
+        ("srt", {"min_match": 0, "max_match": 0}, r"args\.max_match: should be .* equal to 1, got 0"),
         ("srt", {"min_match": 5, "max_match": 4}, r"args\.min_match: 5 is more than max_match 4"),
         ("histospec", {"min_match": 8}, r"args\.min_match: 8 is more than max_match 7"),
-        (
-            "histospec",
-            {"first_window": 0},
-            r"args\.first_window: should be greater than .* 1, got 0",
-        ),
+        ("histospec", {"first_window": 0}, r"args\.first_window: should be greater than .* 1, got 0"),
         ("histospec", {"max_window": 1}, r"args\.first_window: 2 is more than max_window 1"),
         ("quantized", {"bits": 3}, r"args\.bits: 3 is not supported; use 4 or 8"),
         ("quantized", {"quantizer": "rtm"}, r"args\.quantizer: unknown quantizer 'rtm'; .*rtn"),
@@ -504,7 +438,9 @@ def refusal(name, **args):
     ids=str,
 )
 def test_wrong_drafters_and_arguments_are_refused(name, args, message):
-    assert re.search(message, refusal(name, **args))
+    with pytest.raises(ConfigError, match=message) as error:
+        make_drafter(name, **args)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("others", [{}, {"eagle": {}}])
@@ -515,13 +451,15 @@ def test_run_ahead_needs_a_drafter_on_the_host(others):
     assert make_drafters(SpeculationConfig(drafter="quantized", others={"srt": {}}, run_ahead_below=2))
 
 
-@every_drafter
-def test_a_drafters_defaults_are_accepted(name):
-    assert make_drafter(name, min_match=2, max_match=4)
-
-
-def test_a_whole_number_is_a_number_and_null_is_no_directory():
-    assert make_drafter("srt", novelty=1, spill_dir=None)
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        *((name, {"min_match": 2, "max_match": 4}) for name in sorted(HOST_DRAFTERS)),
+        ("srt", {"novelty": 1, "spill_dir": None}),  # a whole number is a number, and null is no directory
+    ],
+)
+def test_right_arguments_are_accepted(name, args):
+    assert make_drafter(name, **args)
 
 
 @pytest.mark.parametrize("name", ["srt", "suffix_decoding", "prompt_lookup"])

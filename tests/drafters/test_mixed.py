@@ -59,20 +59,14 @@ def reference(trees, independence):
     total = {(): 1.0}
     for path in sorted(said, key=len):
         shares = [own / said.get(path[:-1], {}).get(drafter, 1.0) for drafter, own in said[path].items()]
-        with np.errstate(
-            divide="ignore"
-        ):  # 1 - product of (1 - share), exact for the smallest shares as well
+        with np.errstate(divide="ignore"):  # 1 - product of (1 - share), exact for the smallest ones, too
             pooled = -np.expm1(np.log1p(-np.asarray(shares)).sum())
         worth = max(shares) + independence[sum(1 << drafter for drafter in said[path])] * (
             pooled - max(shares)
         )
         total[path] = min(total[path[:-1]], max(total[path[:-1]] * worth, *said[path].values()))
     del total[()]
-    return (
-        total,
-        {path: sum(1 << drafter for drafter in by_drafter) for path, by_drafter in said.items()},
-        nodes,
-    )
+    return total, {path: sum(1 << drafter for drafter in own) for path, own in said.items()}, nodes
 
 
 PROBABILITIES = [0.0, -0.5, float("nan"), 1e-300, 0.1, 0.25, 0.5, 0.5, 0.7, 0.9, 1.0, 1.5]
@@ -83,10 +77,7 @@ def problems(draw):
     """Trees of few tokens, so that paths meet; nodes that are none, and more likely than their parents."""
     drafters, queries, width = draw(st.integers(1, 4)), draw(st.integers(0, 3)), draw(st.integers(1, 12))
     node = st.tuples(st.integers(0, 2), st.integers(-2, width), st.sampled_from(PROBABILITIES))
-    trees = [
-        [draw(st.lists(node, max_size=width)) for _ in range(queries)]
-        for _ in range(drafters)
-    ]  # fmt: skip
+    trees = [[draw(st.lists(node, max_size=width)) for _ in range(queries)] for _ in range(drafters)]
     nodes = draw(st.integers(0, 24))
     budgets = draw(st.lists(st.integers(-1, 30), min_size=queries, max_size=queries))
     seed = draw(st.integers(0, 2**31))
@@ -98,14 +89,20 @@ def problems(draw):
 def test_as_paths_in_dictionaries(problem):
     trees, width, nodes, budgets, independence = problem
     mixture = mixed(*trees, budgets=budgets, nodes=nodes, independence=independence, width=width)
+    rows = np.arange(len(budgets), dtype=np.int32)
+    queries = Queries(rows, rows, np.asarray(budgets, np.int32).reshape(-1), nodes)
+    usable = usable_nodes(mixture.drafts, queries, vocab_size=3)  # it is a draft tree
+    assert (usable == (np.arange(nodes) < mixture.drafts.counts[:, None])).all()
     for row, budget in enumerate(budgets):
         total, origins, own_nodes = reference([tree[row] for tree in trees], independence)
-        places = paths_of(mixture, row)
+        places, likely = paths_of(mixture, row), mixture.probability[row]
+        parents = mixture.drafts.parents[row]
         assert len(places) == min(max(budget, 0), nodes, len(total))
-        likely = mixture.probability[row]
         for path, place in places.items():
             np.testing.assert_allclose(likely[place], total[path], rtol=1e-9)
             assert mixture.origins[row, place] == origins[path]
+            assert 0 < likely[place] <= (likely[parents[place]] if parents[place] >= 0 else 1.0)
+            assert 0 < mixture.strongest[row, place] <= mixture.pooled[row, place] <= 1
         # The likeliest are taken, in their order; what ties with the last of them may be left out.
         assert (np.diff(likely) <= 0).all()
         if places:
@@ -116,35 +113,12 @@ def test_as_paths_in_dictionaries(problem):
         assert (mixture.places[:, row] >= 0).sum() == sum(path in places for path in own_nodes.values())
         beyond = np.arange(nodes) >= len(places)
         assert not mixture.probability[row, beyond].any() and not mixture.origins[row, beyond].any()
-
-
-@settings(max_examples=200, deadline=None)
-@given(problems())
-def test_never_above_the_parent_nor_below_what_a_drafter_says(problem):
-    trees, width, nodes, budgets, independence = problem
-    mixture = mixed(*trees, budgets=budgets, nodes=nodes, independence=independence, width=width)
-    for row in range(len(budgets)):
-        parents, likely = mixture.drafts.parents[row], mixture.probability[row]
-        for node in range(mixture.drafts.counts[row]):
-            assert 0 < likely[node] <= (likely[parents[node]] if parents[node] >= 0 else 1.0)
-            assert 0 < mixture.strongest[row, node] <= mixture.pooled[row, node] <= 1
-        for drafter, tree in enumerate(trees):
+        for drafter, tree in enumerate(trees):  # never below what a drafter says
             said = [1.0] * (width + 1)  # the root's is the last
             for node, (_, parent, own) in enumerate(tree[row]):
                 if mixture.places[drafter, row, node] >= 0:
                     said[node] = min(own, said[parent])
                     assert likely[mixture.places[drafter, row, node]] >= said[node]
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems())
-def test_a_mixture_is_a_draft_tree(problem):
-    trees, width, nodes, budgets, independence = problem
-    mixture = mixed(*trees, budgets=budgets, nodes=nodes, independence=independence, width=width)
-    rows = np.arange(len(budgets), dtype=np.int32)
-    queries = Queries(rows, rows, np.asarray(budgets, np.int32).reshape(-1), nodes)
-    usable = usable_nodes(mixture.drafts, queries, vocab_size=3)
-    assert (usable == (np.arange(nodes) < mixture.drafts.counts[:, None])).all()
 
 
 def test_a_drafter_alone_is_left_as_it_is():

@@ -12,24 +12,19 @@ from rljax.config.speculation import SpeculationConfig
 @pytest.mark.parametrize("name", sorted(HOST_DRAFTERS))
 def test_nothing_is_compiled_afterwards(name, tmp_path):
     spill = {"spill_dir": str(tmp_path / "spilled")} if name in ("srt", "histospec") else {}
-    config = SpeculationConfig(drafter=name, args=spill, max_drafts=7)
-    rehearse_drafters(config)
+    rehearse_drafters(SpeculationConfig(drafter=name, args=spill, max_drafts=7))
     assert not any(tmp_path.iterdir())
     drafter, rng = make_drafter(name), np.random.default_rng(0)
+    some = lambda *shape: rng.integers(0, 9, shape).astype(np.int32)  # noqa: E731
     with event.install_recorder("numba:compile") as recorder:
         for _ in range(2):
-            prompts = [tuple(rng.integers(0, 9, 20).tolist()) for _ in range(3)]
-            drafter.begin(
-                [DraftRequest(prompt, rng.integers(0, 9, 2).astype(np.uint32)) for prompt in prompts]
-            )
+            prompts = [tuple(some(20).tolist()) for _ in range(3)]
+            drafter.begin([DraftRequest(prompt, some(2).astype(np.uint32)) for prompt in prompts])
             for known in range(0, 12, 3):
                 asked = np.asarray([2, 0], np.int32)
                 queries = Queries(asked, np.full(2, 20 + known, np.int32), np.asarray([7, 3], np.int32), 7)
-                drafts = drafter.propose(queries)
-                tokens = rng.integers(0, 9, (4, 8)).astype(np.int32)[[3, 1]]
-                counts = np.full(2, 3, np.int32)
-                drafter.observe(
-                    Sampled(asked, tokens, counts, drafts.counts, drafts.counts, np.zeros(2, bool))
-                )
-            drafter.learn([Outcome(p, rng.integers(0, 9, 12).astype(np.int32), 1.0) for p in prompts])
+                counts = drafter.propose(queries).counts
+                tokens, sampled = some(4, 8)[[3, 1]], np.full(2, 3, np.int32)
+                drafter.observe(Sampled(asked, tokens, sampled, counts, counts, np.zeros(2, bool)))
+            drafter.learn([Outcome(prompt, some(12), 1.0) for prompt in prompts])
     assert not recorder.buffer

@@ -80,19 +80,21 @@ def test_tokens_are_prompt_and_response_so_far(engine, params, requests, expecte
     assert statistics.accepted > 0.5 * statistics.drafted and not statistics.unusable
 
 
+def saying(tokens):
+    """A drafter that always proposes these."""
+    return {"mine": SimpleDrafterAdapter(types.SimpleNamespace(propose=lambda *_: tokens))}
+
+
 @pytest.mark.parametrize("tokens", [None, [1.5], [[1, 2]], "12", 3, [[1], [2, 3]], ["a"], [True]], ids=str)
 def test_anything_else_than_tokens_stops_the_run(engine, params, requests, tokens):
-    drafter = SimpleDrafterAdapter(types.SimpleNamespace(propose=lambda *_: tokens))
-    message = (
-        f"speculation.drafter mine: propose returned {type(tokens).__name__}.*, expected a list of tokens"
-    )
+    kind = type(tokens).__name__
+    message = f"speculation.drafter mine: propose returned {kind}.*, expected a list of tokens"
     with pytest.raises(DrafterError, match=message):
-        speculate(engine, params, requests, {"mine": drafter})
+        speculate(engine, params, requests, saying(tokens))
 
 
 def test_tokens_outside_the_vocabulary_are_left_out(engine, params, requests, expected):
-    drafter = SimpleDrafterAdapter(types.SimpleNamespace(propose=lambda *_: [2**40, 3]))
-    completions, statistics = speculate(engine, params, requests, {"mine": drafter})
+    completions, statistics = speculate(engine, params, requests, saying([2**40, 3]))
     assert_same(completions, expected)
     assert statistics.unusable > 0 == statistics.drafted
 
@@ -116,10 +118,7 @@ def test_every_request_has_its_tokens_and_its_budget():
         drafter.observe(Sampled(np.asarray([0, 1]), tokens, np.asarray([2, 1]), zeros, zeros, ended))
     budgets = np.asarray([3, 0], np.int32)
     drafts = drafter.propose(Queries(np.asarray([1, 0]), np.asarray([6, 12]), budgets, 4))
-    assert seen == [
-        ([7, 30, 31, 32, 33, 34], 3),
-        ([5, 6, 10, 20, 11, 21, 12, 22, 13, 23, 14, 24], 0),
-    ]
+    assert seen == [([7, 30, 31, 32, 33, 34], 3), ([5, 6, 10, 20, 11, 21, 12, 22, 13, 23, 14, 24], 0)]
     assert drafts.counts.tolist() == [3, 0]
     assert drafts.tokens[0].tolist() == [34, 33, 32, 0] and drafts.parents[0].tolist() == [-1, 0, 1, 2]
     assert (drafter.state(), drafter.metrics()) == ({}, {})
@@ -180,16 +179,8 @@ def test_tiers_by_import_path(module):
             r"speculation\.drafter: no_such_module:Small: importing no_such_module raised M",
         ),
         ("{}:Smal", {}, r"speculation\.drafter: .*:Smal: .* has no Smal"),
-        (
-            "{}:Small",
-            {},
-            r"speculation\.drafter: .* cannot be called with its args: missing .* 'width'",
-        ),
-        (
-            "{}:Small",
-            {"width": 1, "depth": 2},
-            r"speculation\.drafter: .* unexpected keyword .* 'depth'",
-        ),
+        ("{}:Small", {}, r"speculation\.drafter: .* cannot be called with its args: missing .* 'width'"),
+        ("{}:Small", {"width": 1, "depth": 2}, r"speculation\.drafter: .* unexpected keyword .* 'depth'"),
         ("{}:number", {}, r"speculation\.drafter: .*:number: is a int, not a class or a function"),
         ("{}:Raising", {}, r"speculation\.drafter: .*:Raising: calling it raised RuntimeError"),
         ("{}:Silent", {}, r"speculation\.drafter: .*:Silent: Silent has no method propose"),
@@ -223,23 +214,17 @@ class Trained(Drafter):
 
     def propose(self, queries):
         shape = (len(queries.requests), queries.nodes)
-        return Drafts(
-            np.zeros(shape, np.int32),
-            np.full(shape, -1, np.int32),
-            np.zeros(shape, np.float32),
-            np.zeros(shape[0], np.int32),
-        )
+        parents, counts = np.full(shape, -1, np.int32), np.zeros(shape[0], np.int32)
+        return Drafts(np.zeros(shape, np.int32), parents, np.zeros(shape, np.float32), counts)
 
 
 def test_a_trained_drafter_is_trained_behind_what_was_sampled_ahead(engine, params, requests, expected):
+    """Wrappers hand out the training."""
     drafter = Trained()
+    training = AlignedDrafter(drafter).training
+    assert (training.below, training.trained) == (2, False)
+    assert AlignedDrafter(SimpleDrafterAdapter(None)).training is None
     speculator = Speculator(engine, {"mine": drafter}, SLOTS, run_ahead=RunAhead(1, 0.5), times=CheapTimes())
     completions, _ = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
     assert_same(completions, expected)
     assert drafter.training.slices > 0
-
-
-def test_wrappers_hand_out_the_training():
-    training = AlignedDrafter(Trained()).training
-    assert (training.below, training.trained) == (2, False)
-    assert AlignedDrafter(SimpleDrafterAdapter(None)).training is None

@@ -39,9 +39,8 @@ def checkpoint(directory, tokenizer=None, vocab_size=320, tied=False):
 
 
 def drafter_of(path, **args):
-    return SmallModelDrafter(
-        checked("speculation.args", "small_model", SmallModelArguments, {"path": str(path), **args})
-    )
+    given = {"path": str(path), **args}
+    return SmallModelDrafter(checked("speculation.args", "small_model", SmallModelArguments, given))
 
 
 def engine_of(dtype="float32"):
@@ -52,8 +51,9 @@ def engine_of(dtype="float32"):
 def error_of(act, *args):
     with pytest.raises(ConfigError) as raised:
         act(*args)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
+    message = str(raised.value)
+    assert "\n" not in message and message.startswith("speculation.args.")
+    return message.removeprefix("speculation.args.")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -84,34 +84,35 @@ def test_the_same_tokens_with_other_padding(tmp_path, tokenizer, rows, used, tie
 
 
 def test_another_vocabulary_is_refused(tmp_path, tokenizer):
-    wanted = (
-        "speculation.args.path: {} has vocab_size {} where the policy has 320, and not the policy's"
-        f" {tokenizer.vocab_size} tokens; use a model of the same family"
-    )
     checkpoint(tmp_path / "unknown", None, 384)
     write_tokenizer(tmp_path / "other tokens", "llama3")
     checkpoint(tmp_path / "other", Tokenizer.load(tmp_path / "other tokens"), 384)
     for name in ("unknown", "other"):
-        drafter = drafter_of(tmp_path / name)
-        assert error_of(drafter.check, POLICY, tokenizer) == wanted.format(tmp_path / name, 384)
+        assert error_of(drafter_of(tmp_path / name).check, POLICY, tokenizer) == (
+            f"path: {tmp_path / name} has vocab_size 384 where the policy has 320, and not the policy's"
+            f" {tokenizer.vocab_size} tokens; use a model of the same family"
+        )
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path, tokenizer):
-    missing = tmp_path / "missing"
+    missing, small = tmp_path / "missing", tmp_path / "small"
     assert error_of(drafter_of, missing) == (
-        f"speculation.args.path: {missing / 'config.json'} does not exist;"
-        " a policy is a Hugging Face model directory"
+        f"path: {missing / 'config.json'} does not exist; a policy is a Hugging Face model directory"
     )
-    checkpoint(tmp_path / "small", tokenizer)
-    file = tmp_path / "small" / "config.json"
+    checkpoint(small, tokenizer)
+    file = small / "config.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"model_type": "mamba"}))
-    assert error_of(drafter_of, tmp_path / "small").startswith(f"speculation.args.path: {file}: model_type")
+    assert error_of(drafter_of, small).startswith(f"path: {file}: model_type")
     file.write_text(json.dumps(content))
-    (tmp_path / "small" / "model.safetensors").unlink()
-    drafter = drafter_of(tmp_path / "small")
+    (small / "model.safetensors").unlink()
+    drafter = drafter_of(small)
     drafter.check(POLICY, tokenizer)
-    assert error_of(drafter.companion, engine_of()).startswith(f"speculation.args.path: {tmp_path / 'small'}")
+    assert error_of(drafter.companion, engine_of()).startswith(f"path: {small}")
+    arguments = "speculation.args", "small_model", SmallModelArguments
+    assert error_of(checked, *arguments, {}).startswith("path: ")
+    said = error_of(checked, *arguments, {"path": str(small), "dtype": "float16"})
+    assert said == "dtype: should be 'float32' or 'bfloat16', got 'float16'"
 
 
 def test_its_drafts_are_timed_while_it_drafts(tmp_path):
@@ -126,13 +127,3 @@ def test_its_drafts_are_timed_while_it_drafts(tmp_path):
     seconds = time_trees(engine, slots, longest, batch=2, length=64, repeats=2)
     assert len(seconds) == 2 and longest.depth == 3
     assert all(np.asarray(tree.tree.valid).all() for tree in drafted)
-
-
-def test_arguments_are_checked(tmp_path):
-    assert "speculation.args.path: " in error_of(
-        checked, "speculation.args", "small_model", SmallModelArguments, {}
-    )
-    given = {"path": str(tmp_path), "dtype": "float16"}
-    assert error_of(checked, "speculation.args", "small_model", SmallModelArguments, given) == (
-        "speculation.args.dtype: should be 'float32' or 'bfloat16', got 'float16'"
-    )

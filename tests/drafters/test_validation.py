@@ -84,12 +84,6 @@ def test_usable_nodes_are_those_of_a_plain_loop(data, n, nodes):
     assert usable.shape == (n, nodes) and usable.tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint16, np.uint64])
-def test_any_integers_are_token_ids(dtype):
-    drafts = dataclasses.replace(drafts_of([[(1, -1), (2, 0)]], 2), tokens=np.asarray([[1, 2]], dtype))
-    assert usable_nodes(drafts, queries_of([2], 2), VOCAB).all()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -105,18 +99,19 @@ def test_any_integers_are_token_ids(dtype):
         ({"counts": np.zeros(1)}, "counts should be integers, got float64"),
         ({"log_probability": np.zeros((1, 2), object)}, "log_probability should be floats, got object"),
         ({"log_probability": np.full((1, 2), "x")}, "log_probability should be floats, got <U1"),
+        *((each, r"tokens should be an array \[1, 2\]") for each in (None, [], "drafts", np.zeros(3))),
+        *(({"tokens": np.asarray([[1, 2]], t)}, None) for t in (np.int8, np.int64, np.uint16, np.uint64)),
     ],
     ids=str,
 )
-def test_what_are_no_drafts_is_named(change, message):
-    drafts = dataclasses.replace(drafts_of([[(1, -1)]], 2), **change)
+def test_what_are_no_drafts_is_named_and_any_integers_are_tokens(change, message):
+    drafts = change
+    if isinstance(change, dict):
+        drafts = dataclasses.replace(drafts_of([[(1, -1), (2, 0)]], 2), **change)
+    if message is None:
+        assert usable_nodes(drafts, queries_of([2], 2), VOCAB).all()
+        return
     with pytest.raises(ValueError, match=message):
-        usable_nodes(drafts, queries_of([2], 2), VOCAB)
-
-
-@pytest.mark.parametrize("drafts", [None, [], {"tokens": 1}, np.zeros(3)], ids=str)
-def test_anything_else_is_no_drafts(drafts):
-    with pytest.raises(ValueError, match=r"tokens should be an array \[1, 2\]"):
         usable_nodes(drafts, queries_of([2], 2), VOCAB)
 
 
@@ -136,17 +131,21 @@ def chain_of(row, nodes, usable=None):
     return cut.tokens[0, :count].tolist(), cut.log_probability[0, :count].tolist()
 
 
-def test_a_chain_is_the_path_of_first_children():
-    assert chain_of([(1, -1), (2, 0), (3, 1)], 4) == ([1, 2, 3], [0, -1, -2])
-    # Second children, and everything below them, are left out.
-    assert chain_of([(1, -1), (2, -1), (3, 1), (4, 0), (5, 0), (6, 3)], 6) == ([1, 4, 6], [0, -3, -5])
-    assert chain_of([], 3) == ([], [])
-    assert chain_of([(1, -1), (2, -1)], 2) == ([1], [0])
-
-
-def test_a_chain_has_usable_nodes_only():
-    assert chain_of([(VOCAB, -1), (2, 0), (3, -1), (4, 2)], 4) == ([3, 4], [-2, -3])
-    assert chain_of([(1, -1), (-5, 0), (3, 1), (4, 0)], 4) == ([1, 4], [0, -3])
+@pytest.mark.parametrize(
+    ("row", "tokens", "log_probability"),
+    [
+        ([(1, -1), (2, 0), (3, 1)], [1, 2, 3], [0, -1, -2]),
+        # Second children, and everything below them, are left out.
+        ([(1, -1), (2, -1), (3, 1), (4, 0), (5, 0), (6, 3)], [1, 4, 6], [0, -3, -5]),
+        ([], [], []),
+        ([(1, -1), (2, -1)], [1], [0]),
+        # So is what is not usable.
+        ([(VOCAB, -1), (2, 0), (3, -1), (4, 2)], [3, 4], [-2, -3]),
+        ([(1, -1), (-5, 0), (3, 1), (4, 0)], [1, 4], [0, -3]),
+    ],
+)
+def test_a_chain_is_the_path_of_first_children(row, tokens, log_probability):
+    assert chain_of(row, max(len(row), 3)) == (tokens, log_probability)
 
 
 @settings(max_examples=100, deadline=None)

@@ -94,22 +94,16 @@ def test_functions_behind_one_that_fails_are_not_called(monkeypatch):
     assert not called
 
 
-def test_a_shape_that_nobody_foresaw_is_compiled_when_it_is_asked_for():
-    compiler = BackgroundCompiler(lambda *_: None, BUCKETS, [], near=(2, 64))
-    assert compiler.total == 0
-    assert not compiler.is_ready((4, 64)) and compiler.total == 1
-    compiler.wait()
-    assert compiler.is_ready((4, 64))
-
-
-def test_the_thread_may_begin_with_the_first_question():
+def test_a_question_begins_the_thread_and_compiles_a_shape_that_nobody_foresaw():
     gate = Gate()
     compiler = BackgroundCompiler(gate, BUCKETS, SHAPES[:1], near=(2, 64), start=False)
-    gate.open()
-    assert compiler.thread._thread is None and compiler.left == 1 and not gate.order
-    assert not compiler.is_ready((2, 64))
-    compiler.wait()
-    assert compiler.is_ready((2, 64))
+    gate.open(2)
+    assert compiler.thread._thread is None and compiler.total == compiler.left == 1 and not gate.order
+    for shape in ((2, 64), (8, 64)):
+        assert not compiler.is_ready(shape)
+        compiler.wait()
+        assert compiler.is_ready(shape)
+    assert compiler.total == 2
 
 
 def test_an_error_leaves_the_shape_out_with_a_warning():
@@ -126,10 +120,8 @@ def test_an_error_leaves_the_shape_out_with_a_warning():
 
 def test_results_are_taken_over_by_the_thread_that_decodes():
     threads = []
-    compiler = BackgroundCompiler(
-        lambda *_: lambda: threads.append(threading.current_thread()), BUCKETS, [(2, 64)], near=(2, 64)
-    )
-    compiler.wait()
+    taken_over = lambda: threads.append(threading.current_thread())  # noqa: E731
+    BackgroundCompiler(lambda *_: taken_over, BUCKETS, [(2, 64)], near=(2, 64)).wait()
     assert threads == [threading.current_thread()]
 
 
@@ -158,8 +150,13 @@ def test_a_compiler_that_nobody_holds_ends_after_its_shape():
     assert dropped() is None
 
 
-def test_two_threads_compile_a_program_once(monkeypatch):
-    pool, begun, go_on, make = ExecutablePool(), threading.Event(), threading.Event(), ExecutablePool._make
+def sine(pool):
+    return pool.get("sine", jnp.sin, (jnp.zeros(4),))
+
+
+def meet(monkeypatch, make, first, second):
+    """Calls one function in a thread, and the other in a second one while the first compiles by `make`."""
+    begun, go_on = threading.Event(), threading.Event()
 
     def slow(*args):
         begun.set()
@@ -167,53 +164,43 @@ def test_two_threads_compile_a_program_once(monkeypatch):
         return make(*args)
 
     monkeypatch.setattr(ExecutablePool, "_make", slow)
-    programs = []
-
-    def compile_sine():
-        programs.append(pool.get("sine", jnp.sin, (jnp.zeros(4),)))
-
-    def behind():
-        with in_background():
-            compile_sine()
-
-    threads = [threading.Thread(target=behind), threading.Thread(target=compile_sine)]
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
     assert begun.wait(60)
     threads[1].start()
     go_on.set()
     for thread in threads:
         thread.join(60)
+
+
+def test_two_threads_compile_a_program_once(monkeypatch):
+    pool, programs = ExecutablePool(), []
+
+    def behind():
+        with in_background():
+            programs.append(sine(pool))
+
+    meet(monkeypatch, ExecutablePool._make, behind, lambda: programs.append(sine(pool)))
     assert programs[0] is programs[1] and pool.compilations == len(pool) == pool.behind == 1
     assert pool.seconds == 0 < pool.seconds_behind
 
 
 def test_an_error_in_one_thread_reaches_those_that_wait_and_the_next_compiles_anew(monkeypatch):
-    pool, begun, go_on, make = ExecutablePool(), threading.Event(), threading.Event(), ExecutablePool._make
+    pool, errors, make = ExecutablePool(), [], ExecutablePool._make
 
     def fail(*_):
-        begun.set()
-        assert go_on.wait(60)
         raise ValueError("no such program")
 
-    monkeypatch.setattr(ExecutablePool, "_make", fail)
-    errors = []
-
-    def compile_sine():
+    def failing():
         try:
-            pool.get("sine", jnp.sin, (jnp.zeros(4),))
+            sine(pool)
         except ValueError as error:
             errors.append(str(error))
 
-    threads = [threading.Thread(target=compile_sine) for _ in range(2)]
-    threads[0].start()
-    assert begun.wait(60)
-    threads[1].start()
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
+    meet(monkeypatch, fail, failing, failing)
     assert errors == ["no such program"] * 2
     monkeypatch.setattr(ExecutablePool, "_make", make)
-    assert pool.get("sine", jnp.sin, (jnp.zeros(4),))(jnp.zeros(4)).shape == (4,)
+    assert sine(pool)(jnp.zeros(4)).shape == (4,)
 
 
 def test_a_pass_compiled_without_a_decode_state_is_the_one_that_verifies():

@@ -24,9 +24,11 @@ def test_made_buckets_hold_everything_and_fit_the_arithmetic(max_slots, max_leng
         assert size % (KEY_BLOCK if size <= KEY_CHUNK else KEY_CHUNK) == 0
 
 
-def test_without_row_invariance_one_slot_is_enough():
+def test_one_slot_is_enough_without_row_invariance_and_explicit_buckets_are_taken_in_order_and_once():
     assert make_buckets(4, 100, row_invariant=False).batch == (1, 2, 4)
     assert make_buckets(1, 100, row_invariant=False).batch == (1,)
+    buckets = make_buckets(6, 500, True, batch_buckets=(8, 1, 4, 4), cache_buckets=(512, 64, 512))
+    assert buckets == Buckets(batch=(2, 4, 8), cache=(64, 512))
 
 
 def test_rounding_up():
@@ -34,13 +36,9 @@ def test_rounding_up():
     assert [buckets.batch_for(slots) for slots in (1, 2, 3, 5, 12)] == [2, 2, 4, 12, 12]
     assert [buckets.cache_for(length) for length in (1, 64, 65, 512)] == [64, 64, 128, 512]
     assert [buckets.next_cache(length) for length in (64, 128)] == [128, 512]
-    for impossible in (
-        lambda: buckets.batch_for(13),
-        lambda: buckets.cache_for(513),
-        lambda: buckets.next_cache(512),
-    ):
+    for ask, size in (buckets.batch_for, 13), (buckets.cache_for, 513), (buckets.next_cache, 512):
         with pytest.raises(ValueError, match="exceed the largest bucket"):
-            impossible()
+            ask(size)
 
 
 def test_a_slot_gets_at_most_twice_its_share_of_a_pass():
@@ -56,11 +54,6 @@ def test_no_more_prompts_are_prefilled_together_than_a_step_has():
     assert buckets.prefill()[0] == (2, 8, 64)
     for prompts, rows in ((1, (2,)), (2, (2,)), (3, (2, 8)), (8, (2, 8)), (9, (2, 8, 64)), (99, (2, 8, 64))):
         assert dataclasses.replace(buckets, prompts=prompts).prefill()[0] == rows
-
-
-def test_explicit_buckets_are_taken_in_order_and_once():
-    buckets = make_buckets(6, 500, True, batch_buckets=(8, 1, 4, 4), cache_buckets=(512, 64, 512))
-    assert buckets == Buckets(batch=(2, 4, 8), cache=(64, 512))
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,7 @@ from rljax.engine.shapes import PlainShapes
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
 from tests import engines
-from tests.engines import (
-    BUCKETS,
-    PROMPTS,
-    SAMPLING,
-    VOCAB,
-    World,
-    ask,
-    lively_params,
-    stored_pool,
-)
+from tests.engines import BUCKETS, PROMPTS, SAMPLING, VOCAB, World, ask, lively_params, stored_pool
 
 NODES = BUCKETS.max_drafts
 OTHER = ModelConfig("llama", VOCAB, 32, 1, 2, 1, 32, 64)
@@ -47,25 +38,28 @@ class Pair:
 
     def __init__(self, world, companion, members=(0, 1, 2, 3), slots=5, capacity=512):
         self.world, self.engine, self.params = world, world.engine, world.params
-        self.companion = companion
-        self.emitted = [[] for _ in ASKED]
+        self.companion, self.slots, self.emitted = companion, {}, [[] for _ in ASKED]
         self.state = self.engine.init_state(slots, capacity)
         self.companion.begin(self.state.batch, self.state.cache.length)
-        self.slots = {}
         self.insert(members)
 
     def insert(self, members):
         """Requests enter the first free slots."""
         free = [slot for slot in range(self.state.batch) if slot not in self.slots]
-        prefix = self.engine.prefill(self.params, [ASKED[i].prompt for i in members])
+        prompts = [ASKED[i].prompt for i in members]
+        prefix = self.engine.prefill(self.params, prompts)
         placed = [Assignment(row, free[row], ASKED[i].key, ASKED[i].limit) for row, i in enumerate(members)]
         self.state = self.engine.bulk_insert(prefix, self.state, placed)
-        self.companion.enter([each.slot for each in placed], [ASKED[i].prompt for i in members])
-        self.slots |= {free[row]: i for row, i in enumerate(members)}
+        self.companion.enter([each.slot for each in placed], prompts)
+        self.slots |= dict(zip(free, members, strict=False))
 
     def draft(self, steps=NODES):
         self.drafts = self.companion.draft_chains(self.state, steps)
         return self.drafts
+
+    def drafted(self):
+        """The tokens of new chains, [B, NODES]."""
+        return np.asarray(self.draft().tokens)
 
     def verify(self, spoil=None):
         """Verifies the chains; of slots in `spoil` the draft at that depth is made another token."""
@@ -105,16 +99,22 @@ class Pair:
 
     def check_drafts(self, steps=NODES):
         """Drafts, which must be what plain decoding samples next, to the end of every response."""
-        tokens = np.asarray(self.draft(steps).tokens)
-        for slot in range(self.state.batch):
-            drafted = tokens[slot][tokens[slot] >= 0].tolist()
-            wanted = []
-            if slot in self.slots:
-                index = self.slots[slot]
-                done = len(self.emitted[index])
-                room = min(ASKED[index].limit, self.state.cache.length - len(ASKED[index].prompt) + 1) - done
-                wanted = self.world.truth[index][done : done + min(steps, max(room - 1, 0))]
-            assert drafted == wanted
+        tokens, wanted = np.asarray(self.draft(steps).tokens), [[] for _ in range(self.state.batch)]
+        for slot, index in self.slots.items():
+            done = len(self.emitted[index])
+            room = min(ASKED[index].limit, self.state.cache.length - len(ASKED[index].prompt) + 1) - done
+            wanted[slot] = self.world.truth[index][done : done + min(steps, max(room - 1, 0))]
+        assert [row[row >= 0].tolist() for row in tokens] == wanted
+
+    def finish(self, draft):
+        """Verifies what `draft` drafts to the end, and returns the number of passes."""
+        passes = 0
+        while self.slots:
+            draft()
+            self.verify()
+            passes += 1
+        assert self.emitted == self.world.truth
+        return passes
 
 
 def itself(world, numerics=None):
@@ -153,10 +153,7 @@ def test_after_plain_steps_and_chains_that_were_not_verified():
     pair.check_drafts()
     pair.plain(1)
     pair.plain(16)  # twice, without drafting in between
-    while pair.slots:
-        pair.check_drafts()
-        pair.verify()
-    assert pair.emitted == world.truth
+    pair.finish(pair.check_drafts)
 
 
 def test_through_compaction_and_growth():
@@ -194,7 +191,7 @@ def test_requests_that_come_later():
     assert pair.slots == {0: 0, 1: 2}
     pair.check_drafts()
     pair.companion.forget([1])
-    tokens = np.asarray(pair.draft().tokens)
+    tokens = pair.drafted()
     assert (tokens[1] == -1).all() and (tokens[0] >= 0).all()
     pair.companion.enter([1], [ASKED[2].prompt + pair.emitted[2]])
     pair.check_drafts()
@@ -260,17 +257,15 @@ def test_drafts_do_not_depend_on_what_was_drafted_before():
     pair, fresh = Pair(world, stranger(world)), stranger(world)
     pair.draft()
     pair.plain(5)
-    chain = np.asarray(pair.draft().tokens)[:4]
+    chain = pair.drafted()[:4]
     state = jax.tree.map(np.asarray, pair.state)
     known = [each.prompt + pair.emitted[i] for i, each in enumerate(ASKED)]
     for agrees in (0, 1, 3):
         told = np.concatenate([chain[:, :agrees], (chain[:, agrees : agrees + 3] + 1) % VOCAB], axis=1)
         pair.companion.follow(range(4), told, np.full(4, agrees + 3))
         pair.companion.follow(range(4), chain, np.full(4, 3))
-        known = [
-            [*tokens, *own, *old[:3]]
-            for tokens, own, old in zip(known, told.tolist(), chain.tolist(), strict=True)
-        ]
+        news = zip(known, told.tolist(), chain.tolist(), strict=True)
+        known = [[*tokens, *own, *old[:3]] for tokens, own, old in news]
         last, sizes = [[tokens[-1] for tokens in known] + [0], [len(tokens) for tokens in known] + [1]]
         state = state.replace(tokens=np.asarray(last, np.int32), lengths=np.asarray(sizes, np.int32) - 1)
         target = jax.tree.map(jnp.asarray, state)
@@ -293,7 +288,7 @@ def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
     tree.valid[2:] = False
     rows = pack_rows(tree, np.asarray([0, 1]), 20)
     pair.state, pending = pair.engine.verify(pair.params, pair.state, tree, rows)
-    tokens = np.asarray(pair.draft().tokens)
+    tokens = pair.drafted()
     assert (tokens[:2] == -1).all()
     for slot in (2, 3):
         assert tokens[slot].tolist() == world.truth[slot][:NODES]
@@ -311,27 +306,17 @@ def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
 def test_a_stranger_changes_no_token():
     world = world_of()
     pair = Pair(world, stranger(world))
-    while pair.slots:
-        assert (np.asarray(pair.draft().tokens)[list(pair.slots), 0] < VOCAB).all()
-        pair.verify()
-    assert pair.emitted == world.truth
+    pair.finish(pair.draft)
 
 
 def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
     world = world_of()
     pair = Pair(world, itself(world, Numerics(True, "bfloat16")))
-    passes = 0
-    while pair.slots:
-        pair.draft()
-        pair.verify()
-        passes += 1
-    assert pair.emitted == world.truth
-    assert passes < max(map(len, world.truth)) / 1.5
+    assert pair.finish(pair.draft) < max(map(len, world.truth)) / 1.5
     short = ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64)
     pair = Pair(world, stranger(world, short))
     for _ in range(4):
-        tokens = np.asarray(pair.draft().tokens)
-        assert tokens.max() < VOCAB - 30
+        assert pair.drafted().max() < VOCAB - 30
         pair.verify()
     for emitted, wanted in zip(pair.emitted, world.truth, strict=True):
         assert emitted == wanted[: len(emitted)]

@@ -75,24 +75,18 @@ def test_ancestors_and_depths(nodes, chain):
     np.testing.assert_array_equal(rooted.valid[:, 1:], tree.valid)
 
 
-def test_a_root_alone_is_a_tree():
-    rooted = ROOTED(empty_tree(3, 0), np.array([5, 6, 7], np.int32))
+def test_empty_trees_and_too_large_ones():
+    rooted = ROOTED(empty_tree(3, 0), np.array([5, 6, 7], np.int32))  # a root alone
     np.testing.assert_array_equal(rooted.tokens, [[5], [6], [7]])
     np.testing.assert_array_equal(rooted.ancestors, np.ones((3, 1, 1), bool))
     np.testing.assert_array_equal(rooted.depth, [[0], [0], [0]])
-
-
-def test_more_nodes_than_a_pass_verifies_are_refused():
-    with pytest.raises(ValueError, match=f"{MAX_NODES + 1} nodes"):
-        with_root(empty_tree(2, MAX_NODES), np.zeros(2, np.int32))
-
-
-def test_an_empty_tree_has_no_valid_node():
     tree = empty_tree(3, 5)
     assert tree.nodes == 5 and not tree.valid.any() and (tree.parents == -1).all()
     path, count = ACCEPTED(tree, np.zeros(3, np.int32), np.zeros((3, 6), np.int32))  # all tokens agree
     np.testing.assert_array_equal(count, [1, 1, 1])
     np.testing.assert_array_equal(path, np.zeros((3, 6)))
+    with pytest.raises(ValueError, match=f"{MAX_NODES + 1} nodes"):
+        with_root(empty_tree(2, MAX_NODES), np.zeros(2, np.int32))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 4])
@@ -137,16 +131,6 @@ def test_of_repeated_siblings_the_one_that_goes_on_is_taken():
         assert np.asarray(path)[0, : int(count[0])].tolist() == expected
 
 
-def test_nothing_below_an_invalid_node_is_accepted():
-    tree = DraftTree(
-        tokens=np.full((1, 4), 3, np.int32),
-        parents=np.array([[-1, 0, 1, 2]], np.int32),
-        valid=np.array([[True, False, True, True]]),
-    )
-    path, count = ACCEPTED(tree, np.array([3], np.int32), np.full((1, 5), 3, np.int32))
-    assert int(count[0]) == 2 and np.asarray(path)[0].tolist() == [0, 1, 0, 0, 0]
-
-
 def test_parents_of_invalid_nodes_do_not_matter():
     """A drafter's leftovers: parents behind their children, out of range or below -1, on invalid nodes."""
     rng = np.random.default_rng(0)
@@ -187,10 +171,7 @@ def test_rows_are_the_nodes_of_the_slots_that_take_part():
         np.testing.assert_array_equal(back[computed], values.astype(np.float32)[computed])
         with pytest.raises(ValueError, match=f"{count} nodes, expected at most {count - 1}"):
             pack_rows(tree, slots, count - 1)
-
-
-def test_all_rows_are_all_nodes():
     values = np.arange(24).reshape(4, 6)
-    rows = all_rows(4, 6)
+    rows = all_rows(4, 6)  # of all nodes
     np.testing.assert_array_equal(rows.gather(values), values.ravel())
     np.testing.assert_array_equal(rows.scatter(jnp.asarray(values.ravel())), values)

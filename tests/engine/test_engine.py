@@ -82,12 +82,9 @@ def test_together_is_as_long_as_asked_and_worth_comparing(world):
 )
 def test_same_bits_however_decoded(world, members, order, capacity, one_by_one):
     asked = [world.asked[i] for i in members]
-    outputs = decode(
-        world.engine, world.params, asked, order, capacity, one_by_one, visit_steps=13 if one_by_one else None
-    )
-    for i, (tokens, logprobs) in zip(members, outputs, strict=True):
-        assert tokens == world.plain[i][0]
-        assert logprobs == world.plain[i][1]
+    steps = 13 if one_by_one else None
+    outputs = decode(world.engine, world.params, asked, order, capacity, one_by_one, steps)
+    assert outputs == [world.plain[i] for i in members]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -176,39 +173,24 @@ def test_old_and_unwritten_cache_is_invisible(world):
 EOS = 7
 
 
-@dataclasses.dataclass(frozen=True)
-class Small:
-    engine: DecodeEngine
-    params: dict
-
-
 @pytest.fixture(scope="module")
 def small():
-    config = CONFIGS["three"]
-    engine = DecodeEngine(
-        config, NUMERICS, SAMPLING, Buckets((2, 4), (64, 128)), [EOS, EOS + 1], 16, stored_pool()
-    )
-    return Small(engine, engine.load_params(lively_params(config)))
+    config, buckets = CONFIGS["three"], Buckets((2, 4), (64, 128))
+    engine = DecodeEngine(config, NUMERICS, SAMPLING, buckets, [EOS, EOS + 1], 16, stored_pool())
+    return engines.World(engine, engine.load_params(lively_params(config)), [])
 
 
-def insert(small, prompts, limits, slots=4, identity=0):
-    prefix = small.engine.prefill(small.params, prompts)
-    return small.engine.bulk_insert(
-        prefix,
-        small.engine.init_state(slots, 64),
-        [Assignment(i, i, request_key(identity, i), limit) for i, limit in enumerate(limits)],
-    )
+def insert(world, prompts, placed, slots=4, length=64):
+    """A state with requests in it: (row of the prompt, key, limit) of each slot from the first on."""
+    prefix = world.engine.prefill(world.params, prompts)
+    assignments = [Assignment(row, slot, key, limit) for slot, (row, key, limit) in enumerate(placed)]
+    return world.engine.bulk_insert(prefix, world.engine.init_state(slots, length), assignments)
 
 
 def test_one_prompt_gives_a_group_of_different_samples():
     world = world_of("three")
-    prefix = world.engine.prefill(world.params, [world.asked[1].prompt])
-    keys = [request_key(3, sample) for sample in (0, 1, 2, 3, 0)]
-    state = world.engine.bulk_insert(
-        prefix,
-        world.engine.init_state(5, LONGEST),
-        [Assignment(0, slot, key, 20) for slot, key in enumerate(keys)],
-    )
+    placed = [(0, request_key(3, sample), 20) for sample in (0, 1, 2, 3, 0)]
+    state = insert(world, [world.asked[1].prompt], placed, 5, LONGEST)
     _, result = world.engine.generate(world.params, state)
     assert len({tuple(row) for row in result.tokens.tolist()}) == 4
     np.testing.assert_array_equal(result.tokens[0], result.tokens[4])  # the same request
@@ -217,37 +199,38 @@ def test_one_prompt_gives_a_group_of_different_samples():
 def test_eos_ends_a_response_and_is_kept(small):
     ended = 0
     for identity in range(40):
-        state = insert(small, [[3, 4]] * 4, [16] * 4, identity=identity)
+        state = insert(small, [[3, 4]], [(0, request_key(identity, i), 16) for i in range(4)])
         state, result = small.engine.generate(small.params, state)
-        for row in range(4):
+        assert not result.active.any()
+        for row, length in enumerate(result.lengths):
             valid = result.tokens[row] >= 0
             tokens = result.tokens[row][valid].tolist()
             assert valid[: len(tokens)].all()  # nothing after the end, nothing left out before it
             assert not any(token in (EOS, EOS + 1) for token in tokens[:-1])
-            assert not result.active[row]
-            assert (result.logprobs[row][: len(tokens)] < 0).all()
-            assert result.lengths[row] == 2 - 1 + len(tokens)
-            if tokens[-1] in (EOS, EOS + 1):
-                ended += len(tokens) < 16
-            else:
-                assert len(tokens) == 16
+            assert (result.logprobs[row][: len(tokens)] < 0).all() and length == 2 - 1 + len(tokens)
+            assert len(tokens) == 16 or tokens[-1] in (EOS, EOS + 1)
+            ended += len(tokens) < 16
     assert ended > 3
 
 
-def test_each_request_has_its_own_longest_response():
+def test_each_request_has_its_own_longest_response_and_generate_returns_when_few_are_active():
     world = world_of("three")
-    limits = [1, 2, 9, 30]
+    limits = [1, 2, 10, 10]
     asked = [dataclasses.replace(world.asked[1], limit=limit) for limit in limits]
-    outputs = decode(world.engine, world.params, asked)
-    assert [len(tokens) for tokens, _ in outputs] == limits
-    for tokens, logprobs in outputs:
-        assert tokens == world.plain[1][0][: len(tokens)]
-        assert logprobs == world.plain[1][1][: len(tokens)]
+    for limit, (tokens, logprobs) in zip(limits, decode(world.engine, world.params, asked), strict=True):
+        assert tokens == world.plain[1][0][:limit] and logprobs == world.plain[1][1][:limit]
+    state = insert(world, [asked[0].prompt], [(0, each.key, each.limit) for each in asked], 5, LONGEST)
+    steps = []
+    for until_active in (3, 3, 2, 0):
+        state, result = world.engine.generate(world.params, state, until_active=until_active)
+        steps.append(result.steps)
+        assert result.active.sum() <= until_active
+    assert steps == [1, 0, 1, 8]
 
 
 def test_freed_slots_stop_and_can_be_taken_again(small):
     engine, params = small.engine, small.params
-    state = insert(small, [[3, 4], [9]], [60, 60])
+    state = insert(small, [[3, 4], [9]], [(i, request_key(0, i), 60) for i in range(2)])
     state, first = engine.generate(params, state, 3)
     assert first.active[:2].all() and first.steps == 3
     state = engine.free_resource(state, [0])
@@ -263,28 +246,11 @@ def test_freed_slots_stop_and_can_be_taken_again(small):
     np.testing.assert_array_equal(again.logprobs[0][: alone.steps], alone.logprobs[0])
 
 
-def test_generate_returns_when_few_enough_are_active():
-    world = world_of("three")
-    asked = [dataclasses.replace(world.asked[1], limit=limit) for limit in (3, 6, 10, 10)]
-    prefix = world.engine.prefill(world.params, [each.prompt for each in asked])
-    state = world.engine.bulk_insert(
-        prefix,
-        world.engine.init_state(5, LONGEST),
-        [Assignment(i, i, each.key, each.limit) for i, each in enumerate(asked)],
-    )
-    steps = []
-    for until_active in (3, 3, 2, 0):
-        state, result = world.engine.generate(world.params, state, until_active=until_active)
-        steps.append(result.steps)
-        assert result.active.sum() <= until_active
-    assert steps == [3, 0, 3, 4]
-
-
 def test_generate_stops_before_a_cache_overflows(small):
     engine, params = small.engine, small.params
     stops = []
     for identity in range(4):
-        state = insert(small, [[3] * 60], [60], slots=2, identity=identity)
+        state = insert(small, [[3] * 60], [(0, request_key(identity, 0), 60)], slots=2)
         state, result = engine.generate(params, state)
         if result.active[0]:
             stops.append((int(result.lengths[0]), result.steps))

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from rljax.config import ExperimentConfig
 from rljax.engine import number_type
 from rljax.engine.number_type import product_seconds, with_number_type
 from rljax.models.huggingface import load_model_config
+from tests.configs import experiment
 from tests.models.checkpoints import make_checkpoint
 
 SLOW, FAST = {"float32": 1.0, "bfloat16": 1.0}, {"float32": 1.0, "bfloat16": 0.5}
@@ -25,14 +25,7 @@ def config(policy, tmp_path, monkeypatch):
     """A run with a policy that counts as large, on a processor that is fast in bfloat16."""
     monkeypatch.setattr(number_type, "_LEAST_PARAMS", 1)
     monkeypatch.setattr(number_type, "product_seconds", lambda model, exact: FAST)
-    return ExperimentConfig.model_validate(
-        {
-            "run_dir": "runs/test",
-            "policy": {"path": str(policy)},
-            "task": {"name": "instructions"},
-            "engine": {"compilation_cache": str(tmp_path / "cache")},
-        }
-    )
+    return experiment(policy={"path": str(policy)}, engine={"compilation_cache": str(tmp_path / "cache")})
 
 
 def chosen(config, recorded=None):

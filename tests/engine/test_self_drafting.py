@@ -10,19 +10,10 @@ import pytest
 from drafters.quantized import QuantizedPolicy, WeightFormat
 from rljax.engine.self_drafting import draft_keys
 from rljax.sampling.distribution import SamplingParams
-from tests.engines import (
-    BUCKETS,
-    VOCAB,
-    poison,
-    world_of,
-)
+from tests.engines import BUCKETS, VOCAB, poison, world_of
 
 NODES = BUCKETS.max_drafts
-POLICIES = [
-    ("three", "float32"),
-    ("three", "bfloat16"),
-    ("one", "float32"),
-]
+POLICIES = [("three", "float32"), ("three", "bfloat16"), ("one", "float32")]
 FORMATS = {"w4": WeightFormat(4, 128), "w8": WeightFormat(8, 0), "w8a8": WeightFormat(8, 0, "int8")}
 FORMATTED = list(zip(POLICIES, ("w4", "w8a8", "w4"), strict=True))
 FORMATTED += [
@@ -49,6 +40,14 @@ def bits(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf).copy(), tree)
 
 
+def take(result, outputs):
+    """Adds what was sampled to the (tokens, logprobs) of each request."""
+    for slot, (tokens, logprobs) in enumerate(outputs):
+        sampled = result.tokens[slot] >= 0
+        tokens += result.tokens[slot][sampled].tolist()
+        logprobs += result.logprobs[slot][sampled].tolist()
+
+
 # -- what is drafted ---------------------------------------------------------------------------------------
 
 
@@ -60,18 +59,16 @@ def test_the_policy_itself_drafts_what_it_will_sample(world):
         state, drafts = world.engine.draft(world.params, state, NODES)
         drafts = host(drafts)
         state, result = world.engine.generate(world.params, state, max_steps=NODES)
-        for slot, (tokens, logprobs) in enumerate(emitted):
-            sampled = result.tokens[slot] >= 0
+        take(result, emitted)
+        for slot in range(len(emitted)):
             count = min(NODES, max(left[slot] - 1, 0))
             drafted = drafts.tokens[slot] >= 0
             assert drafted.tolist() == [True] * count + [False] * (NODES - count)
             np.testing.assert_array_equal(drafts.tokens[slot][drafted], result.tokens[slot][:count])
             np.testing.assert_array_equal(drafts.logprobs[slot][drafted], result.logprobs[slot][:count])
             assert (drafts.margins[slot][drafted] > 0).all()
-            tokens += result.tokens[slot][sampled].tolist()
-            logprobs += result.logprobs[slot][sampled].tolist()
         assert (drafts.tokens[4] == -1).all()
-    assert emitted == [(list(tokens), list(logprobs)) for tokens, logprobs in world.plain]
+    assert emitted == world.plain
 
 
 def test_fewer_steps_are_the_beginning_of_more_by_the_same_program():
@@ -82,11 +79,13 @@ def test_fewer_steps_are_the_beginning_of_more_by_the_same_program():
     for steps in (1, 2, 5):
         state, drafts = world.engine.draft(world.params, state, steps)
         drafts = host(drafts)
-        np.testing.assert_array_equal(drafts.tokens[:, :steps], most.tokens[:, :steps])
-        np.testing.assert_array_equal(drafts.logprobs[:, :steps], most.logprobs[:, :steps])
-        np.testing.assert_array_equal(drafts.margins[:, :steps], most.margins[:, :steps])
+        for part in ("tokens", "logprobs", "margins"):
+            np.testing.assert_array_equal(getattr(drafts, part)[:, :steps], getattr(most, part)[:, :steps])
         assert (drafts.tokens[:, steps:] == -1).all() and not drafts.logprobs[:, steps:].any()
     assert len(world.engine.pool) == compiled
+    for steps in (0, NODES + 1):
+        with pytest.raises(ValueError, match=f"cannot draft {steps} steps: buckets.max_drafts is 7"):
+            world.engine.draft(world.params, state, steps)
 
 
 def test_each_format_has_a_program_of_its_own():
@@ -155,20 +154,14 @@ def test_margins_are_how_far_the_noise_is_from_another_token():
 def test_the_state_decodes_on_as_if_nothing_had_been_drafted(policy, fmt):
     """Also when everything that was written provisionally is poison."""
     world, drafter = world_of(*policy), quantized(*policy, fmt)
-    for poisoned in (None, 1e4):
-        state = world.state()
-        outputs = [([], []) for _ in world.asked]
+    for poisoned in (False, True):
+        state, outputs = world.state(), [([], []) for _ in world.asked]
         for _ in range(4):
             state, _ = world.engine.draft(drafter, state, NODES)
-            if poisoned is not None:
-                state = poison(state, poisoned)
+            state = poison(state) if poisoned else state
             state, result = world.engine.generate(world.params, state, max_steps=5)
-            for slot, (tokens, logprobs) in enumerate(outputs):
-                tokens += result.tokens[slot].tolist()
-                logprobs += result.logprobs[slot].tolist()
-        for (tokens, logprobs), plain in zip(outputs, world.plain, strict=True):
-            assert tokens == plain[0][:20]
-            assert logprobs == plain[1][:20]
+            take(result, outputs)
+        assert outputs == [(tokens[:20], logprobs[:20]) for tokens, logprobs in world.plain]
 
 
 def test_only_positions_behind_the_committed_ones_change():
@@ -199,13 +192,9 @@ def test_drafts_verified_from_the_device_give_the_bits_of_plain_decoding(policy,
         nodes = (3, NODES)[passes % 2]
         state, drafts = world.engine.draft(drafter, state, nodes)
         state, pending = world.engine.verify(world.params, state, drafts.tree(nodes))
-        result = pending.result()
+        take(pending.result(), emitted)
         passes += 1
-        for slot, (tokens, logprobs) in enumerate(emitted):
-            kept = result.tokens[slot] >= 0
-            tokens += result.tokens[slot][kept].tolist()
-            logprobs += result.logprobs[slot][kept].tolist()
-    assert emitted == [(list(tokens), list(logprobs)) for tokens, logprobs in world.plain]
+    assert emitted == world.plain
     assert passes < max(len(tokens) for tokens, _ in world.plain) / 1.5
 
 
@@ -250,10 +239,3 @@ def test_drafts_of_the_other_rules_have_noise_of_their_own():
     assert not set(map(tuple, folded)) & set(map(tuple, np.asarray(keys)))
     assert len(set(map(tuple, folded))) == 6
     np.testing.assert_array_equal(folded[2:3], draft_keys(keys[2:3]))
-
-
-def test_steps_beyond_the_largest_bucket_are_refused():
-    world = world_of(*POLICIES[0])
-    for steps in (0, NODES + 1):
-        with pytest.raises(ValueError, match=f"cannot draft {steps} steps: buckets.max_drafts is 7"):
-            world.engine.draft(world.params, world.state(), steps)

@@ -11,12 +11,10 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.engine.host_sync import Assignment
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
-from rljax.sampling.noise import request_key
 from tests.engines import (
     CONFIGS,
     LONGEST,
@@ -73,9 +71,7 @@ def lies(truth):
 
 
 @pytest.fixture(
-    scope="module",
-    params=[*POLICIES[:3], pytest.param(POLICIES[3], marks=pytest.mark.long)],
-    ids=" ".join,
+    scope="module", params=[*POLICIES[:3], pytest.param(POLICIES[3], marks=pytest.mark.long)], ids=" ".join
 )
 def world(request):
     return world_of(*request.param)
@@ -143,10 +139,12 @@ def test_caches_that_grow_and_slots_with_gaps():
 
 
 @pytest.mark.accelerator(needed=False)
-def test_a_drafter_that_always_lies_costs_passes_only():
+@pytest.mark.parametrize("drafts", ["lies", "nothing"])
+def test_a_drafter_that_always_lies_or_is_silent_costs_passes_only(drafts):
     world = world_of(*POLICIES[0])
     asked = [dataclasses.replace(each, limit=24) for each in world.asked]
-    emitted = speculate(world.engine, world.params, asked, lies(world.truth), 7, capacity=LONGEST)
+    draft = lies(world.truth) if drafts == "lies" else lambda *_: None
+    emitted = speculate(world.engine, world.params, asked, draft, 7, capacity=LONGEST)
     check_same(emitted.outputs, [(tokens[:24], logprobs[:24]) for tokens, logprobs in world.plain])
     assert emitted.passes == 24 and set(emitted.counts) == {1}
 
@@ -176,52 +174,33 @@ def test_some_nodes_of_some_slots():
     assert sizes == {6, 24} and len(shares) > 3 and max(emitted.counts) > 4
 
 
-@pytest.mark.accelerator(needed=False)
-def test_no_drafts_at_all_is_plain_decoding():
-    world = world_of(*POLICIES[0])
-    asked = [dataclasses.replace(each, limit=12) for each in world.asked]
-    emitted = speculate(world.engine, world.params, asked, lambda *_: None, 7, capacity=LONGEST)
-    check_same(emitted.outputs, [(tokens[:12], logprobs[:12]) for tokens, logprobs in world.plain])
-
-
 @pytest.mark.parametrize("value", [1e4, -3e38, float("nan"), float("inf")])
 def test_what_is_not_committed_is_invisible(world, value):
     """Rejected nodes, old entries and whatever else lies at or behind a slot's length."""
-    asked = [
-        dataclasses.replace(each, limit=limit)
-        for each, limit in zip(world.asked, (280, 9, 9, 9), strict=True)
-    ]
-    emitted = speculate(
-        world.engine, world.params, asked, tangled(world.truth, 3), 7, capacity=LONGEST, poisoned=value
-    )
+    limits = (280, 9, 9, 9)
+    asked = [dataclasses.replace(each, limit=n) for each, n in zip(world.asked, limits, strict=True)]
+    plain = [(tokens[:n], logprobs[:n]) for n, (tokens, logprobs) in zip(limits, world.plain, strict=True)]
+    draft = tangled(world.truth, 3)
     check_same(
-        emitted.outputs, [(t[: e.limit], l[: e.limit]) for e, (t, l) in zip(asked, world.plain, strict=True)]
+        speculate(world.engine, world.params, asked, draft, 7, capacity=LONGEST, poisoned=value).outputs,
+        plain,
     )
 
 
 def test_only_the_accepted_path_is_written():
     """What was poisoned before a pass still is: behind every slot's new length, and all of an idle slot."""
     world = world_of(*POLICIES[0])
-    engine, draft = world.engine, tangled(world.truth)
-    prefix = engine.prefill(world.params, [each.prompt for each in world.asked])
-    slots = [4, 0, 2]
-    state = engine.bulk_insert(
-        prefix,
-        engine.init_state(5, LONGEST),
-        [Assignment(i, slot, world.asked[i].key, 200) for i, slot in enumerate(slots)],
-    )
-    state = poison(state, 1e4)
+    state, draft = poison(world.state([0, 1, 2]), 1e4), tangled(world.truth)
     tree = empty_tree(state.batch, 7)
-    for i, slot in enumerate(slots):
-        draft(DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot]), i, [])
-    state, pending = engine.verify(world.params, state, tree)
+    for slot in range(3):
+        draft(DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot]), slot, [])
+    state, pending = world.engine.verify(world.params, state, tree)
     result = pending.result()
-    assert result.lengths[slots].min() > 0 and (result.tokens >= 0).sum() > 3
+    assert result.lengths[:3].min() > 0 and (result.tokens >= 0).sum() > 3
     for keys, values in zip(state.cache.keys, state.cache.values, strict=True):
         keys = np.asarray(keys).transpose(0, 1, 2, 4, 3).reshape(values.shape)
         for written in (keys, np.asarray(values)):
-            for slot in range(5):
-                length = result.lengths[slot] if slot in slots else 0
+            for slot, length in enumerate([*result.lengths[:3], 0, 0]):
                 assert (written[slot, :, length:] == 1e4).all()
                 assert (np.abs(written[slot, :, :length]) < 1e3).all()
 
@@ -229,22 +208,15 @@ def test_only_the_accepted_path_is_written():
 def test_plain_and_speculative_decoding_take_turns():
     """Either continues from what the other has committed."""
     world = world_of(*POLICIES[0])
-    engine, params = world.engine, world.params
-    prefix = engine.prefill(params, [each.prompt for each in world.asked])
-    state = engine.bulk_insert(
-        prefix,
-        engine.init_state(4, LONGEST),
-        [Assignment(i, i, each.key, each.limit) for i, each in enumerate(world.asked)],
-    )
-    outputs, draft = [([], []) for _ in world.asked], tangled(world.truth)
+    state, outputs, draft = world.state(slots=4), [([], []) for _ in world.asked], tangled(world.truth)
     for turn in range(12):
         if turn % 2:
-            state, result = engine.generate(params, state, 3)
+            state, result = world.engine.generate(world.params, state, 3)
         else:
             tree = empty_tree(state.batch, 7)
             for i in range(4):
                 draft(DraftTree(tree.tokens[i], tree.parents[i], tree.valid[i]), i, outputs[i][0])
-            state, pending = engine.verify(params, state, tree)
+            state, pending = world.engine.verify(world.params, state, tree)
             result = pending.result()
         for i in range(4):
             valid = result.tokens[i] >= 0
@@ -269,10 +241,7 @@ def small_of(sampling=SAMPLING, eos=(), rule="coupled"):
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01),
-    ],
+    [SamplingParams(temperature=0.0), SamplingParams(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01)],
     ids=["greedy", "filtered"],
 )
 def test_sampling_distributions(sampling):
@@ -331,10 +300,9 @@ def test_an_accepted_run_beyond_a_full_cache_waits_for_its_growth(prompt):
     assert first.counts == [min(16, 64 - prompt + 1), 16]
 
 
-def score(engine, params, prompt, tokens):
-    """Log-probabilities of a response, as training computes them."""
-    sequence = np.zeros((1, SMALL.cache[-1]), np.int32)
-    sequence[0, : len(prompt) + len(tokens)] = prompt + tokens
+@functools.lru_cache
+def _scoring(engine):
+    """(params, sequence int32 [1, T]) -> log-probabilities float32 [1, T] of the tokens that follow."""
 
     def logprobs(params, sequence):
         positions = jnp.arange(sequence.shape[1], dtype=jnp.int32)[None]
@@ -347,9 +315,15 @@ def score(engine, params, prompt, tokens):
         logits = transform_logits(logits, engine.sampling, engine.numerics)
         return token_logprobs(logits, jnp.roll(sequence, -1, axis=1), engine.numerics)
 
-    program = jax.jit(logprobs, compiler_options=row_invariant_compiler_options())
+    return jax.jit(logprobs, compiler_options=row_invariant_compiler_options())
+
+
+def score(engine, params, prompt, tokens):
+    """Log-probabilities of a response, as training computes them."""
+    sequence = np.zeros((1, engine.buckets.cache[-1]), np.int32)
+    sequence[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
     first = len(prompt) - 1
-    return np.asarray(program(params, jnp.asarray(sequence)))[0, first : first + len(tokens)].tolist()
+    return np.asarray(_scoring(engine)(params, sequence))[0, first : first + len(tokens)].tolist()
 
 
 @pytest.mark.parametrize("rule", ["target_only", "rejection"])
@@ -378,13 +352,3 @@ def test_nothing_compiles_after_a_first_pass():
         assert len(emitted.outputs[0][0]) == 80
     speculate(engine, params, asked, chain(truth), 7, capacity=ROOM)
     assert len(engine.pool) == compiled
-
-
-def test_every_request_has_its_own_noise():
-    engine, params = small_of()
-    asked = [dataclasses.replace(each, prompt=[3, 4]) for each in ask([2, 2], [20, 20])]
-    emitted = speculate(engine, params, asked, lambda *_: None, 7, capacity=ROOM)
-    assert emitted.outputs[0][0] != emitted.outputs[1][0]
-    same = [dataclasses.replace(each, key=request_key(0, 0)) for each in asked]
-    emitted = speculate(engine, params, same, lambda *_: None, 7, capacity=ROOM)
-    assert emitted.outputs[0] == emitted.outputs[1]

@@ -56,13 +56,9 @@ def test_the_second_process_loads_what_the_first_compiled(tmp_path):
     assert loaded.summary() == "programs: 1 in 0 s, 1 of them from disk; the largest takes 0 MB while it runs"
     np.testing.assert_array_equal(first.x, second.x)
     assert second.label == "a" and extra["sum"] == same["sum"] and same["none"] is None
-
-
-def test_arguments_are_still_donated(tmp_path):
-    run(tmp_path)
     pool, args = ExecutablePool(directory=tmp_path), arguments()
     pool.get("step", step, args, donate_argnums=(0,))(*args)
-    assert args[0].x.is_deleted()
+    assert args[0].x.is_deleted()  # still donated
 
 
 def test_a_program_from_the_cache_of_jax_is_not_kept(tmp_path):
@@ -81,9 +77,11 @@ def test_a_program_from_the_cache_of_jax_is_not_kept(tmp_path):
     assert not programs(tmp_path)
 
 
-def test_without_a_directory_nothing_is_kept(tmp_path):
+def test_without_a_directory_or_a_key_that_means_something_elsewhere_nothing_is_kept(tmp_path):
     run(None)
     assert not list(tmp_path.iterdir())
+    run(tmp_path, key=("step", lambda: None))
+    assert not programs(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["key", "shape", "source"])
@@ -93,11 +91,6 @@ def test_whatever_differs_is_compiled_anew(tmp_path, monkeypatch, change):
         monkeypatch.setattr(stored_programs, "_surroundings", lambda: "other source")
     _, pool = run(tmp_path, "other" if change == "key" else "step", 9 if change == "shape" else 8)
     assert (pool.compilations, pool.loaded) == (1, 0)
-
-
-def test_a_key_that_means_nothing_elsewhere_is_not_kept(tmp_path):
-    run(tmp_path, key=("step", lambda: None))
-    assert not programs(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "not a program"])

@@ -244,16 +244,12 @@ CHAINS = ("nothing", "one", "chain", "deep")
     ],
 )
 def test_emitted_tokens_follow_the_model(rule, params, shape, drafter):
-    parents = SHAPES[shape]
-    params, drafter = PARAMS[params], DRAFTERS[drafter]
-    program = rule_program(rule, params)
-    tokens, logprobs, accepted = decode(
-        lambda state, keys, positions, rng: propose(drafter, parents, state, rng), program
-    )
+    params, nodes = PARAMS[params], len(SHAPES[shape])
+    tokens, logprobs, accepted = decode(trees_of(drafter, shape), rule_program(rule, params))
     assert min(p_values(tokens, params)) > RIGHT
     check_logprobs(tokens, logprobs, params)
-    if parents:  # both answers of the rule were needed
-        assert 0.02 * (params.top_p == 1 or drafter is not DRAFTERS["useless"]) <= accepted[0] < len(parents)
+    if nodes:  # both answers of the rule were needed
+        assert 0.02 * (params.top_p == 1 or drafter != "useless") <= accepted[0] < nodes
 
 
 # -- drafts from a known distribution ----------------------------------------------------------------------
@@ -325,14 +321,12 @@ def test_rejection_of_drawn_drafts_follows_the_model(params, drafter, q, length,
     assert 0.02 < accepted[0] < length
 
 
-def test_rejection_takes_every_draft_of_the_model_itself():
-    make = drawn_chain(Drafter(TABLE), PLAIN, 3)
-    tokens, _, accepted = decode_drawn(make, rule_program("rejection", PLAIN))
-    assert accepted[0] > 2.999
-    assert min(p_values(tokens, PLAIN)) > RIGHT
-
-
 def test_rejection_takes_as_much_as_the_distributions_share():
+    """Of the model itself, everything."""
+    tokens, _, accepted = decode_drawn(
+        drawn_chain(Drafter(TABLE), PLAIN, 3), rule_program("rejection", PLAIN)
+    )
+    assert accepted[0] > 2.999 and min(p_values(tokens, PLAIN)) > RIGHT
     drafter = DRAFTERS["good"]
     _, _, accepted = decode_drawn(drawn_chain(drafter, PLAIN, 1), rule_program("rejection", PLAIN))
     q = np.exp(drafter.logits[0] - np.logaddexp.reduce(drafter.logits[0]))
@@ -403,18 +397,14 @@ def random_shape_trees(drafter, nodes):
 
     def make_tree(state, keys, positions, rng):
         batch = len(state)
-        tokens = np.zeros((batch, nodes), np.int32)
-        parents = np.full((batch, nodes), -1, np.int32)
+        tokens, parents = np.zeros((batch, nodes), np.int32), np.full((batch, nodes), -1, np.int32)
         states = np.zeros((batch, nodes + 1), np.int64)
         states[:, 0] = state
-        rows = np.arange(batch)
         for node in range(nodes):
-            parents[:, node] = (
-                np.where(rng.random(batch) < 0.5, node - 1, rng.integers(-1, node, size=batch))
-                if node
-                else -1
-            )
-            behind = states[rows, parents[:, node] + 1]
+            if node:
+                branch = rng.integers(-1, node, size=batch)
+                parents[:, node] = np.where(rng.random(batch) < 0.5, node - 1, branch)
+            behind = states[np.arange(batch), parents[:, node] + 1]
             noisy = drafter.logits[behind] + rng.gumbel(size=(batch, VOCAB))
             tokens[:, node] = noisy.argmax(axis=1)
             states[:, node + 1] = next_state(behind, tokens[:, node])
@@ -422,6 +412,11 @@ def random_shape_trees(drafter, nodes):
         return DraftTree(tokens=tokens, parents=parents, valid=valid), states
 
     return make_tree
+
+
+def trees_of(drafter, shape):
+    """Trees of one shape by a drafter."""
+    return lambda state, keys, positions, rng: propose(DRAFTERS[drafter], SHAPES[shape], state, rng)
 
 
 @pytest.mark.parametrize("drafter", ["good", "random"])
@@ -438,21 +433,13 @@ def test_coupled_emits_the_tokens_of_plain_sampling(params, nodes, drafter):
     assert max(accepted) > 0
 
 
+@pytest.mark.parametrize("drafter", ["good", "useless"])
 @pytest.mark.parametrize("rule", ["target_only", "rejection"])
-def test_greedy_is_greedy_under_every_rule(rule):
+def test_greedy_is_greedy_under_every_rule(rule, drafter):
     greedy = SamplingParams(temperature=0.0)
-    expected, _ = plain_tokens(greedy, 8)
-    for drafter in ("good", "useless"):
-        tokens, logprobs, _ = decode(
-            lambda state, keys, positions, rng, drafter=drafter: propose(
-                DRAFTERS[drafter], SHAPES["chain"], state, rng
-            ),
-            rule_program(rule, greedy),
-            EXACT,
-            8,
-        )
-        np.testing.assert_array_equal(tokens, expected)
-        np.testing.assert_array_equal(logprobs, np.zeros_like(logprobs))
+    tokens, logprobs, _ = decode(trees_of(drafter, "chain"), rule_program(rule, greedy), EXACT, 8)
+    np.testing.assert_array_equal(tokens, plain_tokens(greedy, 8)[0])
+    np.testing.assert_array_equal(logprobs, np.zeros_like(logprobs))
 
 
 # -- controls: what is almost right and must be told apart -------------------------------------------------
@@ -541,15 +528,12 @@ def argmax_as_sample(everywhere):
     return rule
 
 
-def decode_wrong(rule, drafter="good", length=3):
-    return decode_drawn(drawn_chain(DRAFTERS[drafter], PLAIN, length), wrong_rule(rule))[0]
+def decode_wrong(rule):
+    return decode_drawn(drawn_chain(DRAFTERS["good"], PLAIN, 3), wrong_rule(rule))[0]
 
 
 def decode_wrong_deterministic(rule):
-    def make_tree(state, keys, positions, rng):
-        return propose(DRAFTERS["good"], SHAPES["chain"], state, rng)
-
-    return decode(make_tree, wrong_rule(rule))[0]
+    return decode(trees_of("good", "chain"), wrong_rule(rule))[0]
 
 
 def second(values):
@@ -557,34 +541,39 @@ def second(values):
     return sorted(values)[1]
 
 
-def test_the_controls_can_pass():
-    """With their one fault taken out, the wrong rules below are right ones."""
-    assert min(p_values(decode_wrong(speculative_sampling(1.0)), PLAIN)) > RIGHT
-    assert min(p_values(decode_wrong(prefix_reuse(0.0, False)), PLAIN)) > RIGHT
-    assert min(p_values(decode_wrong_deterministic(target_only(1.0)), PLAIN)) > RIGHT
+CONTROLS = {
+    "rejection with an acceptance threshold": (decode_wrong, speculative_sampling(0.9)),
+    "target_only with an acceptance threshold": (decode_wrong_deterministic, target_only(0.9)),
+    "an argmax as a sample where it was drafted": (decode_wrong_deterministic, argmax_as_sample(False)),
+    "an argmax as a sample everywhere": (decode_wrong_deterministic, argmax_as_sample(True)),
+    "prefix reuse": (decode_wrong, prefix_reuse(1.0, False)),
+    "prefix reuse with lenience": (decode_wrong, prefix_reuse(np.exp(0.5), False)),
+    "stochastic prefix reuse": (decode_wrong, prefix_reuse(1.0, True)),
+    "stochastic prefix reuse with lenience": (decode_wrong, prefix_reuse(np.exp(0.5), True)),
+}
 
 
-def test_control_rejection_with_an_acceptance_threshold_is_noticed():
-    assert second(p_values(decode_wrong(speculative_sampling(0.9)), PLAIN)) < WRONG
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_wrong_rule_is_noticed(control):
+    decode_by, rule = CONTROLS[control]
+    assert second(p_values(decode_by(rule), PLAIN)) < WRONG
 
 
-def test_control_target_only_with_an_acceptance_threshold_is_noticed():
-    assert second(p_values(decode_wrong_deterministic(target_only(0.9)), PLAIN)) < WRONG
-
-
-@pytest.mark.parametrize("leniency", [1.0, np.exp(0.5)])
-@pytest.mark.parametrize("stochastic", [True, False])
-def test_control_prefix_reuse_is_noticed(leniency, stochastic):
-    assert second(p_values(decode_wrong(prefix_reuse(leniency, stochastic)), PLAIN)) < WRONG
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_control_argmax_passed_off_as_a_sample_is_noticed(everywhere):
-    assert second(p_values(decode_wrong_deterministic(argmax_as_sample(everywhere)), PLAIN)) < WRONG
+@pytest.mark.parametrize(
+    ("decode_by", "rule"),
+    [
+        (decode_wrong, speculative_sampling(1.0)),
+        (decode_wrong, prefix_reuse(0.0, False)),
+        (decode_wrong_deterministic, target_only(1.0)),
+    ],
+    ids=["rejection", "prefix reuse", "target_only"],
+)
+def test_with_its_one_fault_taken_out_a_control_passes(decode_by, rule):
+    assert min(p_values(decode_by(rule), PLAIN)) > RIGHT
 
 
 @pytest.mark.parametrize("own_noise", [False, True])
-def test_control_target_only_with_drafts_ranked_under_its_own_noise_is_noticed(own_noise):
+def test_target_only_with_drafts_ranked_under_its_own_noise_is_noticed(own_noise):
     """Drafts that depend on the request's noise are for `coupled` only."""
     parents = SHAPES["chain"]
     vocabulary = np.arange(VOCAB, dtype=np.uint32)[None, None]
@@ -597,18 +586,12 @@ def test_control_target_only_with_drafts_ranked_under_its_own_noise_is_noticed(o
         noise = np.asarray(gumbel(each, positions[:, None] + depth, vocabulary))
         return propose(DRAFTERS["random"], parents, state, rng, noise_ranked=noise)
 
-    tokens = decode(make_tree, rule_program("target_only", PLAIN))[0]
-    if own_noise:
-        assert second(p_values(tokens, PLAIN)) < WRONG
-    else:
-        assert min(p_values(tokens, PLAIN)) > RIGHT
+    values = p_values(decode(make_tree, rule_program("target_only", PLAIN))[0], PLAIN)
+    assert second(values) < WRONG if own_noise else min(values) > RIGHT
 
 
-def test_control_wrong_logprobs_are_noticed():
-    tokens, logprobs, _ = decode(
-        lambda state, keys, positions, rng: propose(DRAFTERS["good"], SHAPES["mixed"], state, rng),
-        rule_program("coupled", PARAMS["top-p"]),
-    )
+def test_wrong_logprobs_are_noticed():
+    tokens, logprobs, _ = decode(trees_of("good", "mixed"), rule_program("coupled", PARAMS["top-p"]))
     with pytest.raises(AssertionError):
         check_logprobs(tokens, logprobs, SamplingParams(top_p=0.85))
     chosen = token_logprobs(jnp.asarray(TABLE[:1]), jnp.asarray(tokens[:1, 0]), NUMERICS)

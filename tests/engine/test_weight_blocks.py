@@ -74,16 +74,14 @@ def test_tokens_and_logprobs_are_those_of_whole_weights():
     for numerics in (whole_numerics, in_blocks):
         engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], decode_steps_per_sync=16)
         loaded = engine.load_params(params)
-        converted = [weight for layer in loaded["layers"] for weight in layer.values()] + [
-            loaded.get("blocked_head")
-        ]
-        count = sum(isinstance(weight, BlockedWeight) for weight in converted)
+        weights = [weight for layer in loaded["layers"] for weight in layer.values()]
+        count = sum(isinstance(each, BlockedWeight) for each in [*weights, loaded.get("blocked_head")])
         assert count == (0 if numerics is whole_numerics else 7 + 1)
         outputs += [decode(engine, loaded, asked[:2], order=[1, 0]), decode(engine, loaded, asked)]
     assert outputs[:2] == outputs[2:]  # of 2 slots, in blocks, and of 8
 
 
-def test_what_is_measured_is_what_is_used(any_size):
+def test_what_is_measured_is_what_is_used(any_size, monkeypatch):
     numerics = exact_numerics(POLICY, "float32", BUCKETS)
     require_exact_blocks(numerics)
     counts = row_counts(BUCKETS)
@@ -91,10 +89,7 @@ def test_what_is_measured_is_what_is_used(any_size):
     assert found == tuple((*shape, max(n for n in counts.products if n <= 32)) for shape in SHAPES)
     assert measured_blocks([(64, 96)], numerics, ProductForm(), [2]) == ()  # 96 are no blocks of 64
     assert measured_blocks(SHAPES, Numerics(compute_dtype="bfloat16"), ProductForm(), [2]) == ()
-
-
-def test_blocks_that_are_no_faster_are_not_used(any_size, monkeypatch):
-    monkeypatch.setattr(weight_blocks, "_GAIN", float("inf"))
+    monkeypatch.setattr(weight_blocks, "_GAIN", float("inf"))  # they are no faster
     assert measured_blocks(SHAPES, Numerics(), ProductForm(), [2, 4, 8]) == ()
 
 

@@ -19,7 +19,7 @@ from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, tangled
 from tests.exactness import check_same
-from tests.kernels.compilation import HOPPER, USUAL_DEVICES, USUAL_TPUS, compile_for
+from tests.kernels.compilation import DEVICES, HOPPER, TPUS, USUAL_DEVICES, compile_for
 
 _BLOCK = 64
 _NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
@@ -83,17 +83,16 @@ _SHAPES = {
     "shape",
     [
         pytest.param(shape, marks=pytest.mark.long if shape in ("nothing", "one node") else ())
-        for shape in _SHAPES
+        for shape in (*_SHAPES, "bfloat16")
     ],
 )
 @pytest.mark.parametrize("implementation", _BACKENDS)
 def test_writes_the_path_and_nothing_else(implementation, shape):
-    _check(implementation, _case(*_SHAPES[shape], dim=_WIDE if implementation == "interpret_tpu" else 64))
-
-
-@pytest.mark.parametrize("implementation", _BACKENDS)
-def test_in_bfloat16_with_wide_heads(implementation):
-    _check(implementation, _case((62, 10), (4, 3), 128, 5, 4, kv_heads=1, dim=128, dtype="bfloat16"))
+    if shape == "bfloat16":
+        case = _case((62, 10), (4, 3), 128, 5, 4, kv_heads=1, dim=128, dtype="bfloat16")
+    else:
+        case = _case(*_SHAPES[shape], dim=_WIDE if implementation == "interpret_tpu" else 64)
+    _check(implementation, case)
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
@@ -114,24 +113,25 @@ def test_on_the_device(policy):
     _check(_NATIVE[jax.default_backend()], case)
 
 
-def test_refusals():
-    with pytest.raises(Refused, match="heads are 64 or 128 wide, not 32"):
-        compaction(*_case((5,), (1,), 64, 2, 2, dim=32), "interpret_gpu")
-    for name in ("interpret_gpu", "interpret_tpu"):
-        with pytest.raises(Refused, match="keys and values are float32 or bfloat16, not float16"):
-            compaction(*_case((5,), (1,), 64, 2, 2, dtype="float16"), name)
-    with pytest.raises(Refused, match="heads are multiples of 128 wide, not 64"):
-        compaction(*_case((5,), (1,), 64, 2, 2), "interpret_tpu")
+@pytest.mark.parametrize(
+    ("implementation", "dim", "dtype", "why"),
+    [
+        ("interpret_gpu", 32, "float32", "heads are 64 or 128 wide, not 32"),
+        ("interpret_gpu", 64, "float16", "keys and values are float32 or bfloat16, not float16"),
+        ("interpret_tpu", 64, "float16", "keys and values are float32 or bfloat16, not float16"),
+        ("interpret_tpu", 64, "float32", "heads are multiples of 128 wide, not 64"),
+    ],
+)
+def test_refusals(implementation, dim, dtype, why):
+    with pytest.raises(Refused, match=why):
+        compaction(*_case((5,), (1,), 64, 2, 2, dim=dim, dtype=dtype), implementation)
 
 
 def _shapes(kv_heads, dim, batch=16, capacity=4096, nodes=16, dtype=jnp.bfloat16):
     def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    cache = (
-        array(batch, kv_heads, capacity // _BLOCK, dim, _BLOCK),
-        array(batch, kv_heads, capacity, dim),
-    )
+    cache = (array(batch, kv_heads, capacity // _BLOCK, dim, _BLOCK), array(batch, kv_heads, capacity, dim))
     slots = array(batch, dtype=jnp.int32)
     entries = array(batch, nodes, kv_heads, dim)
     return (*cache, entries, entries, array(batch, nodes, dtype=jnp.int32), slots, slots)
@@ -146,31 +146,21 @@ def _check_in_place(program, kv_heads, dim):
 
 
 @pytest.mark.parametrize(
-    "policy",
+    ("device", "policy"),
     [
-        pytest.param(name, marks=() if name == "Qwen2.5-7B" else pytest.mark.long)
+        pytest.param(
+            device, name, marks=() if name == "Qwen2.5-7B" and device != TPUS[1] else pytest.mark.long
+        )
+        for device in DEVICES
         for name, (_, dim) in _POLICIES.items()
-        if dim == _WIDE
+        if dim == _WIDE or device == HOPPER
     ],
 )
-@pytest.mark.parametrize("device", USUAL_TPUS)
-def test_compiles_for_tpus_in_place(device, policy):
-    shapes = _shapes(*_POLICIES[policy])
-    _check_in_place(compile_for(device, mosaic_tpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
-    compile_for(device, mosaic_tpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(name, marks=() if name in ("SmolLM2-135M", "Qwen2.5-7B") else pytest.mark.long)
-        for name in _POLICIES
-    ],
-)
-def test_compiles_for_hopper_in_place(policy):
-    shapes = _shapes(*_POLICIES[policy])
-    _check_in_place(compile_for(HOPPER, mosaic_gpu.compaction, *shapes, donate=(0, 1)), *_POLICIES[policy])
-    compile_for(HOPPER, mosaic_gpu.compaction, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
+def test_compiles_in_place(device, policy):
+    kernel = (mosaic_gpu if device == HOPPER else mosaic_tpu).compaction
+    program = compile_for(device, kernel, *_shapes(*_POLICIES[policy]), donate=(0, 1))
+    _check_in_place(program, *_POLICIES[policy])
+    compile_for(device, kernel, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
 
 
 @pytest.mark.parametrize("device", USUAL_DEVICES)

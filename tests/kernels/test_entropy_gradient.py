@@ -1,7 +1,5 @@
 """The entropy's gradient, where it is asked for: against float64, under filters, and refused by kernels."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,25 +17,16 @@ TARGETS = jnp.zeros((2, 5), jnp.int32)
 GRADIENT = jnp.asarray(RNG.normal(size=(2, 5)), jnp.float32)
 
 
-def entropy_sum(hidden, lm_head, sampling, chunk, entropy_gradient=True):
-    _, entropies = token_logprobs(
-        hidden,
-        lm_head,
-        TARGETS,
-        sampling,
-        Numerics(),
-        chunk,
-        implementation="xla",
-        entropy_gradient=entropy_gradient,
-    )
-    return jnp.sum(GRADIENT * entropies), entropies
-
-
 def run(sampling, chunk=1024, entropy_gradient=True):
-    function = functools.partial(
-        entropy_sum, sampling=sampling, chunk=chunk, entropy_gradient=entropy_gradient
-    )
-    (_, entropies), gradients = jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(HIDDEN, LM_HEAD)
+    """The entropies, and the gradients of their weighted sum."""
+    options = {"implementation": "xla", "entropy_gradient": entropy_gradient}
+
+    def weighted(hidden, lm_head):
+        args = hidden, lm_head, TARGETS, sampling, Numerics(), chunk
+        entropies = token_logprobs(*args, **options)[1]
+        return jnp.sum(GRADIENT * entropies), entropies
+
+    (_, entropies), gradients = jax.jit(jax.value_and_grad(weighted, (0, 1), has_aux=True))(HIDDEN, LM_HEAD)
     return entropies, gradients
 
 

@@ -25,11 +25,11 @@ KERNELS = ["interpret_gpu", "interpret_tpu"]
 NATIVE = [pytest.param(name, marks=pytest.mark.accelerator) for name in ("mosaic_gpu", "mosaic_tpu")]
 BACKENDS = ["xla", *KERNELS, *NATIVE]
 LARGE = (12, 9001)  # rows and vocabulary of two tests, which share a program
-FILTERS = {
-    "top-k": SamplingParams(temperature=1.4, top_k=9),
-    "min-p": SamplingParams(min_p=0.05),
-    "all": SamplingParams(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01),
-}
+FILTERS = [
+    SamplingParams(temperature=1.4, top_k=9),
+    SamplingParams(min_p=0.05),
+    SamplingParams(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01),
+]
 
 
 def skip_where_it_does_not_run(implementation):
@@ -88,33 +88,22 @@ def assert_sampled(tokens, logprobs, logits, params, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("batch", "vocab_size", "temperature"),
+    ("batch", "vocab_size", "params"),
     [
-        (1, 5, 0.6),
-        pytest.param(3, 97, 1.0, marks=pytest.mark.long),
-        pytest.param(2, 128, 1.7, marks=pytest.mark.long),
-        (9, 2049, 0.6),
+        (1, 5, SamplingParams(0.6)),
+        pytest.param(3, 97, SamplingParams(), marks=pytest.mark.long),
+        pytest.param(2, 128, SamplingParams(1.7), marks=pytest.mark.long),
+        (9, 2049, SamplingParams(0.6)),
+        # Several tiles, stretches and blocks, with and without a last one that is cut short.
+        *((2, size, SamplingParams()) for size in (3 * 4096, 2 * 8192 + 4, 20_011)),
+        *((5, 1000, params) for params in FILTERS),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_samples_and_logprobs(implementation, batch, vocab_size, temperature):
-    logits, params = normal(batch, vocab_size), SamplingParams(temperature)
+def test_samples_and_logprobs(implementation, batch, vocab_size, params):
+    logits = normal(batch, vocab_size)
     assert_sampled(*computed(implementation, logits, params), logits, params)
-
-
-@pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS)
-@pytest.mark.parametrize("implementation", BACKENDS)
-def test_filters(implementation, params):
-    logits = normal(5, 1000)
-    assert_sampled(*computed(implementation, logits, params), logits, params)
-
-
-@pytest.mark.parametrize("implementation", BACKENDS)
-def test_several_tiles_and_blocks(implementation):
-    """Vocabularies of several tiles, stretches and blocks, with and without a last one that is cut short."""
-    for vocab_size in (3 * 4096, 2 * 8192 + 4, 20_011):
-        logits = normal(2, vocab_size)
-        assert_sampled(*computed(implementation, logits, SamplingParams()), logits, SamplingParams())
 
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", "mosaic_gpu"])
@@ -167,13 +156,12 @@ def test_the_first_of_equals_wins(implementation):
         logits[row, list(pair)] = 1e9
     tokens, logprobs = computed(implementation, logits, SamplingParams())
     np.testing.assert_array_equal(tokens[:5], [min(pair) for pair in equals])
-    np.testing.assert_allclose(
-        logprobs[:5], np.full(5, -np.log(2.0)), atol=64.0
-    )  # the spacing of floats at 1e9
+    spacing = 64.0  # of floats at 1e9
+    np.testing.assert_allclose(logprobs[:5], np.full(5, -np.log(2.0)), atol=spacing)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_greedy(implementation):
+def test_greedy_and_what_is_not_finite(implementation):
     logits = normal(4, 9001)
     logits[0, [5, 8500]] = 90.0
     logits[1, 8999] = np.nan
@@ -181,10 +169,6 @@ def test_greedy(implementation):
     tokens, logprobs = computed(implementation, logits, SamplingParams(temperature=0.0))
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
     np.testing.assert_array_equal(logprobs, np.zeros(4))
-
-
-@pytest.mark.parametrize("implementation", BACKENDS)
-def test_what_is_not_finite(implementation):
     logits = normal(4, 5000)
     logits[0, 3000] = np.nan
     logits[1, [3000, 4900]] = np.inf

@@ -22,10 +22,11 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from tests.kernels.compilation import DEVICES, HOPPER, compile_for
 
-INTERPRETED = ("interpret_gpu", "interpret_tpu")
-KERNELS = {"interpret_gpu": mosaic_gpu, "interpret_tpu": mosaic_tpu}
-NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 SLOW_INTERPRETER = jax.__version_info__ < (0, 11)  # for GPUs: ten times as slow
+SLOW = pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
+INTERPRETED = [pytest.param("interpret_gpu", marks=SLOW), "interpret_tpu"]
+NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+BACKENDS = [*INTERPRETED, pytest.param("native", marks=pytest.mark.accelerator)]
 
 
 def weight_of(outputs, inputs, fmt, seed=0):
@@ -41,7 +42,8 @@ def rows_of(count, inputs, seed=1):
 
 def multiplied(x, weight, implementation):
     """The product in one program, traced anew."""
-    return jax.jit(lambda x, weight: quantized_product(x, weight, implementation))(x, weight)
+    name = NATIVE[jax.default_backend()] if implementation == "native" else implementation
+    return jax.jit(lambda x, weight: quantized_product(x, weight, name))(x, weight)
 
 
 def check(x, weight, implementation, tolerance=1e-6):
@@ -72,31 +74,35 @@ ODD = {
 }
 
 
+def _marks(name, case):
+    """What JAX 0.10 interprets for GPUs in a few seconds, and what the extra tier adds."""
+    if (name, case) == ("interpret_gpu", "w8, whole rows"):
+        return pytest.mark.long  # in as long as twenty cases for TPUs
+    if name == "interpret_gpu" and case in list(SHAPES)[2:]:
+        return SLOW
+    return pytest.mark.accelerator if name == "native" else ()
+
+
 @pytest.mark.parametrize(
     ("implementation", "case"),
     [
-        # The only other one that JAX 0.10 interprets for GPUs, in as long as twenty cases for TPUs.
-        pytest.param(name, case, marks=pytest.mark.long)
-        if (name, case) == ("interpret_gpu", "w8, whole rows")
-        else (name, case)
-        for name in INTERPRETED
+        pytest.param(name, case, marks=_marks(name, case))
+        for name in ("interpret_gpu", "interpret_tpu", "native")
         for case in (*SHAPES, *ODD)
     ],
 )
 def test_against_float64(implementation, case):
     outputs, inputs, rows, fmt = (SHAPES | ODD)[case]
     x, weight = rows_of(rows, inputs), weight_of(outputs, inputs, fmt)
-    if implementation == "interpret_gpu":
-        if case in ODD:
-            with pytest.raises(Refused, match=r"interpret_gpu: (\d+ inputs in groups|\d+ outputs)"):
-                multiplied(x, weight, implementation)
-            return
-        if SLOW_INTERPRETER and case not in list(SHAPES)[:2]:
-            pytest.skip("JAX 0.10 takes too long to interpret it")
+    on_gpu = jax.default_backend() == "gpu" if implementation == "native" else "gpu" in implementation
+    if on_gpu and case in ODD:
+        with pytest.raises(Refused, match=r"_gpu: (\d+ inputs in groups|\d+ outputs)"):
+            multiplied(x, weight, implementation)
+        return
     check(x, weight, implementation)
 
 
-@pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
+@SLOW
 @pytest.mark.parametrize("splits", [1, 4])
 def test_blocks_of_many_steps(splits, monkeypatch):
     """More than are on their way at once, and a last block with fewer."""
@@ -114,8 +120,6 @@ def test_the_reference_against_float64(rows):
 @pytest.mark.parametrize("implementation", INTERPRETED)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zeros_are_optional(implementation, bits):
-    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
-        pytest.skip("JAX 0.10 takes too long to interpret it")
     weight = weight_of(128, 256, WeightFormat(bits, 128))
     zeros = None
     if bits == 8:
@@ -125,39 +129,33 @@ def test_zeros_are_optional(implementation, bits):
     check(rows_of(2, 256), weight.replace(zero=zeros), implementation, tolerance)
 
 
-@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_is_computed_as_if_alone(implementation, bits):
-    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
-        pytest.skip("JAX 0.10 takes too long to interpret it")
-    weight = weight_of(136, 256, WeightFormat(bits, 128 if bits == 4 else 0))
-    x = rows_of(13, 256)  # a CPU's own product of more rows than 16 is not row-invariant; see natively below
+    size = 3584 if implementation == "native" else 256
+    weight = weight_of(size, size, WeightFormat(bits, 128 if bits == 4 else 0))
+    # A CPU's own product of more rows than 16 is not row-invariant.
+    x = rows_of(64 if implementation == "native" else 13, size)
     together = np.asarray(multiplied(x, weight, implementation))
-    for row in (0, 12):
-        alone = np.asarray(multiplied(x[row : row + 1], weight, implementation))
-        np.testing.assert_array_equal(alone[0], together[row])
+    for rows in [slice(0, 1), slice(12, 13), *(slice(0, n) for n in (2, 8, 9, 16, 33) if n < len(x))]:
+        np.testing.assert_array_equal(multiplied(x[rows], weight, implementation), together[rows])
+    if implementation == "native":
+        check(x, weight, implementation, 4e-6)
 
 
 @pytest.mark.parametrize("implementation", INTERPRETED)
-def test_a_row_that_is_not_a_number_stays_alone(implementation):
-    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
-        pytest.skip("JAX 0.10 takes too long to interpret it")
-    weight, x = weight_of(128, 256, WeightFormat(4, 128)), rows_of(3, 256)
+def test_what_is_not_a_number_stays_in_its_row_or_output(implementation):
+    """Also where blocks reach beyond the matrix, and padding beyond the groups."""
+    weight, x = weight_of(136, 256, WeightFormat(4, 128)), rows_of(3, 256)
     y = np.asarray(multiplied(x.at[1].set(jnp.nan), weight, implementation))
     assert np.isnan(y[1]).all()
     np.testing.assert_array_equal(y[[0, 2]], np.asarray(multiplied(x, weight, implementation))[[0, 2]])
-
-
-def test_a_group_that_is_not_a_number_stays_in_its_output():
-    """Also where blocks reach beyond the matrix, and padding beyond the groups."""
-    weight, x = weight_of(136, 256, WeightFormat(4, 128)), rows_of(3, 256)
     broken = weight.replace(scale=weight.scale.at[135, 1].set(jnp.nan))
-    for implementation in INTERPRETED[SLOW_INTERPRETER:]:
-        y = np.asarray(multiplied(x, broken, implementation))
-        assert np.isnan(y[:, 135]).all() and np.isfinite(y[:, :135]).all()
+    y = np.asarray(multiplied(x, broken, implementation))
+    assert np.isnan(y[:, 135]).all() and np.isfinite(y[:, :135]).all()
 
 
-@pytest.mark.parametrize("implementation", INTERPRETED)
+@pytest.mark.parametrize("implementation", ["interpret_gpu", "interpret_tpu"])
 @pytest.mark.parametrize(
     ("fmt", "rows", "dtype", "why"),
     [
@@ -234,33 +232,6 @@ def test_compiles_for_real_policies(device, bits, rows):
             assert not [line for line in touching if not any(word in line for word in allowed)]
 
 
-# -- natively ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.accelerator
-@pytest.mark.parametrize("case", [*SHAPES, *ODD])
-def test_natively_against_float64(case):
-    name = NATIVE[jax.default_backend()]
-    outputs, inputs, rows, fmt = (SHAPES | ODD)[case]
-    x, weight = rows_of(rows, inputs), weight_of(outputs, inputs, fmt)
-    try:
-        check(x, weight, name)
-    except Refused:
-        assert case in ODD
-
-
-@pytest.mark.accelerator
-@pytest.mark.parametrize("bits", [4, 8])
-def test_natively_a_row_is_computed_as_if_alone(bits):
-    name = NATIVE[jax.default_backend()]
-    weight = weight_of(3584, 3584, WeightFormat(bits, 128 if bits == 4 else 0))
-    x = rows_of(64, 3584)
-    check(x, weight, name, 4e-6)
-    together = np.asarray(multiplied(x, weight, name))
-    for rows in (1, 2, 8, 9, 16, 33):
-        np.testing.assert_array_equal(multiplied(x[:rows], weight, name), together[:rows])
-
-
 # -- in the engine -----------------------------------------------------------------------------------------
 
 POLICY = ModelConfig("llama", 96, 128, 1, 2, 2, 64, 192)
@@ -281,20 +252,10 @@ def drafted(implementation):
     return np.asarray(drafts.tokens), np.asarray(drafts.margins), str(jax.tree.structure(weights))
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        "interpret_gpu",
-        "interpret_tpu",
-        pytest.param("native", marks=pytest.mark.accelerator),
-    ],
-)
+@pytest.mark.parametrize("implementation", BACKENDS)
 def test_a_drafter_drafts_the_same_with_a_kernel(implementation):
-    if implementation == "interpret_gpu" and SLOW_INTERPRETER:
-        pytest.skip("JAX 0.10 takes too long to interpret it")
-    if implementation == "native":
-        implementation = NATIVE[jax.default_backend()]
     tokens, margins, structure = drafted("xla")
+    implementation = NATIVE[jax.default_backend()] if implementation == "native" else implementation
     ours, our_margins, our_structure = drafted(implementation)
     np.testing.assert_array_equal(ours, tokens)
     np.testing.assert_allclose(our_margins, margins, atol=0.05)  # weights are not rounded to bfloat16

@@ -50,31 +50,18 @@ def skip_where_it_does_not_run(implementation):
         pytest.skip(str(refusal))
 
 
-def computed(
-    implementation,
-    hidden,
-    lm_head,
-    targets,
-    gradient,
-    sampling=SamplingParams(),  # noqa: B008
-    used_rows=None,
-):
+def computed(implementation, hidden, lm_head, targets, gradient, sampling=None, used_rows=None):
     """(logprobs, entropies, d hidden, d lm_head); skips where the backend does not run."""
     skip_where_it_does_not_run(implementation)
+    sampling, others = (
+        sampling or SamplingParams(),
+        {"implementation": implementation, "used_rows": used_rows},
+    )
 
     def loss(hidden, lm_head):
-        logprobs, entropies = token_logprobs(
-            hidden,
-            lm_head,
-            targets,
-            sampling,
-            NUMERICS,
-            64,
-            implementation=implementation,
-            used_rows=used_rows,
-        )
+        outputs = token_logprobs(hidden, lm_head, targets, sampling, NUMERICS, 64, **others)
         # The entropy carries no gradient, so that this adds nothing.
-        return jnp.sum(logprobs * gradient) + jnp.sum(entropies), (logprobs, entropies)
+        return jnp.sum(outputs[0] * gradient) + jnp.sum(outputs[1]), outputs
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
     (_, outputs), gradients = run(hidden, lm_head)
@@ -112,14 +99,17 @@ def padded(lm_head, rows):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [((1, 2), 300, 0, 1.0, 576), ((2, 30), 400, 112, 0.7, 128)],
-    ids=["1x2 of 300", "2x30 of 400 in 512 rows"],
+    ("shape", "vocab_size", "padding", "temperature", "width", "dtype"),
+    [
+        ((1, 2), 300, 0, 1.0, 576, "float32"),
+        ((2, 30), 400, 112, 0.7, 128, "float32"),
+        ((1, 40), 300, 0, 1.0, 128, "bfloat16"),
+    ],
+    ids=["1x2 of 300", "2x30 of 400 in 512 rows", "an LM head in bfloat16"],
 )
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_values_and_gradients(implementation, case):
-    shape, vocab_size, padding, temperature, width = case
-    hidden, lm_head, *others = arguments(shape, vocab_size, width)
+def test_values_and_gradients(implementation, shape, vocab_size, padding, temperature, width, dtype):
+    hidden, lm_head, *others = arguments(shape, vocab_size, width, dtype=dtype)
     args = (hidden, padded(lm_head, padding), *others)
     found = computed(implementation, *args, SamplingParams(temperature), vocab_size)
     *values, d_head = expected(hidden, lm_head, *others, temperature)
@@ -165,12 +155,6 @@ def test_several_chunks_of_the_vocabulary(implementation, monkeypatch):
     monkeypatch.setattr(passes, "_CHUNK_ENTRIES", 1)
     monkeypatch.setattr(passes, "_CHUNK_STEP", 256)
     args = arguments((1, 7), 2 * 256 + 77)
-    assert_close(computed(implementation, *args), expected(*args))
-
-
-@pytest.mark.parametrize("implementation", BACKENDS)
-def test_an_lm_head_in_bfloat16(implementation):
-    args = arguments((1, 40), 300, dtype=jnp.bfloat16)
     assert_close(computed(implementation, *args), expected(*args))
 
 
@@ -229,16 +213,8 @@ def scored(implementation):
     """Logprobs of packed responses and the gradient of their sum, as training computes them."""
     rng = np.random.default_rng(0)
     lengths = [30, 25, 20]
-    sequences = [
-        TrainingSequence(
-            prompt_ids=rng.integers(0, 301, 3),
-            response_ids=rng.integers(0, 301, length - 3),
-            rollout_logprobs=None,
-            advantage=0.0,
-            weight=1.0,
-        )
-        for length in lengths
-    ]
+    tokens = lambda count: rng.integers(0, 301, count)  # noqa: E731
+    sequences = [TrainingSequence(tokens(3), tokens(length - 3), None, 0.0, 1.0) for length in lengths]
     packing = pack_sequences(lengths, 64)
     batch = build_batch(sequences, packing, range(packing.num_rows))
     numerics = Numerics(compute_dtype="bfloat16", kernels=KernelChoice(token_logprobs=implementation))

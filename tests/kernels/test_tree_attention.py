@@ -115,18 +115,20 @@ _SHAPES = {
 _TOLERANCE = {"float32": 1e-6, "bfloat16": 4e-3}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [
-        *(("float32", shape) for shape in _SHAPES),
-        ("bfloat16", "grouped heads"),
-        *(
-            pytest.param("bfloat16", shape, marks=pytest.mark.long)
-            for shape in ("several chunks", "wide heads")
-        ),
-    ],
-)
-@pytest.mark.parametrize("implementation", ["xla", "interpret_tpu"])
+def _cases():
+    """GPUs' kernels take bfloat16 alone."""
+    usual = {("float32", shape) for shape in _SHAPES} | {("bfloat16", "grouped heads")}
+    others = {("bfloat16", shape) for shape in ("several chunks", "wide heads")}
+    for dtype, shape in sorted(usual | others):
+        for implementation in ("xla", "interpret_tpu"):
+            marks = pytest.mark.long if (dtype, shape) in others else ()
+            yield pytest.param(implementation, dtype, shape, marks=marks)
+    for shape in _SHAPES:
+        marks = pytest.mark.long if shape in ("full", "grouped heads") else ()
+        yield pytest.param("interpret_gpu", "bfloat16", shape, marks=marks)
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "shape"), _cases())
 def test_against_float64(implementation, dtype, shape):
     case = _case(*_SHAPES[shape], dtype=dtype)
     if implementation == "xla":  # its contract: finite numbers everywhere
@@ -134,25 +136,12 @@ def test_against_float64(implementation, dtype, shape):
     assert _relative_error(_run(implementation, case), _expected(*case)) < _TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.long if shape in ("full", "grouped heads") else ())
-        for shape in _SHAPES
-    ],
-)
-def test_gpu_against_float64(shape):
-    case = _case(*_SHAPES[shape], dtype="bfloat16")
-    assert _relative_error(_run("interpret_gpu", case), _expected(*case)) < _TOLERANCE["bfloat16"]
-
-
 @pytest.mark.accelerator
 @pytest.mark.parametrize("policy", ["Qwen2.5-0.5B", "Qwen2.5-7B"])
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_on_the_device(policy, nodes):
     case = _case((0, 700, 1024, 3000), 4096, nodes, *_POLICIES[policy], dtype="bfloat16")
-    got = _run("native", case)
-    assert _relative_error(got, _expected(*case)) < _TOLERANCE["bfloat16"]
+    assert _relative_error(_run("native", case), _expected(*case)) < _TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("implementation", ["xla", *_KERNELS])
@@ -204,16 +193,17 @@ def test_a_tpu_fetches_no_chunk_behind_the_length():
     assert fetches <= kv_heads * sum(max(-(-length // chunk), 1) for length in lengths) + 1
 
 
-def test_refusals():
-    case = _case((5,), 64, 2, 2, 1, 64)
-    with pytest.raises(Refused, match="keys and values are bfloat16, not float32 and float32"):
-        _run("interpret_gpu", case)
-    case = _case((5,), 64, 2, 2, 1, 32, dtype="bfloat16")
-    with pytest.raises(Refused, match="heads are 64 or 128 wide, not 32"):
-        _run("interpret_gpu", case)
-    case = _case((5,), 64, 2, 2, 1, 32, dtype="float16")
-    with pytest.raises(Refused, match="keys and values are float32 or bfloat16, not float16"):
-        _run("interpret_tpu", case)
+@pytest.mark.parametrize(
+    ("implementation", "dim", "dtype", "why"),
+    [
+        ("interpret_gpu", 64, "float32", "keys and values are bfloat16, not float32 and float32"),
+        ("interpret_gpu", 32, "bfloat16", "heads are 64 or 128 wide, not 32"),
+        ("interpret_tpu", 32, "float16", "keys and values are float32 or bfloat16, not float16"),
+    ],
+)
+def test_refusals(implementation, dim, dtype, why):
+    with pytest.raises(Refused, match=why):
+        _run(implementation, _case((5,), 64, 2, 2, 1, dim, dtype=dtype))
 
 
 @functools.lru_cache
@@ -225,32 +215,26 @@ def _decoded(implementation, dtype):
     params = engine.load_params(lively_params(config))
     asked = ask([5, 60], [7, 6])
     plain = decode(engine, params, asked, capacity=128)
-    if implementation == "xla":
-        drafts = tangled([tokens for tokens, _ in plain])
-    else:
-        drafts = tangled([tokens for tokens, _ in _decoded("xla", dtype)[0]])
+    truth = plain if implementation == "xla" else _decoded("xla", dtype)[0]
+    drafts = tangled([tokens for tokens, _ in truth])
     return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
 
 
-def _check_decoded(implementation, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "tolerance"),
+    [
+        ("interpret_tpu", "float32", 1e-4),
+        # Where the sums are rounded: more tokens would sooner or later bring a near tie.
+        ("interpret_gpu", "bfloat16", 0.1),
+        pytest.param("native", "bfloat16", 0.1, marks=pytest.mark.accelerator),
+    ],
+)
+def test_the_engine_with_kernels(implementation, dtype, tolerance, monkeypatch):
+    if implementation == "interpret_gpu":
+        monkeypatch.setattr(kv_cache, "cache_dtype", lambda numerics: numerics.dtype)
     expected = _decoded("xla", dtype)[0]
-    for outputs in _decoded(implementation, dtype):
+    for outputs in _decoded(_named(implementation), dtype):
         check_same(outputs, expected, tolerance)
-
-
-def test_the_engine_with_tpu_kernels():
-    _check_decoded("interpret_tpu", "float32", 1e-4)
-
-
-def test_the_engine_with_gpu_kernels(monkeypatch):
-    """In bfloat16, where the sums are rounded: more tokens would sooner or later bring a near tie."""
-    monkeypatch.setattr(kv_cache, "cache_dtype", lambda numerics: numerics.dtype)
-    _check_decoded("interpret_gpu", "bfloat16", 0.1)
-
-
-@pytest.mark.accelerator
-def test_the_engine_on_the_device():
-    _check_decoded(_named("native"), "bfloat16", 0.1)
 
 
 def _shapes(heads, kv_heads, dim, batch, capacity, nodes, dtype=jnp.bfloat16):

@@ -40,18 +40,15 @@ def test_every_packing_keeps_the_rules(problem):
     for length, row, start in zip(lengths, packing.row, packing.start, strict=True):
         assert start >= 0 and start + length <= pack_length
         taken[row, start : start + length] += 1
-        if length <= chunk:
-            assert start // chunk == (start + length - 1) // chunk, (
-                "a short sequence crosses a chunk boundary"
-            )
-        else:
-            assert start % chunk == 0, "a long sequence does not start at a chunk boundary"
+        if length <= chunk:  # a short sequence crosses no chunk boundary
+            assert start // chunk == (start + length - 1) // chunk
+        else:  # a long one starts at one
+            assert start % chunk == 0
     assert taken.max(initial=0) <= 1, "overlap"
     assert taken.sum() == sum(lengths)
     assert np.all(taken.any(axis=1)), "an empty row is counted"
-    assert packing.padding_fraction() == pytest.approx(
-        1 - sum(lengths) / max(taken.size, 1) if lengths else 0
-    )
+    expected = 1 - sum(lengths) / max(taken.size, 1) if lengths else 0
+    assert packing.padding_fraction() == pytest.approx(expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,27 +58,18 @@ def test_batches_round_trip(problem, seed, microbatching):
     rng = np.random.default_rng(seed)
     sequences = []
     for length in lengths:
-        num_prompt = int(rng.integers(1, length + 1))
-        num_response = length - num_prompt
-        sequences.append(
-            TrainingSequence(
-                prompt_ids=rng.integers(1, 1000, num_prompt),
-                response_ids=rng.integers(1, 1000, num_response),
-                rollout_logprobs=rng.normal(size=num_response).astype(np.float32),
-                advantage=float(np.float32(rng.normal())),
-                weight=float(np.float32(rng.uniform(0.1, 1))),
-            )
-        )
+        prompt, response = np.split(rng.integers(1, 1000, length), [int(rng.integers(1, length + 1))])
+        logprobs = rng.normal(size=len(response)).astype(np.float32)
+        advantage, weight = np.float32(rng.normal()), np.float32(rng.uniform(0.1, 1))
+        sequences.append(TrainingSequence(prompt, response, logprobs, float(advantage), float(weight)))
     packing = pack_sequences(lengths, pack_length, chunk)
     microbatches = packing.microbatches(*microbatching)
     batches = [build_batch(sequences, packing, rows) for rows in microbatches]
     if not batches:
         assert not lengths
         return
-    batch = jax.tree.map(
-        lambda *parts: np.concatenate(parts), *batches
-    )  # micro-batches in order are all rows in order
-
+    # Micro-batches in order are all rows in order.
+    batch = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     for i, sequence in enumerate(sequences):
         where = np.s_[packing.row[i], packing.start[i] : packing.start[i] + lengths[i]]
         ids = np.concatenate([sequence.prompt_ids, sequence.response_ids])
@@ -90,9 +78,8 @@ def test_batches_round_trip(problem, seed, microbatching):
         np.testing.assert_array_equal(batch.targets[where][:-1], ids[1:])
         segment = batch.segment_ids[where][0]
         assert segment > 0
-        assert (
-            np.sum(batch.segment_ids[packing.row[i]] == segment) == lengths[i]
-        )  # nobody else in the row has the id
+        # Nobody else in the row has the id.
+        assert np.sum(batch.segment_ids[packing.row[i]] == segment) == lengths[i]
         mask = batch.response_mask[where]
         assert not mask[-1]
         np.testing.assert_array_equal(batch.targets[where][mask], sequence.response_ids)
@@ -124,9 +111,7 @@ def test_a_batch_by_hand():
     np.testing.assert_array_equal(batch.rollout_logprobs[0], np.float32([0, -0.1, -0.2, -0.3, 0, 0, 0, 0]))
     np.testing.assert_array_equal(batch.advantages[0], np.float32([0, 2, 2, 2, 0, -1, 0, 0]))
     np.testing.assert_array_equal(batch.weights[0], np.float32([0, 0.25, 0.25, 0.25, 0, 0.5, 0, 0]))
-    assert not any(
-        np.any(field[1]) for field in jax.tree.leaves(batch)
-    )  # the row that nothing was packed into
+    assert not any(np.any(field[1]) for field in jax.tree.leaves(batch))  # nothing was packed into it
     assert {field.dtype.name for field in jax.tree.leaves(batch)} == {"int32", "float32", "bool"}
 
 
@@ -141,9 +126,7 @@ def test_micro_batches_leave_hardly_a_row_empty():
     assert packing.microbatches(4) == [range(4), range(4, 8), range(8, 10)]
     assert packing.microbatches(6) == [range(6), range(6, 9), range(9, 10)]
     assert packing.microbatches(4, row_multiple=4) == [range(4), range(4, 8), range(8, 12)]
-    with target.tracing_for(
-        None, 1, "gpu"
-    ):  # of every other size, so that half as many programs are compiled
+    with target.tracing_for(None, 1, "gpu"):  # every other size, so that half as many programs are compiled
         assert packing.microbatches(4) == [range(4), range(4, 8), range(8, 9), range(9, 10)]
         assert microbatch_sizes(8) == [8, 2]
         assert packing.microbatches(8) == [range(8), range(8, 10)]
@@ -165,42 +148,36 @@ def test_padding_of_a_long_tail_is_small(pack_length):
     assert max(fractions) < 0.1
 
 
-def test_a_sequence_longer_than_a_row_is_the_users_to_mend():
-    with pytest.raises(UserError, match=r"training\.pack_length: 512 is less than a sequence of 513 tokens"):
-        pack_sequences([3, 513], 512)
+GOOD = TrainingSequence([1], [2], [0.0], 0.0, 1.0)
 
 
-def test_bad_sequences_are_named():
-    good = TrainingSequence([1], [2], [0.0], 0.0, 1.0)
-    packing = pack_sequences([2], 8, chunk=8)
-    with pytest.raises(ValueError, match="2 sequences"):
-        build_batch([good, good], packing, range(1))
-    with pytest.raises(ValueError, match="sequence 0: 3 tokens"):
-        build_batch([TrainingSequence([1], [2, 3], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
-    with pytest.raises(ValueError, match="sequence 0: the prompt is empty"):
-        build_batch([TrainingSequence([], [2, 3], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
-    with pytest.raises(ValueError, match="sequence 0: 2 rollout_logprobs for 1"):
-        build_batch([TrainingSequence([1], [2], [0.0, 0.0], 0.0, 1.0)], packing, range(1))
+@pytest.mark.parametrize(
+    ("sequences", "message"),
+    [
+        ([GOOD, GOOD], "2 sequences"),
+        ([TrainingSequence([1], [2, 3], [0.0, 0.0], 0.0, 1.0)], "sequence 0: 3 tokens"),
+        ([TrainingSequence([], [2, 3], [0.0, 0.0], 0.0, 1.0)], "sequence 0: the prompt is empty"),
+        ([TrainingSequence([1], [2], [0.0, 0.0], 0.0, 1.0)], "sequence 0: 2 rollout_logprobs for 1"),
+    ],
+)
+def test_bad_sequences_are_named(sequences, message):
+    with pytest.raises(ValueError, match=message):
+        build_batch(sequences, pack_sequences([2], 8, chunk=8), range(1))
+
+
+def test_impossible_lengths_are_named():
+    """One that is longer than a row is the user's to mend."""
     with pytest.raises(ValueError, match="at least 1"):
         pack_sequences([2, 0], 8)
+    with pytest.raises(UserError, match=r"training\.pack_length: 512 is less than a sequence of 513 tokens"):
+        pack_sequences([3, 513], 512)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bits are promised on a CPU only")
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype):
     """What the packing rules are for. Rows of 512 with one sequence from position 0 stand for the decoder."""
-    config = ModelConfig(
-        architecture="qwen3",
-        vocab_size=64,
-        hidden_size=128,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        mlp_size=256,
-        tie_embeddings=True,
-        qk_norm=True,
-    )
+    config = ModelConfig("qwen3", 64, 128, 1, 4, 2, 32, 256, tie_embeddings=True, qk_norm=True)
     params = jax.tree.map(jnp.asarray, init_params(config, 0))
     numerics = Numerics(row_invariant=True, compute_dtype=compute_dtype)
     rope = jnp.asarray(rope_table(config, 768))

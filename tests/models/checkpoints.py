@@ -97,10 +97,7 @@ VOCAB_SIZE = 320
 
 
 def write_tokenizer(
-    directory: str | Path,
-    style: str = "qwen",
-    template_file: bool = False,
-    more_special: Sequence[str] = (),
+    directory: str | Path, style: str = "qwen", template_file: bool = False, more_special: Sequence[str] = ()
 ) -> None:
     """Writes tokenizer.json and tokenizer_config.json of a byte-level BPE with about 300 tokens.
 

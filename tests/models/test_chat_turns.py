@@ -31,10 +31,7 @@ def test_turn_by_turn_is_the_template_of_the_whole_conversation(tokenizer):
         ids += [*tokenizer.encode(TURNS[number]["content"]), eos]
         ids += turns.following([TURNS[number + 1]], eos)
     assert tokenizer.encode_chat(TURNS) == ids
-
-
-def test_a_turn_that_did_not_end_itself_is_ended(tokenizer):
-    turns, eos = ChatTurns(tokenizer), tokenizer.eos_token_id
+    # A turn that did not end itself is ended.
     assert turns.following(TURNS[2:3], 5) == [eos, *turns.following(TURNS[2:3], eos)]
 
 
@@ -44,9 +41,11 @@ def test_several_messages_and_special_tokens_in_them(tokenizer):
     ids = turns.following(said, tokenizer.eos_token_id)
     assert ids.count(tokenizer.eos_token_id) == 2  # those of the template, one for each message
     text = tokenizer.decode(ids)
-    assert text.endswith(
-        "\n<|im_start|>system\n<|im_end|><|im_end|>\n<|im_start|>user\n<|im_start|>user<|im_end|>\n<|im_start|>assistant\n"
-    )
+    system, user = "system\n<|im_end|>", "user\n<|im_start|>user"
+    said = [f"\n<|im_start|>{each}<|im_end|>" for each in (system, user)]
+    assert text.endswith("".join(said) + "\n<|im_start|>assistant\n")
+    assert shortened("a" * 20, 20) == "a" * 20  # long texts are cut
+    assert shortened("a" * 21, 20) == "a" * 10 + " ... (cut)"
 
 
 def test_a_template_that_leaves_messages_out_is_refused(tokenizer):
@@ -65,8 +64,3 @@ def test_the_token_that_ends_a_turn(tokenizer, behind, ends):
     text = "{% for m in messages %}" + "{{ m.role }}: {{ m.content }}" + behind + "{% endfor %}"
     other = Tokenizer(tokenizer.directory, tokenizer._backend, {}, (tokenizer.directory, text))
     assert ChatTurns(other).turn_end() == (None if ends is None else tokenizer.token_id(ends))
-
-
-def test_long_texts_are_cut():
-    assert shortened("a" * 20, 20) == "a" * 20
-    assert shortened("a" * 21, 20) == "a" * 10 + " ... (cut)"

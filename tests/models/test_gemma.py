@@ -2,8 +2,6 @@
 are those of transformers is tested with all other checkpoints (`test_huggingface.py`).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,27 +62,26 @@ def test_trained_logprobs_are_those_of_decoding(world):
     ]
     packing = pack_sequences([sequence.length for sequence in sequences], 2 * LONGEST)
     batch = build_batch(sequences, packing, range(packing.num_rows))
-    score = functools.partial(
-        score_packed,
-        config=CONFIG,
-        rope=jnp.asarray(rope_table(CONFIG, 2 * LONGEST)),
-        numerics=engine.numerics,
-        sampling=SAMPLING,
-    )
-    arguments = weights(), batch
-    program = jax.jit(lambda params, batch: score(params, batch=batch)[0]).lower(*arguments)
-    logprobs = program.compile(row_invariant_compiler_options())(*arguments)
+    rope = jnp.asarray(rope_table(CONFIG, 2 * LONGEST))
+
+    def score(params, batch):
+        return score_packed(params, CONFIG, batch, rope, engine.numerics, SAMPLING)[0]
+
+    options = row_invariant_compiler_options()
+    logprobs = jax.jit(score, compiler_options=options)(weights(), batch)
     mask = np.asarray(batch.response_mask)
     assert mask.sum() == sum(len(tokens) for tokens, _ in together)
     np.testing.assert_array_equal(np.asarray(logprobs)[mask], np.asarray(batch.rollout_logprobs)[mask])
 
 
-def test_sequences_are_no_longer_than_the_window(tmp_path):
+def test_sequences_are_no_longer_than_the_window_and_it_does_not_grow(tmp_path):
     make_checkpoint(tmp_path / "made", "gemma3", sliding_window=96)
     config = load_model_config(tmp_path / "made")
     assert config.max_positions == 96 and config.gemma.trained_positions == 512
     assert config.gemma.local_layers == (True, False)
     assert (config.rope_theta, config.gemma.local_rope_theta) == (1e6, 1e4)
+    with pytest.raises(ValueError, match="a Gemma cannot grow"):
+        grow(lively_params(CONFIG), CONFIG, 96, 160, 2, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +96,3 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
     make_checkpoint(tmp_path / "made", "gemma3", **changes)
     with pytest.raises(CheckpointError, match=message):
         load_model_config(tmp_path / "made")
-
-
-def test_it_does_not_grow():
-    with pytest.raises(ValueError, match="a Gemma cannot grow"):
-        grow(lively_params(CONFIG), CONFIG, 96, 160, 2, seed=0)

@@ -83,12 +83,10 @@ def write_gguf(source, path, changes=None, extra=(), split=None, pieces=None):
             if config.architecture == "llama" and key in ("q", "k"):  # rotary pairs side by side
                 heads = config.num_heads if key == "q" else config.num_kv_heads
                 rows, inputs = values.shape
-                values = (
-                    values.reshape(heads, 2, rows // heads // 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
-                )
-            writer.add_tensor(
-                f"blk.{number}.{name}.{'bias' if bias == 'bias' else 'weight'}", np.ascontiguousarray(values)
-            )
+                pairs = values.reshape(heads, 2, rows // heads // 2, inputs).swapaxes(1, 2)
+                values = pairs.reshape(rows, inputs)
+            kind = "bias" if bias == "bias" else "weight"
+            writer.add_tensor(f"blk.{number}.{name}.{kind}", np.ascontiguousarray(values))
     for key, name in (("embed", "token_embd"), ("final_norm", "output_norm"), ("lm_head", "output")):
         if key in params:
             more = config.gemma is not None and key == "final_norm"
@@ -126,6 +124,9 @@ def _write_tokenizer(writer, source, rows, split):
 
 
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("  ", -1000.0, 4)]
+PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+JOINED = "_t he _the in an hen then _and er re here _ t h e n r i a d + 1".replace("_", "\u2581").split()
+PIECES += [(piece, -float(rank), 1) for rank, piece in enumerate(JOINED)]
 PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
 PIECES += [
     (piece, -float(rank), 1)
@@ -228,16 +229,13 @@ def test_a_file_becomes_what_it_was(tmp_path, kind):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        (
-            {"general.architecture": "gemma2"},
-            "general.architecture is gemma2; supported: llama, qwen2, qwen3, gemma3",
-        ),
-        ({"qwen2.rope.scaling.type": "yarn"}, "qwen2.rope.scaling.type is yarn; supported: none"),
-        ({"qwen2.attention.sliding_window": 64}, "qwen2.attention.sliding_window is 64; supported: 0"),
-        ({"qwen2.rope.dimension_count": 8}, "qwen2.rope.dimension_count is 8; supported: 16"),
-        ({"split.count": 2}, "split.count is 2; supported: 0, 1"),
-        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is tekken; supported: gpt-2, smollm, qwen2, "),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; supported: gpt2, llama"),
+        ({"general.architecture": "gemma2"}, " is gemma2; supported: llama, qwen2, qwen3, gemma3"),
+        ({"qwen2.rope.scaling.type": "yarn"}, " is yarn; supported: none"),
+        ({"qwen2.attention.sliding_window": 64}, " is 64; supported: 0"),
+        ({"qwen2.rope.dimension_count": 8}, " is 8; supported: 16"),
+        ({"split.count": 2}, " is 2; supported: 0, 1"),
+        ({"tokenizer.ggml.pre": "tekken"}, " is tekken; supported: gpt-2, smollm, qwen2, "),
+        ({"tokenizer.ggml.model": "t5"}, " is t5; supported: gpt2, llama"),
     ],
 )
 def test_what_is_not_supported_is_one_line(tmp_path, source, capsys, monkeypatch, changes, error):
@@ -245,8 +243,8 @@ def test_what_is_not_supported_is_one_line(tmp_path, source, capsys, monkeypatch
     write_gguf(source, tmp_path / "model.gguf", changes)
     assert main(["import", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path / 'model.gguf'}: {error}") and said.count("\n") == 1
-    assert not (tmp_path / "made").exists()
+    assert said.startswith(f"error: {tmp_path / 'model.gguf'}: {next(iter(changes))}{error}")
+    assert said.count("\n") == 1 and not (tmp_path / "made").exists()
 
 
 def _replacing(changes):
@@ -261,22 +259,17 @@ def _replacing(changes):
     return replaced
 
 
-def test_a_tensor_that_nothing_reads_is_one_line(tmp_path, source, capsys):
-    extra = [("blk.0.ffn_gate_exps.weight", np.zeros((2, 2), np.float32))]
-    write_gguf(source, tmp_path / "model.gguf", extra=extra)
-    assert main(["import", str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == 2
-    assert "blk.0.ffn_gate_exps.weight is no tensor of a qwen2 policy here" in capsys.readouterr().err
-
-
 def test_files_that_are_none(tmp_path, source, capsys, monkeypatch):
-    (tmp_path / "text.gguf").write_text("hello")
+    extra = [("blk.0.ffn_gate_exps.weight", np.zeros((2, 2), np.float32))]
+    write_gguf(source, tmp_path / "surplus.gguf", extra=extra)
     write_gguf(source, tmp_path / "model.gguf")
-    half = (tmp_path / "model.gguf").read_bytes()[:-1000]
-    (tmp_path / "half.gguf").write_bytes(half)
+    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "half.gguf").write_bytes((tmp_path / "model.gguf").read_bytes()[:-1000])
     for name, error in (
         ("none", "cannot be read (No such file"),
         ("text", "is not a whole"),
         ("half", "is not a whole"),
+        ("surplus", "blk.0.ffn_gate_exps.weight is no tensor of a qwen2 policy here"),
     ):
         assert main(["import", str(tmp_path / f"{name}.gguf"), str(tmp_path / "made")]) == 2
         said = capsys.readouterr().err
@@ -357,11 +350,9 @@ def test_a_real_file_says_what_transformers_says(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
     inputs = transformers.AutoTokenizer.from_pretrained(tmp_path / "made")(prompt, return_tensors="pt")
     with torch.no_grad():
-        answer = model.generate(**inputs, max_new_tokens=32, do_sample=False)[
-            0, inputs["input_ids"].shape[1] :
-        ]
+        answer = model.generate(**inputs, max_new_tokens=32, do_sample=False)[0]
     command = [sys.executable, "-m", "rljax", "generate", str(tmp_path / "made"), chat[0]["content"]]
     options = ["--temperature", "0", "--max-tokens", "32", "--tokens", "--max-prompt-tokens", "64"]
     options += ["--dtype", "float32"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
-    assert list(map(int, done.stdout.split())) == answer.tolist()
+    assert list(map(int, done.stdout.split())) == answer.tolist()[inputs["input_ids"].shape[1] :]

@@ -57,6 +57,9 @@ def grown(policy, mlp_size, num_layers, seed=3, hidden_size=64):
 def test_new_layers_change_no_bit(policy):
     """What they add to the residual stream is 0."""
     np.testing.assert_array_equal(compute(grown(policy, 128, 5)), compute(policy))
+    same = grown(policy, 128, 2)  # by nothing
+    assert same.config == policy.config
+    jax.tree.map(np.testing.assert_array_equal, same.params, policy.params)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +79,11 @@ def test_greater_width_changes_rounding_at_most(policy, hidden_size, mlp_size):
     assert np.abs(before).max() > 1
 
 
-def test_growing_by_nothing_is_the_same_policy(policy):
-    same = grown(policy, 128, 2)
-    assert same.config == policy.config
-    jax.tree.map(np.testing.assert_array_equal, same.params, policy.params)
-
-
 def test_a_grown_policy_has_the_size_it_says(policy):
     larger = grown(policy, 200, 3, hidden_size=128)
     epsilon = policy.config.norm_epsilon / 2
-    assert larger.config == dataclasses.replace(
-        policy.config, hidden_size=128, mlp_size=200, num_layers=3, norm_epsilon=epsilon
-    )
+    sizes = {"hidden_size": 128, "mlp_size": 200, "num_layers": 3, "norm_epsilon": epsilon}
+    assert larger.config == dataclasses.replace(policy.config, **sizes)
     shapes = jax.tree.map(lambda leaf: leaf.shape, larger.params)
     assert shapes == transformer.param_shapes(larger.config)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(each.params)) for each in (policy, larger)]

@@ -114,32 +114,22 @@ def assert_same_params(actual, expected):
 # --- against transformers ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shards", [False, True], ids=["whole", "shards"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_transformers_before_and_after_export(kind, tmp_path):
-    model = make_checkpoint(tmp_path / "made", kind)
+def test_logits_are_those_of_transformers_before_and_after_export(kind, shards, tmp_path):
+    model = make_checkpoint(tmp_path / "made", kind, max_shard_size="100KB" if shards else None)
     config = load_model_config(tmp_path / "made")
     params = load_params(tmp_path / "made", config)
     expected = reference_logits(model)
-    ours = our_logits(config, params)
-    assert_same_logits(ours, expected)
-
-    save_model(tmp_path / "exported", config, params, "float32", tokenizer_source=tmp_path / "made")
-    np.testing.assert_array_equal(reference_logits(reload(tmp_path / "exported")), expected)
-    assert load_model_config(tmp_path / "exported") == config
-    assert_same_params(load_params(tmp_path / "exported", config), params)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shards_there_and_back(kind, tmp_path):
-    model = make_checkpoint(tmp_path / "made", kind, max_shard_size="100KB")
-    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 1
-    config = load_model_config(tmp_path / "made")
-    params = load_params(tmp_path / "made", config)
-    assert_same_logits(our_logits(config, params), reference_logits(model))
-    save_model(tmp_path / "exported", config, params, "float32", max_shard_bytes=100_000)
-    assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
-    np.testing.assert_array_equal(reference_logits(reload(tmp_path / "exported")), reference_logits(model))
-    assert_same_params(load_params(tmp_path / "exported", config), params)
+    assert_same_logits(our_logits(config, params), expected)
+    most = 100_000 if shards else 2**30
+    exported = tmp_path / "exported"
+    save_model(exported, config, params, "float32", tokenizer_source=tmp_path / "made", max_shard_bytes=most)
+    for directory in (tmp_path / "made", exported):
+        assert (len(list(directory.glob("*.safetensors"))) > 1) == shards
+    np.testing.assert_array_equal(reference_logits(reload(exported)), expected)
+    assert load_model_config(exported) == config
+    assert_same_params(load_params(exported, config), params)
 
 
 def test_the_rope_scaling_matters_in_these_tests(tmp_path):
@@ -151,57 +141,42 @@ def test_the_rope_scaling_matters_in_these_tests(tmp_path):
 
 
 @pytest.mark.parametrize("theta,head_dim", [(500_000.0, 64), (500_000.0, 128), (1_000_000.0, 128)])
-def test_rope_frequencies_are_those_of_transformers(theta, head_dim, tmp_path):
+def test_rope_frequencies_are_those_of_transformers(theta, head_dim):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+    def theirs(**parameters):
+        config = transformers.LlamaConfig(
+            hidden_size=head_dim * 2,
+            num_attention_heads=2,
+            max_position_embeddings=131_072,
+            rope_parameters={"rope_theta": theta} | parameters,
+        )
+        return LlamaRotaryEmbedding(config).inv_freq.numpy()
+
     scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = transformers.LlamaConfig(
-        hidden_size=head_dim * 2,
-        num_attention_heads=2,
-        max_position_embeddings=131_072,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": theta,
-            "original_max_position_embeddings": 8192,
-            **scaling,
-        },
-    )
-    expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
+    expected = theirs(rope_type="llama3", original_max_position_embeddings=8192, **scaling)
     ours = inverse_frequencies(head_dim, theta, RopeScaling(**scaling, original_max_positions=8192))
     np.testing.assert_allclose(ours, expected, rtol=3e-7)
-    plain = transformers.LlamaConfig(
-        hidden_size=head_dim * 2,
-        num_attention_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-    )
-    expected = LlamaRotaryEmbedding(plain).inv_freq.numpy()
-    ours = inverse_frequencies(head_dim, theta, None)
     # To the bit, but for a channel: an angle at position 30,000 magnifies its last bit by as much.
-    assert np.sum(ours != expected) <= 1
+    assert np.sum(inverse_frequencies(head_dim, theta, None) != theirs(rope_type="default")) <= 1
 
 
 def test_exported_tokenizer_and_sampling_defaults(tmp_path):
     transformers = pytest.importorskip("transformers")
-    make_checkpoint(tmp_path / "made", "llama3")
-    config = load_model_config(tmp_path / "made")
-    save_model(
-        tmp_path / "out" / "exported",
-        config,
-        load_params(tmp_path / "made", config),
-        "bfloat16",
-        tokenizer_source=tmp_path / "made",
-    )
-    exported = tmp_path / "out" / "exported"
+    made, exported = tmp_path / "made", tmp_path / "out" / "exported"
+    make_checkpoint(made, "llama3")
+    config = load_model_config(made)
+    save_model(exported, config, load_params(made, config), "bfloat16", tokenizer_source=made)
     chat = [{"role": "user", "content": "hi"}]
-    made, copied = (transformers.AutoTokenizer.from_pretrained(d) for d in (tmp_path / "made", exported))
-    assert copied.apply_chat_template(chat) == made.apply_chat_template(chat)
+    before, copied = (transformers.AutoTokenizer.from_pretrained(each) for each in (made, exported))
+    assert copied.apply_chat_template(chat) == before.apply_chat_template(chat)
     model = reload(exported)
     assert str(model.dtype) == "torch.bfloat16"
     assert model.generation_config.eos_token_id == list(load_generation_config(exported).eos_token_ids)
     assert model.generation_config.temperature == load_generation_config(exported).temperature == 0.6
-    assert load_generation_config(exported) == load_generation_config(tmp_path / "made")
+    assert load_generation_config(exported) == load_generation_config(made)
     assert oct(exported.stat().st_mode & 0o777) == oct(0o755)
 
 
@@ -233,10 +208,7 @@ ROUND_TRIPS = [
     small_config(tie_embeddings=True),
     small_config(architecture="qwen2", qk_norm=False, attention_bias=True, rope_theta=1e6),
     small_config(
-        architecture="llama",
-        qk_norm=False,
-        norm_epsilon=1e-5,
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64),
+        architecture="llama", qk_norm=False, norm_epsilon=1e-5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
     ),
 ]
 
@@ -265,37 +237,29 @@ def test_dtypes(stored, tmp_path):
         load_params(tmp_path / "exported", config, dtype="int8")
 
 
-def test_put_places_each_weight_as_it_arrives(checkpoint):
-    seen = {}
-
-    def put(path, array):
-        assert isinstance(array, np.ndarray)
-        seen[path] = array.shape
-        return ("placed", path)
-
-    params = load_params(checkpoint, small_config(), put=put)
-    assert params["layers"][1]["q"] == ("placed", ("layers", 1, "q"))
-    assert params["final_norm"] == ("placed", ("final_norm",))
-    assert seen["layers", 0, "k"] == (32, 32)
-    assert len(seen) == 3 + 2 * 11
-
-
-def test_a_transfer_is_waited_for_before_the_next_tensor_is_read(checkpoint):
+def test_put_places_each_weight_as_it_arrives_and_is_waited_for(checkpoint):
     # Else the host arrays of unfinished transfers pile up: up to 24 at a time on JAX 0.10.
-    under_way = []
+    seen, under_way = {}, []
 
     class Transfer:
+        def __init__(self, path):
+            self.path = path
+            under_way.append(self)
+
         def block_until_ready(self):
             under_way.remove(self)
             return self
 
     def put(path, array):
-        assert not under_way
-        under_way.append(Transfer())
-        return under_way[-1]
+        assert isinstance(array, np.ndarray) and not under_way
+        seen[path] = array.shape
+        return Transfer(path)
 
-    load_params(checkpoint, small_config(), put=put)
+    params = load_params(checkpoint, small_config(), put=put)
     assert not under_way
+    assert params["layers"][1]["q"].path == ("layers", 1, "q")
+    assert params["final_norm"].path == ("final_norm",)
+    assert seen["layers", 0, "k"] == (32, 32) and len(seen) == 3 + 2 * 11
 
 
 QWEN2 = {
@@ -340,9 +304,8 @@ def test_older_and_newer_spellings_mean_the_same(tmp_path):
     old = load_model_config(tmp_path)
     assert old.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 128)
     assert old.rope_theta == 5e5
-    write_config(
-        tmp_path, model_type="llama", rope_theta="absent", rope_parameters=scaled | {"rope_theta": 5e5}
-    )
+    newer = {"rope_theta": "absent", "rope_parameters": scaled | {"rope_theta": 5e5}}
+    write_config(tmp_path, model_type="llama", **newer)
     assert load_model_config(tmp_path) == old
     del scaled["rope_type"]
     write_config(tmp_path, model_type="llama", rope_theta=5e5, rope_scaling=scaled | {"type": "llama3"})
@@ -418,9 +381,8 @@ def test_eos_ids_and_their_fallbacks(checkpoint):
     im_end = next(t["id"] for t in tokenizer["added_tokens"] if t["content"] == "<|im_end|>")
     assert load_generation_config(checkpoint) == GenerationConfig((im_end,))
     generation = checkpoint / "generation_config.json"
-    generation.write_text(
-        json.dumps({"eos_token_id": [5, 7, 5], "temperature": 0.7, "top_k": 20, "top_p": 0.8})
-    )
+    listed = {"eos_token_id": [5, 7, 5], "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    generation.write_text(json.dumps(listed))
     assert load_generation_config(checkpoint) == GenerationConfig((5, 7), 0.7, 20, 0.8)
     generation.write_text(json.dumps({"do_sample": False, "temperature": 0.7, "top_k": -1}))
     assert load_generation_config(checkpoint) == GenerationConfig((im_end,), temperature=0.0, top_k=0)
@@ -445,42 +407,35 @@ def test_eos_ids_and_their_fallbacks(checkpoint):
         load_generation_config(checkpoint)
 
 
-def test_a_missing_tensor(checkpoint):
-    edit_tensors(checkpoint, lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"))
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: missing .*1\.self_attn\.q_norm\.weight \[16\]"
-    ):
+DOWN, ROTARY = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+WRONG_TENSORS = {
+    "missing": (
+        lambda tensors: tensors.pop("model.layers.1.self_attn.q_norm.weight"),
+        r"missing .*1\.self_attn\.q_norm\.weight \[16\]",
+    ),
+    "misshapen": (
+        lambda tensors: tensors.update({DOWN: np.zeros((48, 32), np.float32)}),
+        rf"tensor {DOWN} has shape \[48, 32\], but config\.json asks for \[32, 48\]",
+    ),
+    "surplus": (
+        lambda tensors: tensors.update({f"extra.{i}": np.zeros(3, np.float32) for i in range(6)}),
+        r"surplus tensors extra\.0, extra\.1, extra\.2, extra\.3 and 2 more",
+    ),
+    "integer": (
+        lambda tensors: tensors.update({"model.norm.weight": np.zeros(32, np.int8)}),
+        r"tensor model\.norm\.weight is stored as I8",
+    ),
+    "rotary buffers": (lambda tensors: tensors.update({ROTARY: np.zeros(8, np.float32)}), None),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
+def test_tensors_that_do_not_fit_are_named_but_rotary_buffers_ignored(change, message, checkpoint):
+    edit_tensors(checkpoint, change)
+    if message is None:
         load_params(checkpoint, small_config())
-
-
-def test_a_misshapen_tensor(checkpoint):
-    name = "model.layers.0.mlp.down_proj.weight"
-    edit_tensors(checkpoint, lambda tensors: tensors.update({name: np.zeros((48, 32), np.float32)}))
-    message = rf"model\.safetensors: tensor {name} has shape \[48, 32\], but config\.json asks for \[32, 48\]"
-    with pytest.raises(CheckpointError, match=message):
-        load_params(checkpoint, small_config())
-
-
-def test_surplus_tensors(checkpoint):
-    def add(tensors):
-        for index in range(6):
-            tensors[f"extra.{index}"] = np.zeros(3, np.float32)
-
-    edit_tensors(checkpoint, add)
-    message = r"model\.safetensors: surplus tensors extra\.0, extra\.1, extra\.2, extra\.3 and 2 more"
-    with pytest.raises(CheckpointError, match=message):
-        load_params(checkpoint, small_config())
-
-
-def test_rotary_buffers_are_ignored(checkpoint):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_tensors(checkpoint, lambda tensors: tensors.update({name: np.zeros(8, np.float32)}))
-    load_params(checkpoint, small_config())
-
-
-def test_an_integer_tensor(checkpoint):
-    edit_tensors(checkpoint, lambda tensors: tensors.update({"model.norm.weight": np.zeros(32, np.int8)}))
-    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is stored as I8"):
+        return
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {message}"):
         load_params(checkpoint, small_config())
 
 
@@ -531,12 +486,10 @@ def test_an_export_has_the_eos_ids_of_the_policy(generation, checkpoint, tmp_pat
 
 def test_a_truncated_file(checkpoint):
     file = checkpoint / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors \(\d+ bytes\) cannot be read"):
-        load_params(checkpoint, small_config())
-    file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors \(0 bytes\) cannot be read"):
-        load_params(checkpoint, small_config())
+    for content in (file.read_bytes()[:-100], b""):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"safetensors \({len(content)} bytes\) cannot be read"):
+            load_params(checkpoint, small_config())
 
 
 def test_shards_and_their_index(tmp_path):
@@ -561,9 +514,7 @@ def test_shards_and_their_index(tmp_path):
         load_params(directory, config)
     index.unlink()
     (directory / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=r"neither model\.safetensors nor .* pytorch_model\.bin should be"
-    ):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .* pytorch_model\.bin should"):
         load_params(directory, config)
 
 
@@ -600,14 +551,9 @@ def test_export_refuses_what_transformers_could_not_load(tmp_path, checkpoint):
     ):
         with pytest.raises(CheckpointError, match=message):
             save_model(tmp_path / "exported", wrong, params, "float32")
+    few = small_config(vocab_size=32)
     with pytest.raises(TokenizerError, match="vocab_size is 32"):
-        save_model(
-            tmp_path / "exported",
-            small_config(vocab_size=32),
-            random_params(small_config(vocab_size=32)),
-            "float32",
-            tokenizer_source=checkpoint,
-        )
+        save_model(tmp_path / "exported", few, random_params(few), "float32", tokenizer_source=checkpoint)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["checkpoint", "tokenizer"]
 
 

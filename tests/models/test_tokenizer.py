@@ -29,16 +29,12 @@ CHATS = [
 ]
 
 
-@pytest.fixture(params=["qwen", "llama3"])
-def style(request):
-    return request.param
-
-
-@pytest.fixture(params=[False, True], ids=["template-in-config", "template-file"])
-def pair(request, style, tmp_path):
-    """Ours and transformers' tokenizer of the same directory."""
+@pytest.fixture(params=[("qwen", False), ("qwen", True), ("llama3", False), ("llama3", True)], ids=str)
+def pair(request, tmp_path):
+    """Ours and transformers' tokenizer of the same directory, its template in the config or in a file."""
     transformers = pytest.importorskip("transformers")
-    write_tokenizer(tmp_path, style, template_file=request.param)
+    style, template_file = request.param
+    write_tokenizer(tmp_path, style, template_file=template_file)
     return Tokenizer.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
 
 
@@ -53,16 +49,12 @@ def test_ids_and_texts_are_those_of_transformers(pair):
         for add in (False, True):
             assert ours.encode(text, add_special_tokens=add) == reference.encode(text, add_special_tokens=add)
         ids = ours.encode(text, add_special_tokens=True)
-        for skip in (False, True):
-            assert ours.decode(ids, skip_special_tokens=skip) == reference.decode(
-                ids, skip_special_tokens=skip
-            )
+        for skip in ({"skip_special_tokens": False}, {"skip_special_tokens": True}):
+            assert ours.decode(ids, **skip) == reference.decode(ids, **skip)
     assert ours.eos_token_id == reference.eos_token_id is not None
     assert ours.bos_token_id == reference.bos_token_id
-    assert ours.pad_token_id == (
-        reference.eos_token_id if reference.pad_token_id is None else reference.pad_token_id
-    )
-    assert ours.vocab_size == len(reference)
+    pad = reference.eos_token_id if reference.pad_token_id is None else reference.pad_token_id
+    assert ours.pad_token_id == pad and ours.vocab_size == len(reference)
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=["one-turn", "several-turns"])
@@ -112,34 +104,23 @@ def test_the_date_and_the_variables_of_a_template_are_the_tokenizers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "template", "message"),
     [
-        (
-            {"enable_thinkng": False},
-            "enable_thinkng: the chat template of .*; did you mean 'enable_thinking'",
-        ),
-        (
-            {"enable_thinking": True, "reasoning": "high"},
-            "reasoning: .* does not read it, so it has no effect",
-        ),
-        ({"content": "x", "messages": []}, "messages: every prompt sets it"),
+        ({"enable_thinkng": 1}, True, "enable_thinkng: the chat template of .*; did you mean 'enable_thi"),
+        ({"reasoning": "high"}, True, "reasoning: .* does not read it, so it has no effect"),
+        ({"content": "x", "messages": []}, True, "messages: every prompt sets it"),
+        ({"enable_thinking": False}, False, "enable_thinking: .*it has no options"),
     ],
 )
-def test_variables_that_a_template_does_not_read_are_refused(args, message, tmp_path):
+def test_variables_that_a_template_does_not_read_are_refused(args, template, message, tmp_path):
     write_tokenizer(tmp_path)
+    if not template:
+        edit_config(tmp_path, chat_template=None)
     tokenizer = Tokenizer.load(tmp_path)
-    tokenizer.set_template_args({"enable_thinking": False})
+    tokenizer.set_template_args({"enable_thinking": False} if template else {})
     with pytest.raises(ConfigError, match=rf"^policy\.chat_template_args\.{message}") as error:
         tokenizer.set_template_args(args)
     assert "\n" not in str(error.value)
-
-
-def test_without_a_template_no_variable_has_an_effect(tmp_path):
-    write_tokenizer(tmp_path)
-    edit_config(tmp_path, chat_template=None)
-    Tokenizer.load(tmp_path).set_template_args({})
-    with pytest.raises(ConfigError, match=r"enable_thinking: .*it has no options"):
-        Tokenizer.load(tmp_path).set_template_args({"enable_thinking": False})
 
 
 @pytest.mark.parametrize(
@@ -148,6 +129,8 @@ def test_without_a_template_no_variable_has_an_effect(tmp_path):
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[0].content.nothing.more }}", "has no attribute 'nothing'"),
         ("{{ raise_exception('not\nso') }}", "refuses these messages: not so$"),
+        ("{{ messages.__class__.__mro__ }}", "refuses"),  # a sandbox
+        ("{{ messages.append(1) }}", "refuses"),
         ("{% for m in massages %}{{ m.content }}{% endfor %}\n", "writes nothing"),
     ],
 )
@@ -177,20 +160,6 @@ def test_the_text_of_a_response_lacks_eos_and_padding_alone(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     tokenizer.eos_token_ids = (start,)
     assert tokenizer.response_text([*said, eos, pad]) == "<think>1+1</think>2<|im_end|><|endoftext|>"
-
-
-@pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])
-def test_template_cannot_reach_outside_its_sandbox(template, tmp_path):
-    write_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(TokenizerError, match="chat template refuses"):
-        Tokenizer.load(tmp_path).apply_chat_template(CHATS[0])
-
-
-def test_what_a_template_raises_is_a_user_error(tmp_path):
-    write_tokenizer(tmp_path, "llama3")
-    with pytest.raises(TokenizerError, match="Only user and assistant roles"):
-        Tokenizer.load(tmp_path).apply_chat_template([{"role": "tool", "content": ""}])
 
 
 def test_special_tokens_as_objects_and_in_the_older_file(tmp_path):

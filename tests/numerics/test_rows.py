@@ -93,9 +93,8 @@ def test_a_tpu_sums_float32_in_parts_that_lose_nothing(monkeypatch):
     exact, size = x.astype(np.float64).sum(-1, keepdims=True), np.abs(x).sum(-1, keepdims=True)
     assert (np.abs(total - exact) < 1e-6 * size).all()  # rounded to bfloat16, the factors differ by 4e-3
     weights = exact[..., 0].astype(np.float32)
-    again = jax.checkpoint(
-        lambda x: (row_sum(x, NUMERICS)[..., 0] * weights).sum()
-    )  # as `training.remat` does
+    # As `training.remat` does.
+    again = jax.checkpoint(lambda x: (row_sum(x, NUMERICS)[..., 0] * weights).sum())
     gradient = jax.jit(jax.grad(again))(x)
     np.testing.assert_array_equal(gradient, np.broadcast_to(exact.astype(np.float32), x.shape))
     program = str(jax.make_jaxpr(lambda x: row_sum(x, NUMERICS))(x))

@@ -90,24 +90,38 @@ def test_a_loop_that_expects_more_keeps_its_slots(engine, params, requests, expe
     assert_same([response.completion(False) for response in responses], [expected[i] for i in chosen])
 
 
+def resume(engine, params, request, whole, count):
+    """Resumes a response after so many of its tokens: it ends as it did."""
+    tokens, logprobs = whole.response_ids[:count].tolist(), whole.logprobs[:count].tolist()
+    response = LiveResponse.resume(request, PartialResponse(tuple(tokens), tuple(logprobs)))
+    loop = open_loop(open_slots(engine, params), SLOTS, policy=SERVER)
+    loop.submit([response])
+    finish(loop)
+    assert_same([response.completion(False)], [whole])
+
+
 def test_resuming_compiles_nothing_after_warm_up(requests):
     engine = make_engine(PENALTIES, BUCKETS)
-    params = engine.load_params(make_params())
-    longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
-    (whole,), _ = Scheduler(engine, SLOTS).run(params, [requests[longest]])
+    params, longest = engine.load_params(make_params()), max(requests, key=lambda each: each.max_response)
+    (whole,), _ = Scheduler(engine, SLOTS).run(params, [longest])
     warm = make_engine(PENALTIES, BUCKETS)
     warm_up_plain(warm, params, SLOTS, prompt_length=3, late_inserts=True, resumes=True, widens=True)
     compiled = len(warm.pool)
     for count in range(1, len(whole.response_ids), 9):
-        partial = PartialResponse(
-            tuple(whole.response_ids[:count].tolist()), tuple(whole.logprobs[:count].tolist())
-        )
-        loop = open_loop(open_slots(warm, params), SLOTS, policy=SERVER)
-        response = LiveResponse.resume(requests[longest], partial)
-        loop.submit([response])
-        finish(loop)
-        assert_same([response.completion(False)], [whole])
+        resume(warm, params, longest, whole, count)
     assert len(warm.pool) == compiled
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests, resumes):
+    engine, config = make_engine(buckets=BUCKETS), experiment(rollout={"max_prompt_length": 20})
+    params, longest = engine.load_params(make_params()), max(requests, key=lambda each: each.max_response)
+    (whole,), _ = Scheduler(engine, SLOTS).run(params, [longest])
+    warm = make_engine(buckets=BUCKETS)
+    assembly.warm_up(Scheduler(warm, SLOTS), params, config, requests_join=True, resumes=resumes)
+    before = len(warm.pool)
+    resume(warm, params, longest, whole, 90)
+    assert (len(warm.pool) == before) == resumes
 
 
 def test_weights_are_swapped_between_two_host_syncs(engine, params, requests):
@@ -164,23 +178,3 @@ def test_ended_responses_are_refused(engine, params, requests):
         loop.submit([LiveResponse.resume(requests[0], ended)])
     with pytest.raises(ValueError, match="logprobs"):
         PartialResponse((5,), ())
-
-
-def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests):
-    config = experiment(rollout={"max_prompt_length": 20})
-    params = make_engine(buckets=BUCKETS).load_params(make_params())
-    longest = max(range(len(requests)), key=lambda i: requests[i].max_response)
-    whole = Scheduler(make_engine(buckets=BUCKETS), SLOTS).run(params, [requests[longest]])[0][0]
-    partial = PartialResponse(tuple(whole.response_ids[:90].tolist()), tuple(whole.logprobs[:90].tolist()))
-    compiled = {}
-    for resumes in (False, True):
-        engine = make_engine(buckets=BUCKETS)
-        assembly.warm_up(Scheduler(engine, SLOTS), params, config, requests_join=True, resumes=resumes)
-        before = len(engine.pool)
-        loop = open_loop(open_slots(engine, params), SLOTS, policy=SERVER)
-        response = LiveResponse.resume(requests[longest], partial)
-        loop.submit([response])
-        finish(loop)
-        assert_same([response.completion(False)], [whole])
-        compiled[resumes] = len(engine.pool) - before
-    assert compiled[True] == 0 < compiled[False]

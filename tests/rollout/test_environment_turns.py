@@ -9,7 +9,6 @@ import types
 import numpy as np
 import pytest
 
-from drafters.base import Outcome as Learned
 from drafters.registry import make_drafter
 from rljax.environments.task import Outcome
 from rljax.environments.use import EnvironmentUse
@@ -21,7 +20,8 @@ from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.base import Problem
 from rljax.tools.workers import ToolWorkers
-from tests.tiny_policy import ALL_ROWS, SLOTS, FavouriteRows, make_engine, make_requests, spell
+from tests.rollout.test_tool_turns import assert_as_expected, sequentially
+from tests.tiny_policy import ALL_ROWS, SLOTS, FavouriteRows, make_engine, make_requests, outcomes, spell
 
 EOS = (1, 7, 30, 44)  # so many that episodes have several turns
 MAX_TURNS = 4
@@ -101,34 +101,15 @@ def make_use(task, time_limit=30.0, most=8):
     return EnvironmentUse(task, tokenizer, turns, MAX_TURNS, 40, ToolWorkers(most, time_limit))
 
 
-def sequentially(engine, params, requests, stop=None):
-    """The same by plain decoding: after every turn, what there is becomes the prompt."""
-    found = [types.SimpleNamespace(ids=[], logprobs=[], own=[], rewards=[], reason=None) for _ in requests]
-    left = dict(enumerate(requests))
-    scheduler = Scheduler(engine, SLOTS, stop)
-    while left:
-        completions, _ = scheduler.run(params, list(left.values()))
-        for (index, request), completion in zip(list(left.items()), completions, strict=True):
-            ids, own = completion.response_ids.tolist(), found[index]
-            del left[index]
-            own.ids += ids
-            own.logprobs += completion.logprobs.tolist()
-            own.own += [True] * len(ids)
-            if completion.finish_reason == "length" and ids[-1] not in EOS:
-                own.reason = "length"
-                continue
-            messages, reward, done, _ = answer(spell(ids))
-            own.rewards.append(reward)
-            own.reason = "eos" if done else "length"
-            more, limit = following(cut(messages), ids[-1]), request.max_response - len(ids)
-            if done or len(own.rewards) == MAX_TURNS or len(more) >= limit:
-                continue
-            own.ids += more
-            own.logprobs += [0.0] * len(more)
-            own.own += [False] * len(more)
-            prompt = (*request.prompt_ids, *ids, *more)
-            left[index] = Request(prompt, request.noise_key, limit - len(more))
-    return found
+def environment_turn(ids, reason, own, limit):
+    """As `sequentially` has it: what ends is answered."""
+    if reason == "length" and ids[-1] not in EOS:
+        return ids, None, "length"
+    messages, reward, done, _ = answer(spell(ids))
+    own.rewards.append(reward)
+    more, reason = following(cut(messages), ids[-1]), "eos" if done else "length"
+    goes_on = not done and len(own.rewards) < MAX_TURNS and len(more) < limit - len(ids)
+    return ids, more if goes_on else None, reason
 
 
 def cut(messages):
@@ -138,17 +119,7 @@ def cut(messages):
 
 @pytest.fixture(scope="module")
 def expected(engine, params, requests):
-    return sequentially(engine, params, requests)
-
-
-def assert_as_expected(completions, expected):
-    for completion, own in zip(completions, expected, strict=True):
-        assert completion.response_ids.tolist() == own.ids
-        np.testing.assert_array_equal(completion.logprobs, np.asarray(own.logprobs, np.float32))
-        assert completion.sampled_mask.tolist() == own.own
-        assert completion.finish_reason == own.reason
-        rewards = () if completion.episode is None else completion.episode.rewards
-        assert list(rewards) == own.rewards
+    return sequentially(engine, params, requests, environment_turn)
 
 
 def test_the_requests_say_something(expected):
@@ -156,7 +127,7 @@ def test_the_requests_say_something(expected):
     assert max(turns) == MAX_TURNS and min(turns) == 0 and sum(turns) > len(turns)
     assert {own.reason for own in expected} == {"eos", "length"}
     assert any(own.reason == "length" and len(own.rewards) == MAX_TURNS for own in expected)
-    assert any(own.own[-1] and own.ids[-1] in EOS and len(own.rewards) < MAX_TURNS for own in expected)
+    assert any(own.own[-1] and own.tokens[-1] in EOS and len(own.rewards) < MAX_TURNS for own in expected)
 
 
 @pytest.mark.parametrize(("max_slots", "is_here"), [(1, True), (4, False), (4, True)])
@@ -187,12 +158,7 @@ def test_same_bits_with_drafts_and_with_steps_that_end_in_another_order(
         completions, statistics = scheduler.run(params, requests)
         assert_as_expected(completions, expected)
         assert task.over.is_set()
-        speculator.learn(
-            [
-                Learned(request.prompt_ids, completion.response_ids, 1.0)
-                for request, completion in zip(requests, completions, strict=True)
-            ]
-        )
+        speculator.learn(outcomes(requests, completions))
     assert statistics.accepted > 0.4 * statistics.tokens
 
 
@@ -216,14 +182,13 @@ def test_others_decode_while_an_environment_thinks(engine, params, requests, exp
 def test_stop_strings_end_turns(engine, params, requests):
     stop = StopStrings(["d"], spell)
     completions, _ = Scheduler(engine, SLOTS, stop, tools=make_use(Echo())).run(params, requests)
-    assert_as_expected(completions, sequentially(engine, params, requests, stop))
-    assert any(
-        spell([token]) == "d" and not own
-        for completion in completions
-        for token, own in zip(
-            completion.response_ids.tolist(), completion.sampled_mask[1:].tolist(), strict=False
-        )
-    )
+    assert_as_expected(completions, sequentially(engine, params, requests, environment_turn, stop))
+    pairs = [
+        pair
+        for each in completions
+        for pair in zip(each.response_ids.tolist(), each.sampled_mask[1:].tolist(), strict=False)
+    ]
+    assert any(spell([token]) == "d" and not own for token, own in pairs)
 
 
 def test_a_failure_costs_the_episode_its_reward(engine, params, requests, expected):

@@ -26,17 +26,12 @@ def changed(name, change):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "q_norm", "down"])
-def test_weights_that_are_not_finite_are_refused_by_name(engine, name, value):
-    params = changed(name, lambda _: jnp.float32(value))
+def test_weights_that_are_not_finite_are_refused_by_name(engine, name, value, dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), changed(name, lambda _: jnp.float32(value)))
     with pytest.raises(PolicyError, match=rf"^policy: layers\.0\.{name} holds NaN or infinity; [^\n]*$"):
         engine.load_params(params)
-
-
-def test_in_any_type(engine):
-    bad = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), changed("k", lambda _: jnp.float32("nan")))
-    with pytest.raises(PolicyError, match=r"layers\.0\.k"):
-        engine.load_params(bad)
 
 
 @pytest.mark.parametrize("drafter", [None, "srt"])
@@ -52,7 +47,6 @@ def test_what_overflows_ends_the_rollout(engine, drafter):
         choice = by_rows(lambda *_: 8)
         speculator = Speculator(engine, {drafter: make_drafter(drafter)}, 2, times=times, strategies=choice)
     requests = make_requests(lengths=(3, 20), limits=(20, 20))
-    with pytest.raises(
-        PolicyError, match=r"^policy: sampled a token with a log-probability that is not finite"
-    ):
+    message = "^policy: sampled a token with a log-probability that is not finite"
+    with pytest.raises(PolicyError, match=message):
         Scheduler(engine, 2, None, speculator).run(params, requests)

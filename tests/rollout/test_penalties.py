@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.host_sync import Assignment
@@ -15,7 +14,7 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
-from tests.tiny_policy import CONFIG, SLOTS, FixedTimes, assert_same, make_engine
+from tests.tiny_policy import CONFIG, SLOTS, FixedTimes, assert_same, make_engine, outcomes
 
 BUCKETS = Buckets((2, 4), (64, 128), (16,), 7)
 SAMPLING = SamplingParams(
@@ -53,11 +52,8 @@ def test_the_training_pass_has_the_logprobs_of_decoding(params, requests, decode
     packing = pack_sequences([sequence.length for sequence in sequences], 256)
     batch = build_batch(sequences, packing, range(packing.num_rows))
     for chunk in (4096, 64):
-        run = jax.jit(
-            lambda params, batch, rope, chunk=chunk: score_packed(
-                params, CONFIG, batch, rope, Numerics(), SAMPLING, logprob_chunk=chunk
-            )
-        )
+        static = {"numerics": Numerics(), "sampling": SAMPLING, "logprob_chunk": chunk}
+        run = jax.jit(lambda *args, static=static: score_packed(args[0], CONFIG, *args[1:], **static))
         with jax.numpy_rank_promotion("allow"):
             logprobs, _ = run(params, batch, rope_table(CONFIG, 256))
         mask = np.asarray(batch.response_mask)
@@ -71,12 +67,7 @@ def test_drafts_change_no_token(engine, params, requests, decoded):
     for _ in range(2):
         completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
         assert_same(completions, decoded)
-        speculator.learn(
-            [
-                Outcome(request.prompt_ids, done.response_ids, 1.0)
-                for request, done in zip(requests, completions, strict=True)
-            ]
-        )
+        speculator.learn(outcomes(requests, completions))
     assert statistics.accepted > 200
 
 

@@ -36,6 +36,9 @@ def test_the_next_problem_takes_the_place_of_one_that_is_too_long():
     assert asked.next_problems("train", 0, 3) == ([0, 2, 4], 5)
     assert asked.next_problems("train", 3, 2) == ([4, 5], 6)  # a resumed run goes on from its position
     assert prompts([1, 9, 4], leave_out=False).next_problems("train", 1, 2) == ([1, 2], 3)
+    said = []
+    prompts([1, 9, 7]).check(said.append)
+    assert len(said) == 1 and "2 of 3 prompts are longer" in said[0] and said[0].endswith("They are left out")
 
 
 def test_held_out_problems_are_those_that_fit():
@@ -62,9 +65,3 @@ def test_what_cannot_be_asked_is_one_line(lengths, leave_out, finite, says):
     with pytest.raises(UserError, match=says) as caught:
         prompts(lengths, leave_out, finite).check(lambda line: None)
     assert "\n" not in str(caught.value)
-
-
-def test_what_is_left_out_is_said():
-    said = []
-    prompts([1, 9, 7]).check(said.append)
-    assert len(said) == 1 and "2 of 3 prompts are longer" in said[0] and said[0].endswith("They are left out")

@@ -38,13 +38,11 @@ def test_completions_are_what_was_asked_for(requests, expected):
         reasons[completion.finish_reason] += 1
         ids = completion.response_ids
         assert ids.dtype == np.int32 and completion.logprobs.dtype == np.float32
-        assert len(completion.logprobs) == len(ids)
-        assert EOS not in ids[:-1]
+        assert len(completion.logprobs) == len(ids) and EOS not in ids[:-1]
         # A response whose last allowed token is EOS did end.
         assert (ids[-1] == EOS) == (completion.finish_reason == "eos")
-        assert len(ids) == request.max_response or (
-            len(ids) < request.max_response and completion.finish_reason == "eos"
-        )
+        assert len(ids) <= request.max_response
+        assert len(ids) == request.max_response or completion.finish_reason == "eos"
     assert reasons["eos"] >= 2 and reasons["length"] >= 2 and set(reasons) == {"eos", "length"}
     assert len({tuple(completion.response_ids.tolist()) for completion in expected[:3]}) == 3
 
@@ -70,19 +68,15 @@ def test_same_bits_whatever_the_steps_per_sync(params, requests, expected):
     assert_same(Scheduler(small, 4).run(params, requests)[0], expected)
 
 
-def test_each_prompt_is_prefilled_once(engine, params, requests):
+def test_each_prompt_is_prefilled_once_and_progress_reported_up_to_the_end(engine, params, requests):
     prompts = {request.prompt_ids for request in requests}
     for max_slots in (2, 8):  # fewer slots than a group, and groups that do not divide the slots
-        _, statistics = Scheduler(engine, max_slots).run(params, requests)
+        seen = []
+        scheduler = Scheduler(engine, max_slots)
+        _, statistics = scheduler.run(params, requests, lambda *each, seen=seen: seen.append(each))
         assert statistics.prefilled_tokens == sum(map(len, prompts))
-
-
-def test_progress_is_reported_up_to_the_end(engine, params, requests):
-    seen = []
-    _, statistics = Scheduler(engine, 4).run(params, requests, lambda *progress: seen.append(progress))
-    assert len(seen) == statistics.host_syncs
-    assert seen == sorted(seen)
-    assert seen[-1] == (statistics.tokens, len(requests))
+        assert len(seen) == statistics.host_syncs and seen == sorted(seen)
+        assert seen[-1] == (statistics.tokens, len(requests))
 
 
 @pytest.mark.parametrize("max_slots", [3, 16])
@@ -111,18 +105,13 @@ def test_stop_strings_are_exact_whatever_the_steps_per_sync(
     reasons = collections.Counter(completion.finish_reason for completion in completions)
     assert reasons["stop"] >= 3
     for mine, whole in zip(completions, expected, strict=True):
-        ends = [
-            end
-            for end in range(1, len(whole.response_ids) + 1)
-            if any(string in spell(whole.response_ids[:end]) for string in strings)
-        ]
+        texts = [spell(whole.response_ids[: end + 1]) for end in range(len(whole.response_ids))]
+        ends = [i + 1 for i, text in enumerate(texts) if any(string in text for string in strings)]
         end = ends[0] if ends else len(whole.response_ids)
         np.testing.assert_array_equal(mine.response_ids, whole.response_ids[:end])
         np.testing.assert_array_equal(mine.logprobs, whole.logprobs[:end])
-        if whole.response_ids[end - 1] == EOS:
-            assert mine.finish_reason == "eos"
-        else:
-            assert mine.finish_reason == ("stop" if ends else "length")
+        reason = "eos" if whole.response_ids[end - 1] == EOS else "stop" if ends else "length"
+        assert mine.finish_reason == reason
     assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
 
 

@@ -69,24 +69,17 @@ def test_a_special_token_stops_as_any_text(size, tmp_path):
     before, start, role = map(tokenizer.encode, ("a7", "<|im_start|>", "user\n"))
     assert len(start) == 1
     ids = [*before, *start, *role, *tokenizer.encode("b")]
-    for string, behind in (
-        ("<|im_start|>", 0),
-        ("7<|im_", 0),
-        ("<|im_start|>us", 2),
-        ("im_start|>user\n", 5),
-    ):
+    texts = ("<|im_start|>", 0), ("7<|im_", 0), ("<|im_start|>us", 2), ("im_start|>user\n", 5)
+    for string, behind in texts:
         end = found_in_looks(StopStrings([string], tokenizer.decode), ids, size)
         assert end == first_end([string], tokenizer.decode, ids), string
         assert len(before) + 1 <= end <= len(before) + 1 + behind, string
 
 
-def test_without_strings_nothing_is_decoded():
+def test_without_strings_nothing_is_decoded_and_an_empty_one_is_refused():
     def fail(ids):
         raise AssertionError("decoded")
 
     assert StopStrings([], fail).find([1, 2, 3], 0) is None
-
-
-def test_an_empty_string_is_refused():
     with pytest.raises(ValueError, match="empty"):
         StopStrings(["a", ""], spell)

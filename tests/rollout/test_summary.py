@@ -16,9 +16,9 @@ from rljax.tasks.base import Problem
 
 
 def group(name, rewards, lengths=None, prompt=(1, 2)):
-    lengths = lengths or [3] * len(rewards)
     completions = [
-        Completion(np.full(length, 7, np.int32), np.zeros(length, np.float32), "eos") for length in lengths
+        Completion(np.full(length, 7, np.int32), np.zeros(length, np.float32), "eos")
+        for length in lengths or [3] * len(rewards)
     ]
     problem = Problem(name, ({"role": "user", "content": "q"},), "a", 1)
     return Group(problem, prompt, completions, [{"reward": reward} for reward in rewards])
@@ -35,13 +35,15 @@ def summarize(groups, samples=1, longest=384, running=()):
     return summarize_rollout(groups, running, longest, samples, TOKENIZER)
 
 
+def shown(summary):
+    """The problems and rewards of the examples."""
+    pairs = lambda kind: [(each["problem"], each["rewards"]["reward"]) for each in summary[kind]]  # noqa: E731
+    return {kind: pairs(kind) for kind in ("best", "worst")}
+
+
 def test_best_and_worst_are_of_different_prompts_and_never_the_same_response():
     groups = [group("a", [0.5, 1.0]), group("b", [0.0, 0.5]), group("c", [1.0, 0.0])]
-    summary = summarize(groups, samples=2)
-    found = {
-        kind: [(each["problem"], each["rewards"]["reward"]) for each in summary[kind]]
-        for kind in ("best", "worst")
-    }
+    found = shown(summarize(groups, samples=2))
     assert found == {"best": [("a", 1.0), ("c", 1.0)], "worst": [("b", 0.0), ("c", 0.0)]}
     alike = summarize([group("a", [1.0, 1.0])], samples=3)
     assert len(alike["best"]) == 1 and alike["worst"] == []
@@ -98,12 +100,7 @@ def test_a_step_is_bounded_and_strict_json():
     text = json.dumps(summarize(groups, samples=2, longest=100_000, running=running), allow_nan=False)
     assert len(text) < 20_000
     assert "characters left out" in text
-    kept = json.loads(text)
-    found = {
-        kind: [(each["problem"], each["rewards"]["reward"]) for each in kept[kind]]
-        for kind in ("best", "worst")
-    }
-    assert found == {"best": [("b", None), ("a", 1.0)], "worst": [("b", 0.0)]}
+    assert shown(json.loads(text)) == {"best": [("b", None), ("a", 1.0)], "worst": [("b", 0.0)]}
 
 
 def test_the_standard_error_is_that_of_the_prompts_means():
@@ -121,9 +118,7 @@ def test_what_is_left_out_is_in_no_mean_but_counted():
     groups = [group("a", [1.0, None, 0.0]), group("b", [None] * 3), group("c", [0.5, 0.5, 0.5])]
     assert mean_rewards(groups) == {"reward": 0.5, "declined": 4 / 9}
     spread = reward_spread(groups)
-    assert (
-        spread["reward/std"] == pytest.approx(math.sqrt(0.5 / 5)) and spread["reward/standard_error"] == 0.0
-    )
+    assert spread == {"reward/std": pytest.approx(math.sqrt(0.5 / 5)), "reward/standard_error": 0.0}
     rewards = [outcome.reward for outcome in outcomes(groups)]
     assert rewards == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5]  # for drafters: their group's mean
     with pytest.raises(UserError, match="reward: all 3 responses are left out"):

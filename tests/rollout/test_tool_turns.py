@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 
-from drafters.base import DraftRequest, Outcome, Sampled
+from drafters.base import DraftRequest, Sampled
 from drafters.eagle.collecting import FeatureCollector
 from drafters.registry import make_drafter, states_read
 from rljax.engine.appending import WIDTH
@@ -36,6 +36,7 @@ from tests.tiny_policy import (
     assert_same,
     make_engine,
     make_requests,
+    outcomes,
     spell,
 )
 
@@ -81,105 +82,107 @@ def make_use(tool, max_calls=MAX_CALLS, time_limit=30.0, most=8):
     return ToolUse({"counter": tool}, MARKUP, max_calls, ToolWorkers(most, time_limit))
 
 
-class Sequentially:
-    """The same by plain decoding: after every call, what there is becomes the prompt."""
+@dataclasses.dataclass
+class Found:
+    """What a response is by plain decoding: `own` are the tokens that the policy wrote."""
 
-    def __init__(self, engine, params, stop=None, max_calls=MAX_CALLS):
-        self.scheduler = Scheduler(engine, SLOTS, stop)
-        self.params, self.max_calls, self.calls, self.errors = params, max_calls, 0, 0
+    tokens: list = dataclasses.field(default_factory=list)
+    logprobs: list = dataclasses.field(default_factory=list)
+    own: list = dataclasses.field(default_factory=list)
+    reason: str = ""
+    calls: int = 0
+    rewards: list = dataclasses.field(default_factory=list)
 
-    def run(self, requests):
-        found = [[[], [], [], "", 0] for _ in requests]  # tokens, logprobs, own, reason, calls
-        left = dict(enumerate(requests))
-        while left:
-            completions, _ = self.scheduler.run(self.params, list(left.values()))
-            for (index, request), completion in zip(list(left.items()), completions, strict=True):
-                ids, own = completion.response_ids.tolist(), found[index]
-                end = self.find(ids) if own[4] < self.max_calls else None
-                del left[index]
-                if end is not None:
-                    ids = ids[:end]
-                own[0] += ids
-                own[1] += completion.logprobs[: len(ids)].tolist()
-                own[2] += [True] * len(ids)
-                own[3] = completion.finish_reason
-                if end is None:
-                    continue
-                own[3] = "eos" if ids[-1] == EOS else "length"
-                limit = request.max_response - len(ids)
-                if limit == 0:
-                    continue
-                answer = self.answer(spell(ids))
-                own[4] += 1
-                if len(answer) >= limit:
-                    own[3] = "length"
-                    continue
-                own[0] += answer
-                own[1] += [0.0] * len(answer)
-                own[2] += [False] * len(answer)
-                prompt = (*request.prompt_ids, *ids, *answer)
-                left[index] = Request(prompt, request.noise_key, limit - len(answer))
-        return found
+    def add(self, tokens, logprobs, own):
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.own += [own] * len(tokens)
 
-    def find(self, ids):
-        for end in range(1, len(ids) + 1):
-            text = spell(ids[:end])
-            if text.endswith(CLOSING) and OPENING in text[: -len(CLOSING)]:
-                return end
-        return None
 
-    def answer(self, text):
-        self.calls += 1
-        text = text[: -len(CLOSING)]
-        text = text[text.rindex(OPENING) + 1 :]
-        if text.endswith("d"):
-            self.errors += 1
-            text = f"error: {text}"
-        else:
-            text += "!" * (len(text) % 23)
-        return encode("(") + encode(text if len(text) <= 40 else text[:30] + " ... (cut)") + encode(")")
+def sequentially(engine, params, requests, turn, stop=None):
+    """Responses by plain decoding: after every turn, what there is becomes the prompt.
+
+    Args:
+      turn: (tokens, the reason for their end, what was found before, the limit of tokens) -> (those of the
+        tokens that are kept, what follows them or None, the reason for the end if nothing does).
+    """
+    found, left = [Found() for _ in requests], dict(enumerate(requests))
+    scheduler = Scheduler(engine, SLOTS, stop)
+    while left:
+        completions, _ = scheduler.run(params, list(left.values()))
+        for (index, request), completion in zip(list(left.items()), completions, strict=True):
+            own, ids = found[index], completion.response_ids.tolist()
+            ids, more, own.reason = turn(ids, completion.finish_reason, own, request.max_response)
+            own.add(ids, completion.logprobs[: len(ids)].tolist(), True)
+            del left[index]
+            if more is not None:
+                own.add(more, [0.0] * len(more), False)
+                prompt = (*request.prompt_ids, *ids, *more)
+                left[index] = Request(prompt, request.noise_key, request.max_response - len(ids) - len(more))
+    return found
+
+
+def tool_turn(ids, reason, own, limit):
+    """As `sequentially` has it: a call ends a turn, and its answer follows."""
+    ends = range(1, len(ids) + 1) if own.calls < MAX_CALLS else ()
+    called = (end for end in ends if is_call(spell(ids[:end])))
+    if (end := next(called, None)) is None:
+        return ids, None, reason
+    ids = ids[:end]
+    if limit == end:
+        return ids, None, "eos" if ids[-1] == EOS else "length"
+    own.calls += 1
+    answer = answer_to(spell(ids))
+    return ids, answer if len(answer) < limit - end else None, "length"
+
+
+def is_call(text):
+    return text.endswith(CLOSING) and OPENING in text[: -len(CLOSING)]
+
+
+def answer_to(text):
+    text = text[: -len(CLOSING)]
+    text = text[text.rindex(OPENING) + 1 :]
+    text = f"error: {text}" if text.endswith("d") else text + "!" * (len(text) % 23)
+    return encode("(") + encode(text if len(text) <= 40 else text[:30] + " ... (cut)") + encode(")")
 
 
 @pytest.fixture(scope="module")
-def sequential(engine, params):
-    return Sequentially(engine, params)
-
-
-@pytest.fixture(scope="module")
-def expected(sequential, requests):
-    return sequential.run(requests)
+def expected(engine, params, requests):
+    return sequentially(engine, params, requests, tool_turn)
 
 
 def assert_as_expected(completions, expected):
-    for completion, (tokens, logprobs, own, reason, _) in zip(completions, expected, strict=True):
-        assert completion.response_ids.tolist() == tokens
-        np.testing.assert_array_equal(completion.logprobs, np.asarray(logprobs, np.float32))
-        assert completion.sampled_mask.tolist() == own and completion.sampled_tokens == sum(own)
-        assert completion.finish_reason == reason
+    for completion, own in zip(completions, expected, strict=True):
+        assert completion.response_ids.tolist() == own.tokens
+        np.testing.assert_array_equal(completion.logprobs, np.asarray(own.logprobs, np.float32))
+        assert completion.sampled_mask.tolist() == own.own and completion.sampled_tokens == sum(own.own)
+        assert completion.finish_reason == own.reason
+        rewards = () if completion.episode is None else completion.episode.rewards
+        assert list(rewards) == own.rewards
 
 
 def test_the_requests_say_something(expected, requests):
-    calls = [own[4] for own in expected]
+    calls = [own.calls for own in expected]
     assert max(calls) == MAX_CALLS and min(calls) == 0 and sum(calls) > len(calls)
-    ended = {(own[3], own[4] > 0) for own in expected}
+    ended = {(own.reason, own.calls > 0) for own in expected}
     assert ended == {("eos", True), ("length", True), ("eos", False), ("length", False)}
-    answers = [len(list(part)) for own in expected for mine, part in itertools.groupby(own[2]) if not mine]
+    answers = [len(list(part)) for own in expected for mine, part in itertools.groupby(own.own) if not mine]
     assert max(answers) > WIDTH  # more than one pass of the engine
-    assert all(own[2][-1] for own in expected)  # an answer after which nothing could come is left out
-    assert any(len(own[0]) + len(r.prompt_ids) > 64 for own, r in zip(expected, requests, strict=True))
+    assert all(own.own[-1] for own in expected)  # an answer after which nothing could come is left out
+    assert any(len(own.own) + len(r.prompt_ids) > 64 for own, r in zip(expected, requests, strict=True))
 
 
 @pytest.mark.parametrize("max_slots", [1, 3, 4])
-def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, sequential, max_slots):
+def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, max_slots):
     tool, ended = Counter(), []
     scheduler = Scheduler(engine, max_slots, tools=make_use(tool))
     completions, statistics = scheduler.run(params, requests, on_finished=lambda *each: ended.append(each))
     assert_as_expected(completions, expected)
     assert sorted(index for index, _ in ended) == list(range(len(requests)))
     assert_as_expected([completion for _, completion in sorted(ended, key=lambda each: each[0])], expected)
-    calls = sum(own[4] for own in expected)
-    assert statistics.tool_calls == len(tool.texts) == calls == sequential.calls
-    assert statistics.tool_errors == sequential.errors > 0
+    assert statistics.tool_calls == len(tool.texts) == sum(own.calls for own in expected)
+    assert statistics.tool_errors == sum(text.endswith("d") for text in tool.texts) > 0
     own = sum(completion.sampled_tokens for completion in completions)
     assert statistics.tokens == own
     assert statistics.tool_tokens == sum(len(c.response_ids) for c in completions) - own > 0
@@ -200,12 +203,7 @@ def test_same_bits_with_drafts_and_with_tools_that_answer_in_another_order(
         assert_as_expected(completions, expected)
         if slow:
             assert tool.done != tool.texts
-        speculator.learn(
-            [
-                Outcome(request.prompt_ids, completion.response_ids, 1.0)
-                for request, completion in zip(requests, completions, strict=True)
-            ]
-        )
+        speculator.learn(outcomes(requests, completions))
     assert statistics.accepted > 0.5 * statistics.tokens
 
 
@@ -218,8 +216,8 @@ def test_others_decode_while_a_tool_works(engine, params, requests, expected):
             assert over.wait(30)
             return super().call(text)
 
-    first = next(index for index, own in enumerate(expected) if own[4])
-    other = next(index for index, own in enumerate(expected) if not own[4])
+    first = next(index for index, own in enumerate(expected) if own.calls)
+    other = next(index for index, own in enumerate(expected) if not own.calls)
     chosen = [first, other]
     completions, statistics = Scheduler(engine, 2, tools=make_use(Waiting())).run(
         params, [requests[i] for i in chosen], lambda tokens, finished: finished and over.set()
@@ -250,22 +248,21 @@ def test_stop_strings_are_looked_for_in_what_the_policy_writes(engine, params, r
     """Letters of answers do not complete one, and whichever comes first ends or calls."""
     stop = StopStrings(["ddd"], spell)
     completions, _ = Scheduler(engine, SLOTS, stop, tools=make_use(Counter())).run(params, requests)
-    found = Sequentially(engine, params, stop).run(requests)
+    found = sequentially(engine, params, requests, tool_turn, stop)
     assert_as_expected(completions, found)
-    stopped = [own for own in found if own[3] == "stop"]
-    assert any(own[4] for own in stopped)
+    assert any(own.calls for own in found if own.reason == "stop")
     for own in found:
-        for mine, part in itertools.groupby(zip(own[0], own[2], strict=True), key=lambda pair: pair[1]):
+        pairs = zip(own.tokens, own.own, strict=True)
+        for mine, part in itertools.groupby(pairs, key=lambda pair: pair[1]):
             text = spell([token for token, _ in part])
             assert not mine or "ddd" not in text[:-1]
-    assert any("ddd" in spell(own[0][: -1 if own[3] == "stop" else None]) for own in found)
+    assert any("ddd" in spell(own.tokens[: -1 if own.reason == "stop" else None]) for own in found)
 
 
 def test_without_a_call_nothing_differs(engine, params, requests):
     plain, statistics = Scheduler(engine, SLOTS).run(params, requests)
-    use = dataclasses.replace(
-        make_use(Counter()), markup=dataclasses.replace(MARKUP, calls={"x": ("<", ">")})
-    )
+    other = dataclasses.replace(MARKUP, calls={"x": ("<", ">")})
+    use = dataclasses.replace(make_use(Counter()), markup=other)
     completions, same = Scheduler(engine, SLOTS, tools=use).run(params, requests)
     assert_same(completions, plain)
     assert all(completion.sampled_mask.all() for completion in completions)
@@ -275,7 +272,7 @@ def test_without_a_call_nothing_differs(engine, params, requests):
 
 def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, expected):
     """Nobody's tools are called for what is drafts only; the next rollout's tokens are its own."""
-    own = [i for i, found in enumerate(expected) if found[4]]
+    own = [i for i, found in enumerate(expected) if found.calls]
     ahead = RunAhead(below=SLOTS, max_share=1e9)
     times = FavouriteRows([0])
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, ahead, times, times.choice)
@@ -285,13 +282,13 @@ def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, 
     now = [*range(9, 12), 17]  # three that are short, and a long one
     completions, _ = scheduler.run(params, [requests[i] for i in now])
     assert_as_expected(completions, [expected[i] for i in now])
-    assert len(tool.texts) == sum(expected[i][4] for i in now)
+    assert len(tool.texts) == sum(expected[i].calls for i in now)
     kept = [ahead.recall(requests[i].noise_key) for i in own]
     assert sum(tokens is not None for tokens in kept) >= 2
     for tokens, index in zip(kept, own, strict=True):
         if tokens is not None:
-            assert tokens.tolist() == expected[index][0][: len(tokens)]
-            assert all(expected[index][2][: len(tokens)])
+            assert tokens.tolist() == expected[index].tokens[: len(tokens)]
+            assert all(expected[index].own[: len(tokens)])
     times.rows = itertools.cycle(ALL_ROWS)
     completions, _ = scheduler.run(params, requests)
     assert_as_expected(completions, expected)
@@ -300,9 +297,7 @@ def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, 
 @pytest.mark.parametrize(("name", "overlap"), [("quantized", False), ("small_model", True), ("eagle", False)])
 def test_same_bits_with_drafters_on_the_device(params, requests, expected, tmp_path, name, overlap):
     args = {}
-    if (
-        name == "small_model"
-    ):  # the policy beside itself: what it knows of the slots is right where drafts are
+    if name == "small_model":  # the policy: what it knows of the slots is right where drafts are
         save_model(tmp_path, CONFIG, params, "float32")
         args = {"path": str(tmp_path)}
     elif name == "eagle":

@@ -59,20 +59,13 @@ def compiled(function, *args):
 
 @functools.cache
 def with_settings_inside(params):
-    return compiled(
-        lambda logits, keys, positions: sample(logits, keys, positions, params, NUMERICS),
-        *(LOGITS["float32"], KEYS, POSITIONS),
-    )
+    return compiled(lambda *args: sample(*args, params, NUMERICS), LOGITS["float32"], KEYS, POSITIONS)
 
 
 @functools.cache
 def by_row():
-    return compiled(
-        lambda logits, keys, positions, rows: sample(
-            logits, keys, positions, SamplingParams(), NUMERICS, settings=rows
-        ),
-        *(LOGITS["float32"], KEYS, POSITIONS, SlotSampling.of([SamplingParams()] * ROWS, VOCAB)),
-    )
+    args = LOGITS["float32"], KEYS, POSITIONS, SlotSampling.of([SamplingParams()] * ROWS, VOCAB)
+    return compiled(lambda *args: sample(*args[:3], SamplingParams(), NUMERICS, settings=args[3]), *args)
 
 
 def assert_rows_have_their_own(dtype, mix):
@@ -81,11 +74,9 @@ def assert_rows_have_their_own(dtype, mix):
     tokens, logprobs = by_row()(logits, KEYS, POSITIONS, SlotSampling.of(mix, VOCAB))
     for params in set(mix):
         rows = np.flatnonzero([each == params for each in mix])
-        expected, expected_logprobs = with_settings_inside(params)(logits, KEYS, POSITIONS)
-        np.testing.assert_array_equal(np.asarray(tokens)[rows], np.asarray(expected)[rows], str(params))
-        np.testing.assert_array_equal(
-            np.asarray(logprobs)[rows], np.asarray(expected_logprobs)[rows], str(params)
-        )
+        expected = with_settings_inside(params)(logits, KEYS, POSITIONS)
+        for mine, alone in zip((tokens, logprobs), expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(mine)[rows], np.asarray(alone)[rows], str(params))
 
 
 @pytest.mark.parametrize("dtype", LOGITS)

@@ -65,33 +65,28 @@ def test_top_p_at_a_boundary_and_among_equals(limit, kept):
     assert int((jnp.log2(probs) >= lowest).sum()) == kept
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("ties", [False, True])
-def test_the_same_token_as_the_reference(name, ties):
-    params = DISTRIBUTIONS[name]
-    logits = with_ties(make_logits()) if ties else make_logits()
+def both(logits, params):
+    """(tokens, logprobs) by the split vocabulary's sampling, and by the reference."""
     keys = np.stack([request_key(0, row) for row in range(len(logits))])
     positions = np.arange(len(logits), dtype=np.int32)
-    (tokens, logprobs), (expected, expected_logprobs) = (
-        jax.jit(lambda *args, f=f: f(*args, params, NUMERICS))(logits, keys, positions)
-        for f in (split.noisy_argmax, base.noisy_argmax)
-    )
-    np.testing.assert_array_equal(tokens, expected)
-    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=2e-6)
+    for function in (split.noisy_argmax, base.noisy_argmax):
+        run = jax.jit(lambda *args, function=function: function(*args, params, NUMERICS))
+        yield run(logits, keys, positions)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_a_row_with_nan_is_told_as_by_the_reference(name):
-    logits = make_logits(rows=2)
-    logits[0, 5] = np.nan
-    keys = np.stack([request_key(0, row) for row in range(2)])
-    positions = np.arange(2, dtype=np.int32)
-    (tokens, logprobs), (_, expected_logprobs) = (
-        jax.jit(lambda *args, f=f: f(*args, DISTRIBUTIONS[name], NUMERICS))(logits, keys, positions)
-        for f in (split.noisy_argmax, base.noisy_argmax)
-    )
+@pytest.mark.parametrize("kind", ["logits", "ties", "nan"])
+def test_the_same_token_as_the_reference(name, kind):
+    """A row with NaN is told as by it."""
+    logits = with_ties(make_logits()) if kind == "ties" else make_logits()
+    if kind == "nan":
+        logits[0, 5] = np.nan
+    (tokens, logprobs), (expected, expected_logprobs) = both(logits, DISTRIBUTIONS[name])
     np.testing.assert_array_equal(np.isnan(logprobs), np.isnan(expected_logprobs))
     assert 0 <= int(tokens[0]) < logits.shape[1]
+    first = 1 if kind == "nan" else 0
+    np.testing.assert_array_equal(tokens[first:], expected[first:])
+    np.testing.assert_allclose(logprobs[first:], expected_logprobs[first:], rtol=0, atol=2e-6)
 
 
 CHECKS = """

@@ -1,3 +1,3 @@
-"""The policy, its requests, and the responses of plain decoding."""
+"""The policy, its requests, the responses of plain decoding, and programs that come late."""
 
-from tests.speculation.speculators import expected, params, requests  # noqa: F401  fixtures
+from tests.speculation.speculators import expected, held_back, params, requests  # noqa: F401  fixtures

@@ -1,11 +1,9 @@
 """Drafters on the device that are compiled while responses are decoded: the same tokens, early or late."""
 
-import threading
-
 import pytest
 
 from drafters.registry import make_drafter, states_read
-from rljax.engine.background import BackgroundCompiler, CompilerThread
+from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import Buckets
 from rljax.engine.plain_programs import PlainPrograms
 from rljax.models.huggingface import save_model
@@ -27,20 +25,6 @@ from tests.tiny_policy import (
 BUCKETS = Buckets((SLOTS,), (128,), (16,), 7)
 SHRINKING = Buckets((2, SLOTS), (128,), (16,), 7)
 NAMES = ["quantized", "eagle", "small_model"]
-
-
-@pytest.fixture
-def held_back(monkeypatch):
-    """Nothing is compiled in the background before this event is set."""
-    go_on, compile_shape = threading.Event(), BackgroundCompiler.compile
-
-    def wait(self, shape):
-        assert go_on.wait(60)
-        compile_shape(self, shape)
-
-    monkeypatch.setattr(BackgroundCompiler, "compile", wait)
-    yield go_on
-    go_on.set()
 
 
 def speculator_of(name, params, requests, directory, buckets=BUCKETS, **settings):

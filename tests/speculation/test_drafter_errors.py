@@ -38,9 +38,7 @@ class Quiet(Drafter):
 
 def speculator(drafter, ahead=False, name="mine"):
     """One that is never asked to decode: it needs no engine."""
-    run_ahead = None
-    if ahead:
-        run_ahead = RunAhead(1, 0.5)
+    run_ahead = RunAhead(1, 0.5) if ahead else None
     engine = types.SimpleNamespace(buckets=Buckets((4,), (64,)), numerics=Numerics(), mesh=None)
     speculating = Speculator(engine, {name: drafter}, 4, run_ahead)
     if ahead:
@@ -69,6 +67,7 @@ def error_of(call, *arguments):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
+        (lambda: None, "NoneType None, expected a dict of numbers by name"),
         ([("loss", 1.0)], "list [('loss', 1.0)], expected a dict of numbers by name"),
         ("loss", "str 'loss', expected a dict of numbers by name"),
         ({3: 1.0}, "a dict with the key 3, expected a dict of numbers by name"),
@@ -80,11 +79,13 @@ def error_of(call, *arguments):
         ({"loss": np.array("low")}, "'loss' as an array of <U3 [], expected a number"),
         ({"accepted": 3}, "'accepted', which says something else already: give it another name"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_metrics_that_are_none(metrics, message, ahead):
-    speculating = speculator(Quiet(metrics), ahead)
-    assert error_of(speculating.metrics, DecodeStatistics()) == f"metrics returned {message}"
+    drafter = Quiet(metrics)
+    if callable(metrics):
+        drafter.metrics = metrics
+    assert error_of(speculator(drafter, ahead).metrics, DecodeStatistics()) == f"metrics returned {message}"
 
 
 @pytest.mark.parametrize("name", ["run_ahead_tokens", "ahead_agreed"])
@@ -99,15 +100,10 @@ def test_numbers_of_any_kind_are_metrics(value):
     assert found["speculation/loss"] is value
 
 
-def test_no_metrics_at_all():
-    drafter = Quiet()
-    drafter.metrics = lambda: None
-    for ahead in (False, True):
-        message = error_of(speculator(drafter, ahead).metrics, DecodeStatistics())
-        assert message == "metrics returned NoneType None, expected a dict of numbers by name"
-
-
 # -- state -------------------------------------------------------------------------------------------------
+
+
+EXPECTED = "expected a numpy array of numbers or text"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -116,16 +112,10 @@ def test_no_metrics_at_all():
     [
         ([np.zeros(2)], "list [array([0., 0.])], expected a dict of numpy arrays by name"),
         ({("a", 1): np.zeros(2)}, "a dict with the key ('a', 1), expected a dict of numpy arrays by name"),
-        ({"x": [1, 2]}, "'x' as list [1, 2], expected a numpy array of numbers or text"),
-        ({"x": 1.0}, "'x' as float 1.0, expected a numpy array of numbers or text"),
-        (
-            {"x": np.array([{}, None])},
-            "'x' as an array of object [2], expected a numpy array of numbers or text",
-        ),
-        (
-            {"x": np.zeros(2, ml_dtypes.bfloat16)},
-            "'x' as an array of bfloat16 [2], expected a numpy array of numbers or text",
-        ),
+        ({"x": [1, 2]}, f"'x' as list [1, 2], {EXPECTED}"),
+        ({"x": 1.0}, f"'x' as float 1.0, {EXPECTED}"),
+        ({"x": np.array([{}, None])}, f"'x' as an array of object [2], {EXPECTED}"),
+        ({"x": np.zeros(2, ml_dtypes.bfloat16)}, f"'x' as an array of bfloat16 [2], {EXPECTED}"),
     ],
     ids=range(6),
 )
@@ -167,10 +157,9 @@ def test_what_is_raised_is_one_short_line(method, ahead):
 
 
 def test_a_method_that_is_missing():
-    class Forgetful(Quiet):
-        metrics = None
-
-    message = error_of(speculator(Forgetful()).metrics, DecodeStatistics())
+    drafter = Quiet()
+    drafter.metrics = None
+    message = error_of(speculator(drafter).metrics, DecodeStatistics())
     assert message.startswith("metrics raised TypeError(")
 
 

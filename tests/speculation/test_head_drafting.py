@@ -30,16 +30,7 @@ from rljax.speculation.warm_up import time_passes
 from tests.drafters.eagle.published import write_eagle3
 from tests.engines import stored_pool
 from tests.speculation.speculators import POOL
-from tests.tiny_policy import (
-    CONFIG,
-    HEAD,
-    SLOTS,
-    CheapTimes,
-    assert_same,
-    make_engine,
-    outcomes,
-    spell,
-)
+from tests.tiny_policy import CONFIG, HEAD, SLOTS, CheapTimes, assert_same, make_engine, outcomes, spell
 
 BUCKETS = Buckets((4,), (128,), (16,), 7)
 GROWING = Buckets((4,), (64, 128), (16,), 7)
@@ -54,6 +45,38 @@ def make_speculator(others=(), buckets=BUCKETS, pool=POOL, **args):
 
 def roll_out(speculator, params, requests, stop=None, overlap=False):
     return Scheduler(speculator.engine, SLOTS, stop, speculator, overlap).run(params, requests)
+
+
+class Placed:
+    """Requests in the first slots of a decode state, and the head that follows them."""
+
+    def __init__(self, params, prompts, limit=50, length=128, batch=4, attended=None, **args):
+        speculator = make_speculator(**({"slices": 0} | args))
+        self.head, self.engine, self.params = speculator.drafters["eagle"], speculator.engine, params
+        self.slots = self.head.slots
+        self.slots._attended_lengths = attended or self.slots._attended_lengths
+        self.head.refresh(params)
+        self.head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
+        self.state = self.engine.init_state(batch, length)
+        self.slots.start(batch)
+        self.place(prompts[:2], [0, 1], limit)
+
+    def place(self, prompts, slots, limit=50):
+        placed = [Assignment(row, slot, request_key(slot), limit) for row, slot in enumerate(slots)]
+        prefix = self.engine.prefill(self.params, prompts)
+        self.state = self.engine.bulk_insert(prefix, self.state, placed)
+        self.slots.insert(self.slots.prefill(prefix, prompts), placed, slots)
+
+    def decode(self, steps):
+        self.state, result = self.engine.generate(self.params, self.state, steps)
+        self.slots.advance(result)
+        return result
+
+    def draft(self):
+        return self.slots.draft(self.state, self.slots.strategies[-1])
+
+
+PROMPTS = [(5, 6, 7), (9, 2)]
 
 
 @pytest.mark.parametrize(
@@ -131,10 +154,8 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
     slots._run = noting
     speculator.drafters["eagle"]._budget.allows = lambda: True
     turns, (proposer,) = itertools.count(), speculator.proposers
-    promise = proposer.promise
-    proposer.promise = lambda *of: (
-        promise(*of) if next(turns) // 8 % 2 else 0.0
-    )  # eight plain host syncs in a row
+    promise = proposer.promise  # eight plain host syncs in a row
+    proposer.promise = lambda *of: promise(*of) if next(turns) // 8 % 2 else 0.0
     before = len(pool)
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
@@ -183,24 +204,19 @@ def roll_out_recording(speculator, params, requests, seen, stop=None):
     return roll_out(speculator, params, requests, stop)
 
 
-def test_what_a_stop_string_cuts_off_is_not_learned(params, requests):
-    seen = []
-    stop = StopStrings(("dd",), spell)
-    completions, _ = roll_out_recording(make_speculator(), params, requests, seen, stop)
+def test_neither_what_a_stop_string_cuts_off_nor_an_evaluation_is_learned(params, requests):
+    seen, speculator, stop = [], make_speculator(), StopStrings(("dd",), spell)
+    evaluated = [dataclasses.replace(request, training=False) for request in requests]
+    roll_out_recording(speculator, params, evaluated, seen)
+    assert not seen
+    completions, _ = roll_out_recording(speculator, params, requests, seen, stop)
     assert any(completion.finish_reason == "stop" for completion in completions)
     known = {
         (*request.prompt_ids, *completion.response_ids.tolist())[:-1]
         for request, completion in zip(requests, completions, strict=True)
     }
-    assert {tuple(tokens) for tokens, _, _ in seen} <= known
+    assert seen and {tuple(tokens) for tokens, _, _ in seen} <= known
     assert all(len(tokens) == len(states) == len(mask) for tokens, states, mask in seen)
-
-
-def test_nothing_is_learned_from_evaluation(params, requests):
-    speculator, seen = make_speculator(), []
-    evaluated = [dataclasses.replace(request, training=False) for request in requests]
-    roll_out_recording(speculator, params, evaluated, seen)
-    assert not seen
 
 
 def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, requests, expected):
@@ -237,60 +253,42 @@ def test_long_plain_stretches_do_not_change_tokens(params, requests, expected, m
     assert (speculator.metrics(statistics)["speculation/head/absorbed_early"] > 0) == bool(memory)
 
 
-@pytest.mark.parametrize(
-    ("memory", "early"), [({}, 0), ({"unread_bytes": 0}, 8), ({"unread_bytes": "three syncs"}, 5)]
-)
-def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params, memory, early):
+@pytest.mark.parametrize(("syncs_kept", "early"), [(None, 0), (0, 8), (3, 5)])
+def test_after_long_plain_decoding_the_head_drafts_as_if_asked_all_along(params, syncs_kept, early):
     """Nothing is forgotten, whatever memory the unread features have."""
-    prompts, trees, syncs = [(5, 6, 7), (9, 2)], {}, 8
+    trees = {}
     for asked in (True, False):
-        speculator = make_speculator(slices=0)
-        head, engine = speculator.drafters["eagle"], speculator.engine
-        head.refresh(params)
-        head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
-        state, placed = engine.init_state(4, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
-        head.slots.start(4)
-        prefix = engine.prefill(params, prompts)
-        state = engine.bulk_insert(prefix, state, placed)
-        head.slots.insert(head.slots.prefill(prefix, prompts), placed, range(2))
-        for _ in range(syncs):
-            state, result = engine.generate(params, state, 2)
-            if memory and not asked:
-                room = memory["unread_bytes"] and 3 * result.states.nbytes
-                head.slots.unread_bytes = room
-            head.slots.advance(result)
-            tree = head.slots.draft(state, head.slots.strategies[-1]) if asked else None
-        absorbed = head.metrics()["head/absorbed_early"]
-        assert absorbed == (0 if asked else early)
-        trees[asked] = tree if asked else head.slots.draft(state, head.slots.strategies[-1])
+        placed = Placed(params, PROMPTS)
+        advance = placed.slots.advance
+
+        def advancing(result, placed=placed, asked=asked, advance=advance):
+            if syncs_kept is not None and not asked:
+                placed.slots.unread_bytes = syncs_kept * result.states.nbytes
+            advance(result)
+
+        placed.slots.advance = advancing
+        for _ in range(8):
+            result = placed.decode(2)
+            tree = placed.draft() if asked else None
+        assert placed.head.metrics()["head/absorbed_early"] == (0 if asked else early)
+        trees[asked] = tree if asked else placed.draft()
     assert result.active[0] and trees[True].tree.valid[0].all()  # the other one has ended on the way
     jax.tree.map(np.testing.assert_array_equal, trees[True], trees[False])
 
 
 def test_drafts_are_those_of_a_head_that_reads_the_largest_bucket(params):
     """Over a decode state whose cache grows on the way; token for token."""
-    prompts, trees = [tuple(range(2, 52)), tuple(range(3, 30))], {}
+    prompts, trees = [tuple(range(2, 52)), tuple(range(3, 30))], []
     for lengths in (GROWING.cache, GROWING.cache[-1:]):
-        speculator = make_speculator(buckets=GROWING, slices=0)
-        head, engine = speculator.drafters["eagle"], speculator.engine
-        head.slots._attended_lengths = lengths
-        head.refresh(params)
-        head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
-        state, placed = engine.init_state(4, 64), [Assignment(i, i, request_key(i), 70) for i in range(2)]
-        head.slots.start(4)
-        prefix = engine.prefill(params, prompts)
-        state = engine.bulk_insert(prefix, state, placed)
-        head.slots.insert(head.slots.prefill(prefix, prompts), placed, range(2))
-        trees[lengths] = []
+        placed = Placed(params, prompts, 70, 64, buckets=GROWING, attended=lengths)
+        trees.append([])
         for step in range(10):
             if step == 3:
-                state = engine.grow(state)
-            state, result = engine.generate(params, state, 3)
-            head.slots.advance(result)
-            trees[lengths].append(head.slots.draft(state, head.slots.strategies[-1]).tree)
-    shorter, largest = trees.values()
-    assert all(tree.valid.any() for tree in shorter)
-    jax.tree.map(np.testing.assert_array_equal, shorter, largest)
+                placed.state = placed.engine.grow(placed.state)
+            placed.decode(3)
+            trees[-1].append(placed.draft().tree)
+    assert all(tree.valid.any() for tree in trees[0])
+    jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
 def test_the_lengths_that_are_read_about_double():
@@ -301,55 +299,37 @@ def test_the_lengths_that_are_read_about_double():
 
 def test_a_new_request_has_nothing_of_the_one_before_it(params):
     """Unread features of a request that has left its slot are skipped."""
-    first, second, trees = [(5, 6, 7), (9, 2)], [(8, 3, 4, 1)], []
+    trees = []
     for asked in (True, False):
-        speculator = make_speculator(slices=0)
-        head, engine = speculator.drafters["eagle"], speculator.engine
-        head.refresh(params)
-        head.begin([DraftRequest(prompt, None, trainable=False) for prompt in first + second])
-        state = engine.init_state(4, 128)
-        head.slots.start(4)
-        for prompts, slots in ((first, [0, 1]), (second, [0])):
-            placed = [Assignment(row, slot, request_key(slot), 50) for row, slot in enumerate(slots)]
-            prefix = engine.prefill(params, prompts)
-            state = engine.bulk_insert(prefix, state, placed)
-            head.slots.insert(head.slots.prefill(prefix, prompts), placed, slots)
-            for _ in range(2):
-                state, result = engine.generate(params, state, 2)
-                head.slots.advance(result)
-                if asked:
-                    head.slots.draft(state, head.slots.strategies[-1])
-        trees.append(head.slots.draft(state, head.slots.strategies[-1]))
+        placed = Placed(params, [*PROMPTS, (8, 3, 4, 1)])
+        for visit in range(4):
+            if visit == 2:
+                placed.place([(8, 3, 4, 1)], [0])
+            result = placed.decode(2)
+            if asked:
+                placed.draft()
+        trees.append(placed.draft())
     assert result.active[:2].all() and trees[0].tree.valid[:2].all()
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
-def test_in_a_wider_state_slots_draft_as_before(params, requests):
+def test_in_a_wider_state_slots_draft_as_before(params):
     """What the last host sync sampled included; the new slots know nothing."""
-    speculator, trees = make_speculator(buckets=Buckets((2, 4), (128,), (16,), 7)), []
-    head, engine, prompts = speculator.drafters["eagle"], speculator.engine, [(5, 6, 7), (9, 2)]
-    head.refresh(params)
-    head.begin([DraftRequest(prompt, None, trainable=False) for prompt in prompts])
+    trees = []
     for batch in (2, 4):
-        state, placed = engine.init_state(2, 128), [Assignment(i, i, request_key(i), 50) for i in range(2)]
-        head.slots.start(2)
-        prefix = engine.prefill(params, prompts)
-        state = engine.bulk_insert(prefix, state, placed)
-        head.slots.insert(head.slots.prefill(prefix, prompts), placed, range(2))
-        state, result = engine.generate(params, state, 3)
-        head.slots.advance(result)
-        state = engine.widen(state, batch)
-        head.slots.widen(batch)
-        trees.append(head.slots.draft(state, head.slots.strategies[-1]).tree)
+        placed = Placed(params, PROMPTS, batch=2, buckets=Buckets((2, 4), (128,), (16,), 7))
+        placed.decode(3)
+        placed.state = placed.engine.widen(placed.state, batch)
+        placed.slots.widen(batch)
+        trees.append(placed.draft().tree)
     narrow, wide = trees
     assert narrow.valid.all() and not wide.valid[2:].any()
     jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other[:2]), narrow, wide)
 
 
 def test_a_resumed_head_goes_on_as_it_was(params, requests, tmp_path):
-    first = make_speculator(
-        train_below=0, save_dir=str(tmp_path / "head")
-    )  # what is trained in a tail depends on the time
+    # What is trained in a tail depends on the time.
+    first = make_speculator(train_below=0, save_dir=str(tmp_path / "head"))
     completions, _ = roll_out(first, params, requests)
     first.learn(outcomes(requests, completions))
     first.drafters["eagle"]._saver.wait()

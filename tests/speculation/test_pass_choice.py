@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
@@ -15,14 +14,7 @@ from rljax.speculation.acceptance import NodeCalibration
 from rljax.speculation.pass_choice import Candidates, best_rows
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import (
-    BUCKETS,
-    SLOTS,
-    FixedTimes,
-    assert_same,
-    by_rows,
-    make_engine,
-)
+from tests.tiny_policy import BUCKETS, SLOTS, FixedTimes, assert_same, by_rows, make_engine, outcomes
 
 ROWS = (0, *BUCKETS.verify)
 
@@ -47,40 +39,46 @@ def test_passes_have_room_for_a_draft_and_no_more_than_there_can_be():
     assert Buckets((4,), (64,)).passes(4) == []
 
 
-def test_the_pass_of_the_most_tokens_per_second_is_chosen():
-    sure, useless = [[1.0] * 7] * 4, [[0.0] * 7] * 4
-    falling = [[0.9, 0.8, 0.7, 0.1, 0.1, 0.1, 0.1]] * 4
-    assert choose(sure, [1, 1.1, 1.2, 1.4]) == 32
-    assert choose(sure, [1, 1.1, 1.2, 9]) == 16
-    assert choose(sure, [1, 1.1, 9, 99]) == 8
-    assert choose(sure, [1, 9, 99, 999]) == 0
-    assert choose(useless, [1, 1.1, 1.2, 1.4]) == 0
-    assert choose(falling, [1, 1.1, 1.2, 1.8]) == 16  # (4 + 9.6) / 1.2 against (4 + 11.2) / 1.8
-    assert choose(falling, [1, 1.1, 1.2, 1.3]) == 32
-    # What took long to draft is not left out for a pass that is only faster by itself; nor for a plain step.
-    assert choose(sure, [1, 1.1, 1.2, 3], spent=0.0) == 16
-    assert choose(sure, [1, 1.1, 1.2, 3], spent=2.0) == 32  # (4 + 28) / 5 against (4 + 12) / 3.2
-    assert choose(sure, [1, 1.1, 1.2, 1.4], spent=99.0) == 32
-    assert choose(useless, [1, 1.1, 1.2, 1.4], spent=99.0) == 0
-    # One slot in four is sure, and takes more than its share of a small pass: 4 + 3 tokens, or 4 + 7.
-    one = [*useless[:3], sure[0]]
-    assert choose(one, [1, 1.3, 2.1, 2.6]) == 8
-    assert choose(one, [1, 1.3, 2.0, 2.6]) == 16
-    assert choose(one, [1, 1.8, 2.8, 9]) == 0
-    # Where nothing is gained, nothing is verified.
-    assert choose(useless, [1, 0.9, 0.8, 0.7]) == 0  # whatever the clock says: there is nothing to verify
-    assert choose(sure, [1, 2, 4, 8]) == 0
-    assert choose(np.zeros((0, 7)), [1, 1, 1, 1]) == 0
+SURE, USELESS = [[1.0] * 7] * 4, [[0.0] * 7] * 4
+FALLING = [[0.9, 0.8, 0.7, 0.1, 0.1, 0.1, 0.1]] * 4
+ONE = [*USELESS[:3], SURE[0]]
+
+
+@pytest.mark.parametrize(
+    ("probability", "seconds", "spent", "rows"),
+    [
+        (SURE, [1, 1.1, 1.2, 1.4], 0, 32),
+        (SURE, [1, 1.1, 1.2, 9], 0, 16),
+        (SURE, [1, 1.1, 9, 99], 0, 8),
+        (SURE, [1, 9, 99, 999], 0, 0),
+        (USELESS, [1, 1.1, 1.2, 1.4], 0, 0),
+        (FALLING, [1, 1.1, 1.2, 1.8], 0, 16),  # (4 + 9.6) / 1.2 against (4 + 11.2) / 1.8
+        (FALLING, [1, 1.1, 1.2, 1.3], 0, 32),
+        # What took long to draft is not left out for a pass that is only faster by itself.
+        (SURE, [1, 1.1, 1.2, 3], 0, 16),
+        (SURE, [1, 1.1, 1.2, 3], 2.0, 32),  # (4 + 28) / 5 against (4 + 12) / 3.2
+        (SURE, [1, 1.1, 1.2, 1.4], 99.0, 32),
+        (USELESS, [1, 1.1, 1.2, 1.4], 99.0, 0),
+        # One slot in four is sure, and takes more than its share of a small pass: 4 + 3 tokens, or 4 + 7.
+        (ONE, [1, 1.3, 2.1, 2.6], 0, 8),
+        (ONE, [1, 1.3, 2.0, 2.6], 0, 16),
+        (ONE, [1, 1.8, 2.8, 9], 0, 0),
+        # Where nothing is gained, nothing is verified, whatever the clock says.
+        (USELESS, [1, 0.9, 0.8, 0.7], 0, 0),
+        (SURE, [1, 2, 4, 8], 0, 0),
+        (np.zeros((0, 7)), [1, 1, 1, 1], 0, 0),
+    ],
+)
+def test_the_pass_of_the_most_tokens_per_second_is_chosen(probability, seconds, spent, rows):
+    assert choose(probability, seconds, spent=spent) == rows
 
 
 def test_what_is_sampled_ahead_does_not_choose():
-    sure = [[1.0] * 7] * 4
     only_first = np.arange(4) < 1
-    assert (
-        choose(sure, [1, 1.1, 1.2, 1.4], wanted=only_first) == 16
-    )  # (1 + 7) / 1.2: all that the first may have
-    assert choose(sure, [1, 9, 9, 9], wanted=only_first) == 0
-    assert choose(sure, [1, 0.1, 0.1, 0.1], wanted=np.zeros(4, bool)) == 0
+    # (1 + 7) / 1.2: all that the first may have
+    assert choose(SURE, [1, 1.1, 1.2, 1.4], wanted=only_first) == 16
+    assert choose(SURE, [1, 9, 9, 9], wanted=only_first) == 0
+    assert choose(SURE, [1, 0.1, 0.1, 0.1], wanted=np.zeros(4, bool)) == 0
 
 
 def test_a_pass_over_half_of_the_slots_competes_with_a_plain_step_of_all():
@@ -140,6 +138,8 @@ def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
     calibration = NodeCalibration()
     bins = calibration.bins(np.log(np.asarray([0.01, 0.5, 0.99, 1.0], np.float32)))
     assert bins.tolist() == [0, 8, 15, 15]
+    strange = np.asarray([[np.nan, np.inf, -np.inf, 88.0, -1e30]], np.float32)  # no probabilities
+    assert calibration.bins(strange).tolist() == [[0, 15, 0, 15, 0]]
     np.testing.assert_allclose(calibration.rates, (np.arange(16) + 0.5) / 16)
     before = calibration.rates.copy()
     accepted = np.arange(4000) % 10 == 0
@@ -156,22 +156,14 @@ def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
     assert ((calibration.rates >= 0) & (calibration.rates <= 1)).all()
 
 
-def test_scores_that_are_no_probabilities_are_some_bin():
-    scores = np.asarray([[np.nan, np.inf, -np.inf, 88.0, -1e30]], np.float32)
-    assert NodeCalibration().bins(scores).tolist() == [[0, 15, 0, 15, 0]]
-
-
 def test_a_pass_that_does_not_fit_into_memory_is_never_run(params, requests, expected, monkeypatch):
     """The device has room for what passes over 8 and 16 rows need, and not for one over 32."""
     buckets = dataclasses.replace(BUCKETS, cache=(128,), too_large=set())
     engine = make_engine(buckets=buckets)
     tree = empty_tree(4, 7)
-    needed = {
-        rows: engine.verify_bytes(
-            params, engine.init_state(4, 128), tree, pack_rows(tree, np.arange(4), rows)
-        )
-        for rows in (16, 32)
-    }
+    packed = {rows: pack_rows(tree, np.arange(4), rows) for rows in (16, 32)}
+    state = engine.init_state(4, 128)
+    needed = {rows: engine.verify_bytes(params, state, tree, packed[rows]) for rows in packed}
     assert needed[16] < needed[32]
     monkeypatch.setattr(warm_up, "free_bytes", lambda: needed[32] - 1)
 
@@ -188,7 +180,6 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(params, requests, exp
     for _ in range(2):
         completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
         assert_same(completions, expected)
-        outcomes = zip(requests, completions, strict=True)
-        speculator.learn([Outcome(r.prompt_ids, c.response_ids, 0.0) for r, c in outcomes])
+        speculator.learn(outcomes(requests, completions))
     assert statistics.verified > 0
     assert {each["rows"] for each in speculator.decisions.take()} == {0, 16}

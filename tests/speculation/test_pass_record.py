@@ -18,15 +18,8 @@ def choose(proposal, rows=16, reason="why", expected=20.0, plain=10.0, seconds=0
 
 
 def carried_out(choice, batch, responses, tokens, seconds, verified=(), accepted=()):
-    return PassRecord(
-        choice,
-        batch,
-        responses,
-        tokens,
-        seconds,
-        verified_by_depth=verified,
-        accepted_by_depth=accepted,
-    )
+    by_depth = {"verified_by_depth": verified, "accepted_by_depth": accepted}
+    return PassRecord(choice, batch, responses, tokens, seconds, **by_depth)
 
 
 PLAINLY = choose(None, 0, "nothing better", expected=10.0)
@@ -96,11 +89,8 @@ def test_a_rollout_that_begins_is_not_the_one_before(log, clock):
         log.begin()
         clock.now += 5.0
         log.add(carried_out(PLAINLY, 4, 4, 4, 2.0))
-    found = log.take()
-    assert [(decision["at"], decision["drafter"], decision["visits"]) for decision in found] == [
-        (3.0, PLAIN, 1),
-        (3.0, PLAIN, 1),
-    ]
+    found = [(decision["at"], decision["drafter"], decision["visits"]) for decision in log.take()]
+    assert found == [(3.0, PLAIN, 1)] * 2
 
 
 def test_decisions_of_a_rollout_are_in_order_whatever_passes_are_estimated_to_take(log, clock):
@@ -121,15 +111,10 @@ def test_what_is_taken_is_gone(log):
     assert [decision["tokens"] for decision in log.take()] == [4]
 
 
-def test_very_deep_nodes_are_counted_together(log):
-    log.add(carried_out(choose(SRT), 4, 1, 1, 1.0, [1] * 40, [1] * 35))
-    (decision,) = log.take()
-    assert decision["verified"] == [1] * 31 + [9]
-    assert decision["accepted"] == [1] * 31 + [4]
-
-
-def test_json_holds_it(log):
+def test_very_deep_nodes_are_counted_together_and_json_holds_it(log):
     """Promises are NumPy's where they come from sums over arrays."""
-    log.add(carried_out(choose(SRT, expected=np.float64(20.0), plain=np.float64(10.0)), 4, 4, 4, 0.5))
+    promised = choose(SRT, expected=np.float64(20.0), plain=np.float64(10.0))
+    log.add(carried_out(promised, 4, 1, 1, 1.0, [1] * 40, [1] * 35))
     taken = log.take()
+    assert taken[0]["verified"] == [1] * 31 + [9] and taken[0]["accepted"] == [1] * 31 + [4]
     assert json.loads(json.dumps(taken, allow_nan=False)) == taken

@@ -46,6 +46,24 @@ def make_speculator(engine, run_ahead, name="srt"):
     return Speculator(engine, {name: make_drafter(name)}, MAX_SLOTS, run_ahead, times)
 
 
+def ran_ahead(engine, params, later):
+    """What is known of later requests, the speculator and its scheduler, after a rollout that ran ahead."""
+    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    speculator = make_speculator(engine, run_ahead)
+    scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
+    run_ahead.plan(later)
+    scheduler.run(params, make_requests(0))
+    return run_ahead, speculator, scheduler
+
+
+def recalled(run_ahead, requests):
+    return [run_ahead.recall(request.noise_key) for request in requests]
+
+
+def length_of(kept):
+    return sum(len(tokens) for tokens in kept if tokens is not None)
+
+
 def test_the_next_rollout_finds_its_own_tokens_as_drafts(engine, params):
     plain = Scheduler(engine, MAX_SLOTS)
     run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
@@ -53,23 +71,19 @@ def test_the_next_rollout_finds_its_own_tokens_as_drafts(engine, params):
     scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
     now, later = make_requests(0), make_requests(1)
     programs = len(engine.pool)
-
     run_ahead.plan(later)
     completions, statistics = scheduler.run(params, now)
     expected, plain_statistics = plain.run(params, now)
     assert_same(completions, expected)
     assert statistics.tokens == plain_statistics.tokens == sum(len(one.response_ids) for one in completions)
     assert statistics.ahead_tokens > 0
-    kept = [run_ahead.recall(request.noise_key) for request in later]
-    assert sum(len(tokens) for tokens in kept if tokens is not None) == statistics.ahead_tokens
-
+    kept = recalled(run_ahead, later)
+    assert length_of(kept) == statistics.ahead_tokens
+    assert not any(run_ahead.completion(request) for request in later)  # the next step takes nothing over
     completions, _ = scheduler.run(params, later)
-    expected, _ = plain.run(params, later)
-    assert_same(completions, expected)
-    for tokens, completion in zip(
-        kept, completions, strict=True
-    ):  # under the same weights every token comes again
-        if tokens is not None:
+    assert_same(completions, plain.run(params, later)[0])
+    for tokens, completion in zip(kept, completions, strict=True):
+        if tokens is not None:  # under the same weights every token comes again
             np.testing.assert_array_equal(tokens, completion.response_ids[: len(tokens)])
     metrics = speculator.drafters["srt"].metrics()
     assert metrics["ahead_agreed"] == metrics["ahead_tokens"] == statistics.ahead_tokens
@@ -77,11 +91,7 @@ def test_the_next_rollout_finds_its_own_tokens_as_drafts(engine, params):
 
 
 def test_with_other_weights_only_the_time_changes(engine, params):
-    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    speculator = make_speculator(engine, run_ahead)
-    scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
-    run_ahead.plan(make_requests(1))
-    scheduler.run(params, make_requests(0))
+    _, speculator, scheduler = ran_ahead(engine, params, make_requests(1))
     moved = jax.tree.map(lambda leaf: leaf * 1.1, params)
     completions, _ = scheduler.run(moved, make_requests(1))
     assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, make_requests(1))[0])
@@ -89,17 +99,18 @@ def test_with_other_weights_only_the_time_changes(engine, params):
     assert 0 < metrics["ahead_agreed"] < metrics["ahead_tokens"]
 
 
-def test_a_rollout_without_a_plan_keeps_what_is_known(engine, params):
-    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    scheduler = Scheduler(engine, MAX_SLOTS, None, make_speculator(engine, run_ahead))
+def test_what_is_known_survives_a_rollout_without_a_plan_and_a_checkpoint(engine, params):
     later = make_requests(1)
-    run_ahead.plan(later)
-    scheduler.run(params, make_requests(0))
-    known = [run_ahead.recall(request.noise_key) for request in later]
+    run_ahead, speculator, scheduler = ran_ahead(engine, params, later)
+    known = recalled(run_ahead, later)
+    assert length_of(known) > 0
     _, statistics = scheduler.run(params, make_requests(7))  # an evaluation, say
     assert statistics.ahead_tokens == 0
-    for before, request in zip(known, later, strict=True):
-        np.testing.assert_array_equal(before, run_ahead.recall(request.noise_key))
+    again = RunAhead(below=MAX_SLOTS, max_share=1.0)
+    make_speculator(engine, again).load_state(speculator.state())
+    jax.tree.map(np.testing.assert_array_equal, known, recalled(run_ahead, later))
+    jax.tree.map(np.testing.assert_array_equal, known, recalled(again, later))
+    assert RunAhead(1, 0.1).load_state(run_ahead.state() | {"other": np.ones(2)}).keys() == {"other"}
 
 
 def test_it_waits_until_few_are_running_and_stops_at_its_share(engine, params):
@@ -137,20 +148,6 @@ def test_a_response_is_taken_over_by_a_request_of_its_noise_alone():
     run_ahead.match([other, request])
     assert run_ahead.recall(other.noise_key).tolist() == [5, 6]
     assert run_ahead.completion(other) is None and run_ahead.completion(request) is whole
-
-
-def test_its_state_comes_back(engine, params):
-    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    assert RunAhead(1, 0.1).load_state(run_ahead.state() | {"other": np.ones(2)}).keys() == {"other"}
-    later = make_requests(1)
-    run_ahead.plan(later)
-    speculator = make_speculator(engine, run_ahead)
-    Scheduler(engine, MAX_SLOTS, None, speculator).run(params, make_requests(0))
-    again = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    make_speculator(engine, again).load_state(speculator.state())
-    assert any(again.recall(request.noise_key) is not None for request in later)
-    for request in later:
-        np.testing.assert_array_equal(run_ahead.recall(request.noise_key), again.recall(request.noise_key))
 
 
 class TimesByBatch(PassTimes):
@@ -281,12 +278,8 @@ def in_further_round(requests):
 
 
 def test_a_further_round_takes_over_what_was_sampled_to_its_end(engine, params):
-    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    speculator = make_speculator(engine, run_ahead)
-    scheduler = Scheduler(engine, MAX_SLOTS, None, speculator)
     later = in_further_round(make_requests(1))
-    run_ahead.plan(later)
-    scheduler.run(params, make_requests(0))
+    run_ahead, speculator, scheduler = ran_ahead(engine, params, later)
     complete = [run_ahead.completion(request) for request in later]
     tokens = sum(len(one.response_ids) for one in complete if one is not None)
     assert 0 < sum(one is not None for one in complete) < len(later)
@@ -306,51 +299,31 @@ def test_a_further_round_takes_over_what_was_sampled_to_its_end(engine, params):
 
 
 def test_nothing_is_taken_over_once_the_weights_have_changed(engine, params):
-    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    scheduler = Scheduler(engine, MAX_SLOTS, None, make_speculator(engine, run_ahead))
     later = in_further_round(make_requests(1))
-    run_ahead.plan(later)
-    scheduler.run(params, make_requests(0))
-    known = [run_ahead.recall(request.noise_key) for request in later]
+    run_ahead, _, scheduler = ran_ahead(engine, params, later)
+    known = recalled(run_ahead, later)
     run_ahead.weights_change()
     moved = jax.tree.map(lambda leaf: leaf * 1.1, params)
     completions, statistics = scheduler.run(moved, later)
-    assert statistics.ahead_final == 0
-    assert statistics.ahead_offered == sum(len(tokens) for tokens in known if tokens is not None)
+    assert statistics.ahead_final == 0 and statistics.ahead_offered == length_of(known)
     assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, later)[0])
-
-
-def test_the_next_step_takes_nothing_over(engine, params):
-    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    scheduler = Scheduler(engine, MAX_SLOTS, None, make_speculator(engine, run_ahead))
-    later = make_requests(1)
-    run_ahead.plan(later)
-    scheduler.run(params, make_requests(0))
-    assert not any(run_ahead.completion(request) for request in later)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_with_other_noise_it_is_found_by_prompt_and_sample(engine, params, resumed):
-    run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    speculator = make_speculator(engine, run_ahead)
     ahead = make_requests(1)
-    run_ahead.plan(ahead)
-    Scheduler(engine, MAX_SLOTS, None, speculator).run(params, make_requests(0))
+    run_ahead, speculator, _ = ran_ahead(engine, params, ahead)
     if resumed:
         state, run_ahead = speculator.state(), RunAhead(below=MAX_SLOTS, max_share=1.0)
         speculator = make_speculator(engine, run_ahead)
         speculator.load_state(state)
-    later = [
-        dataclasses.replace(request, noise_key=request_key(1, 0, 1, i, 0))
-        for i, request in enumerate(make_requests(1))
-    ]
+    keys = [request_key(1, 0, 1, i, 0) for i in range(len(ahead))]
+    later = [dataclasses.replace(one, noise_key=key) for one, key in zip(ahead, keys, strict=True)]
     completions, statistics = Scheduler(engine, MAX_SLOTS, None, speculator).run(params, later)
     assert_same(completions, Scheduler(engine, MAX_SLOTS).run(params, later)[0])
-    found = [run_ahead.recall(request.noise_key) for request in later]
-    for tokens, request in zip(found, ahead, strict=True):
-        np.testing.assert_array_equal(tokens, run_ahead.recall(request.noise_key))
-    assert statistics.ahead_final == 0
-    assert statistics.ahead_offered == sum(len(tokens) for tokens in found if tokens is not None) > 0
+    found = recalled(run_ahead, later)
+    jax.tree.map(np.testing.assert_array_equal, found, recalled(run_ahead, ahead))
+    assert statistics.ahead_final == 0 and statistics.ahead_offered == length_of(found) > 0
 
 
 def test_a_round_is_expected_where_it_mostly_followed():

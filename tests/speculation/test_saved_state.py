@@ -10,19 +10,9 @@ from drafters.registry import make_drafter, states_read
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from tests.speculation.speculators import CHEAP, FEW, learn, make_engine, roll_out
-from tests.tiny_policy import CONFIG, HEAD, SLOTS, make_params, make_requests, strategy_choice
+from tests.tiny_policy import CONFIG, HEAD, SLOTS, strategy_choice
 
 EAGLE = HEAD | {"slices": 1, "train_below": 0}
-
-
-@pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests()
 
 
 OF_EVERY_RUN = {"lengths_prompts", "lengths_sizes", "lengths_counts", "lengths_tokens"}

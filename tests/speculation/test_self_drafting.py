@@ -71,6 +71,7 @@ def test_it_follows_the_policy(engine, params, requests, expected):
     assert_same(completions, expected)
     assert statistics.accepted > 0.8 * statistics.drafted > 0
     weights = speculator.drafters["quantized"].policy_weights.weights()
+    assert make_drafter("srt").policy_weights is None
     assert (before != np.asarray(weights["layers"][0]["q"].values)).any()
     scheduler.run(params, requests[:1])
     assert speculator.drafters["quantized"].policy_weights.weights() is weights
@@ -117,10 +118,6 @@ def test_a_margin_is_asked_of_what_takes_time(engine, params, requests):
     assert drafted(0.97) == 0
 
 
-def test_it_is_a_self_drafter_and_others_are_not():
-    assert make_drafter("quantized").policy_weights is not None and make_drafter("srt").policy_weights is None
-
-
 def test_the_length_that_promises_most_is_chosen():
     def choose(acceptance, times, slots=4):
         length, rate = best_length("quantized", acceptance, slots, slots, BUCKETS, times, 4, 64)
@@ -130,14 +127,11 @@ def test_the_length_that_promises_most_is_chosen():
     assert choose(0.99, DEAR) == 0
     assert choose(0.0, CHEAP) == 0
     # Two slots may have chains of 3 in 8 rows, of 7 in 16.
-    assert choose(0.9, changed(CHEAP, {16: 9.0, 32: 9.0}), slots=2) == 3
+    slow = FixedTimes(CHEAP.by_rows | {16: 9.0, 32: 9.0}, CHEAP.draft_seconds)
+    assert choose(0.9, slow, slots=2) == 3
     assert 1 <= choose(0.6, CHEAP) < 7
     lengths = [choose(rate, CHEAP) for rate in np.linspace(0, 1, 21)]
     assert lengths == sorted(lengths)
-
-
-def changed(times, changes):
-    return FixedTimes(times.by_rows | changes, times.draft_seconds)
 
 
 def test_acceptance_starts_hopeful_and_ends_at_what_happened():

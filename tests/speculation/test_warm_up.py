@@ -1,7 +1,5 @@
 """Verifying passes compiled while responses are decoded: the same tokens, whenever they are ready."""
 
-import threading
-
 import pytest
 
 from drafters.registry import make_drafter
@@ -18,20 +16,6 @@ BUCKETS = Buckets((2, 4), (64, 128), (16, 32), 7)
 
 def speculator_of(engine, **others):
     return Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CheapTimes(), **others)
-
-
-@pytest.fixture
-def held_back(monkeypatch):
-    """Programs that verify are compiled in the background only after this event is set."""
-    go_on, compile_verify = threading.Event(), DecodeEngine.compile_verify
-
-    def wait(*args):
-        assert go_on.wait(60)
-        return compile_verify(*args)
-
-    monkeypatch.setattr(DecodeEngine, "compile_verify", wait)
-    yield go_on
-    go_on.set()
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
@@ -67,21 +51,20 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
         assert metrics["engine/compiled_behind"] == 6 and metrics["time/compiled_behind"] > 0
 
 
-def test_only_shapes_that_the_prompts_can_reach_are_compiled(params):
+@pytest.mark.parametrize(
+    ("slots", "prompts", "shapes"),
+    [
+        (SLOTS, {"prompt_length": 100, "first_prompts": [70, 100]}, {(2, 128), (4, 128)}),
+        (2, {"prompt_length": 64}, {(2, 64), (2, 128)}),
+    ],
+    ids=["long prompts", "few slots"],
+)
+def test_only_shapes_that_can_be_reached_are_compiled(params, slots, prompts, shapes):
     engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator:
-        speculator.warm_up_behind(params, SLOTS, prompt_length=100, first_prompts=[70, 100])
+        speculator.warm_up_behind(params, slots, **prompts)
         speculator.decoder.compiler.wait()
-    shapes = {key[1:3] for key in engine.pool.bytes() if key[0] == "verify"}
-    assert shapes == {(2, 128), (4, 128)}
-
-
-def test_batches_that_hold_more_slots_are_not_compiled(params):
-    engine = make_engine(buckets=BUCKETS)
-    with speculator_of(engine) as speculator:
-        speculator.warm_up_behind(params, slots=2, prompt_length=64)
-        speculator.decoder.compiler.wait()
-    assert {key[1] for key in engine.pool.bytes() if key[0] == "verify"} == {2}
+    assert {key[1:3] for key in engine.pool.bytes() if key[0] == "verify"} == shapes
 
 
 def test_a_rollout_goes_on_plainly_where_compiling_fails(params, requests, expected, monkeypatch):

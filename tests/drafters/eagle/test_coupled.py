@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from drafters.eagle import losses
-from drafters.eagle.model import DraftVocabulary, HeadConfig, head_logits, init_head
-from drafters.eagle.objective import HeadTraining
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_logits, init_head
+from drafters.eagle.objective import HeadTraining, head_training
 from drafters.eagle.training import head_loss
 from drafters.eagle.unrolling import unroll
 from rljax.models import transformer
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import gumbel_rows
-from tests.drafters.eagle.test_training import train
+from tests.drafters.eagle.test_training import ROWS, train
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 
 DRAWS = 40_000
@@ -211,14 +211,22 @@ def test_chunks_without_a_response_change_nothing():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), whole, parts)
 
 
-@pytest.mark.parametrize("name", ["coupled", "sampled"])
-def test_it_learns_to_agree(name):
-    """On rollouts that it has not seen."""
-    config = HeadConfig("eagle3", POLICY)
+@pytest.mark.parametrize(
+    ("variant", "loss"),
+    [("eagle3", "coupled"), ("eagle3", "sampled"), ("block", "cross_entropy"), ("block", "sampled")],
+)
+def test_a_head_learns_to_agree(variant, loss):
+    """On rollouts that it has not seen; a block's correction is part of what it learns."""
+    config, steps = HeadConfig(variant, POLICY), 2
+    if variant == "block":
+        config, steps = HeadConfig(variant, POLICY, block=BlockShape(size=3, depth=1, width=32)), 3
     params = init_head(config, policy_params(), 0)
-    training = HeadTraining(steps=2, cross_entropy_weight=0.0, **{f"{name}_weight": 1.0})
-    state, _ = train(config, params, training, 60)
-    unseen = packed_batch(config, list(rollouts(16, 48, 99)), [[2 * r, 2 * r + 1] for r in range(8)], 96)
+    training = head_training(variant, steps, **{"cross_entropy_weight": 0.0, f"{loss}_weight": 1.0})
+    state, _ = train(config, params, training, 60 if variant == "eagle3" else 80)
+    unseen = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
     measured = jax.jit(lambda p: head_loss(p, config, training, shared(), unseen, ROPE, NUMERICS)[1])
-    before, after = measured(params), measured(state.params)
-    assert after["coupled_length"] > before["coupled_length"] + 0.15
+    before, after = measured(params)["coupled_length"], measured(state.params)["coupled_length"]
+    assert after > before + (0.15 if variant == "eagle3" else 0.2)
+    if variant == "block":
+        without = measured(state.params | {"out": jnp.zeros_like(state.params["out"])})
+        assert after > without["coupled_length"] + 0.02

@@ -51,14 +51,18 @@ def test_order_follows_from_the_seed():
     assert names(first.draw(1)) != names(first.draw(2))
 
 
-def test_memory_is_bounded_and_long_sequences_stay():
-    buffer = filled({2: [9, 5], 3: [2, 7, 3]}, max_bytes=12 * BYTES)
-    assert buffer.bytes <= 12 * BYTES
-    assert sorted(names(buffer.draw(0))) == [300, 301, 302]  # 12 tokens: all of the previous step had to go
-    buffer = filled({3: [2, 7, 3]}, max_bytes=10 * BYTES)
-    assert sorted(names(buffer.draw(0))) == [301, 302]
-    buffer = filled({3: [2, 70]}, max_bytes=10 * BYTES)
-    assert names(buffer.draw(0)) == [300] and buffer.refused == 1
+@pytest.mark.parametrize(
+    ("lengths", "room", "left", "refused"),
+    [
+        ({2: [9, 5], 3: [2, 7, 3]}, 12, [300, 301, 302], 0),  # all of the previous step had to go
+        ({3: [2, 7, 3]}, 10, [301, 302], 0),
+        ({3: [2, 70]}, 10, [300], 1),
+    ],
+)
+def test_memory_is_bounded_and_long_sequences_stay(lengths, room, left, refused):
+    buffer = filled(lengths, max_bytes=room * BYTES)
+    assert buffer.bytes <= room * BYTES
+    assert sorted(names(buffer.draw(0))) == left and buffer.refused == refused
 
 
 def test_what_is_reserved_is_left_free():
@@ -108,17 +112,9 @@ def test_restore(dtype, tmp_path):
         DataBuffer(10**6, (2, 5), dtype).load_state(buffer.state())
 
 
-def test_wrong_states_are_refused():
-    with pytest.raises(ValueError, match="states"):
-        DataBuffer(10**6, SHAPE).add(np.arange(3), np.zeros((3, 1, 4)), np.ones(3, bool))
-
-
 def test_packing_lays_every_sequence_out_once():
-    buffer = filled({1: [6, 3, 7, 2, 2, 5]})
-    sequences = buffer.draw(0)
-    packed = pack(sequences, 10)
-    found = {}
-    for batch in packed.batches(2):
+    sequences, found = filled({1: [6, 3, 7, 2, 2, 5]}).draw(0), {}
+    for batch in pack(sequences, 10).batches(2):
         assert batch.tokens.shape == (2, 10) and batch.states.shape == (2, 10, *SHAPE)
         for row in range(2):
             for segment in range(1, batch.segment_ids[row].max() + 1):
@@ -147,3 +143,5 @@ def test_packing_against_padding():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UserError, match="less than a sequence of 12"):
         pack(filled({1: [12]}).draw(0), 10)
+    with pytest.raises(ValueError, match="states"):
+        DataBuffer(10**6, SHAPE).add(np.arange(3), np.zeros((3, 1, 4)), np.ones(3, bool))

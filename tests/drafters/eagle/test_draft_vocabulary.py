@@ -104,9 +104,7 @@ def test_the_loss_is_over_the_draft_vocabulary():
     loss, acceptance, agreement, outside = [], [], [], 0
     for row, start in np.argwhere(segments > 0):
         after = min(start + 1, 49)
-        if after == start or segments[row, after] != segments[row, start]:
-            continue
-        if not responses[row, after]:
+        if after == start or segments[row, after] != segments[row, start] or not responses[row, after]:
             continue
         p_all, drafts = p[row, after], q[row, start]
         acceptance.append(np.minimum(p_all[TOKENS], np.exp(drafts)).sum())
@@ -126,13 +124,11 @@ def test_training_goes_on_from_a_published_head(tmp_path):
     write_eagle3(tmp_path / "head", POLICY, TOKENS)
     config, params = load_head(tmp_path / "head", POLICY)
     batch = packed_batch(config, list(rollouts(8, 40)), [[0, 1], [2, 3], [4, 5], [6, 7]], 80)
-    optimizer = head_optimizer(3e-3)
-    state, losses = init_state(params, optimizer), []
+    optimizer, losses = head_optimizer(3e-3), []
+    state = init_state(params, optimizer)
     for _ in range(30):
-        state, metrics = jitted_train_step(
-            state, batch, shared(), ROPE,
-            config=config, training=HeadTraining(), optimizer=optimizer, numerics=NUMERICS,
-        )  # fmt: skip
+        args = batch, shared(), ROPE, config, HeadTraining(), optimizer, NUMERICS
+        state, metrics = jitted_train_step(state, *args)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.7 * losses[0]
     assert not np.array_equal(state.params["lm_head"], params["lm_head"])

@@ -119,7 +119,7 @@ def test_training_stops_with_its_budget(clock, inside, left):
     assert not drafter.train()
 
 
-def test_a_step_is_a_policy(clock):
+def test_a_step_is_a_policy_and_every_nth_trains(clock):
     """Rounds of one step, as dynamic sampling makes them, are no steps of their own; nor is an evaluation."""
     drafter = make(clock, train_below=0, slices=2)
     weights = policy()
@@ -134,11 +134,7 @@ def test_a_step_is_a_policy(clock):
         each.refresh(policy())  # an evaluation's copy, and then the next step's
         each.refresh(policy())
         assert each.trainer.steps == [1] and int(each.state()["step"]) == 1
-
-
-def test_it_trains_in_every_nth_step(clock):
-    drafter = make(clock, train_below=0, slices=2, train_every=3)
-    slices = []
+    drafter, slices = make(clock, train_below=0, slices=2, train_every=3), []
     for step in range(7):
         drafter._step, drafter._slices = step, 0
         before = drafter.trainer.slices

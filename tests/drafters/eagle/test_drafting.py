@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.eagle.drafting import (
-    DrafterState,
-    DraftStrategy,
-    draft,
-    empty_state,
-    forget,
-)
+from drafters.eagle.drafting import DraftStrategy, draft, empty_state, forget
 from drafters.eagle.drafting_behind import draft_behind
 from drafters.eagle.model import HeadConfig, head_logits, init_head
 from drafters.eagle.objective import published_training
@@ -264,20 +258,7 @@ def test_absorbing_in_pieces(variant):
         )
 
 
-def test_what_lies_behind_the_absorbed_pairs_is_invisible():
-    state = absorbed("eagle3")
-    behind = jnp.arange(64)[None, None, :, None] >= state.lengths[:, None, None, None]
-    keys = state.cache.keys[0].swapaxes(3, 4).reshape(2, 2, 64, 16)
-    keys = jnp.where(behind, 1e3, keys).reshape(2, 2, 1, 64, 16).swapaxes(3, 4)
-    values = jnp.where(behind, 1e3, state.cache.values[0])
-    poisoned = dataclasses.replace(
-        state, cache=dataclasses.replace(state.cache, keys=[keys], values=[values])
-    )
-    trees = (drafted("eagle3", each, TREE, KEYS) for each in (state, poisoned))
-    jax.tree.map(np.testing.assert_array_equal, *trees)
-
-
-def test_slots_do_not_see_each_other():
+def test_slots_do_not_see_each_other_and_forgotten_ones_draft_nothing():
     state = absorbed("eagle")
     other = dataclasses.replace(
         state, outputs=state.outputs.at[1].set(7.0), lengths=state.lengths.at[1].set(1)
@@ -285,6 +266,9 @@ def test_slots_do_not_see_each_other():
     first, second = drafted("eagle", state, TREE), drafted("eagle", other, TREE)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[0], b[0]), first, second)
     assert not np.array_equal(first.tree.tokens[1], second.tree.tokens[1])
+    tree = drafted("eagle", forget(state, jnp.asarray([False, True])), TREE, KEYS)
+    np.testing.assert_array_equal(tree.tree.valid, [[True] * 12, [False] * 12])
+    assert np.all(np.isneginf(tree.log_probability[1]))
 
 
 def test_beginning_late_is_beginning():
@@ -297,47 +281,41 @@ def test_beginning_late_is_beginning():
     assert tree.tree.tokens[0, 0] == np.argmax(logits)
 
 
-def test_forgotten_slots_draft_nothing():
-    state = forget(absorbed("eagle"), jnp.asarray([False, True]))
-    tree = drafted("eagle", state, TREE, KEYS)
-    np.testing.assert_array_equal(tree.tree.valid, [[True] * 12, [False] * 12])
-    assert np.all(np.isneginf(tree.log_probability[1]))
-
-
-def test_filters_apply_to_the_draft():
+def test_filters_apply_to_the_draft_and_greedy_ignores_the_noise():
     """Nothing is proposed that the policy's sampling filter would leave out of the head's distribution."""
-    tree = drafted("eagle", absorbed("eagle"), DraftStrategy(2, 4, 8), KEYS, SamplingParams(top_k=2))
+    state = absorbed("eagle")
+    tree = drafted("eagle", state, DraftStrategy(2, 4, 8), KEYS, SamplingParams(top_k=2))
     first_level = np.asarray(tree.tree.valid & (tree.tree.parents == -1))
     assert np.all(first_level.sum(axis=1) <= 2)
     for slot in range(2):
         allowed = set(np.argsort(-reference("eagle", slot, [])[0])[:2].tolist())
         assert set(np.asarray(tree.tree.tokens)[slot, first_level[slot]].tolist()) <= allowed
-
-
-def test_greedy_ignores_the_noise():
-    state = absorbed("eagle")
     greedy = drafted("eagle", state, TREE, KEYS, SamplingParams(temperature=0.0))
     jax.tree.map(np.testing.assert_array_equal, greedy, drafted("eagle", state, TREE))
 
 
-def test_a_full_cache_takes_no_more():
-    state = absorbed("eagle")
+def test_what_lies_behind_the_absorbed_pairs_is_invisible_and_a_full_cache_takes_no_more():
+    state = absorbed("eagle3")
+    behind = jnp.arange(64)[None, None, :, None] >= state.lengths[:, None, None, None]
+    keys = state.cache.keys[0].swapaxes(3, 4).reshape(2, 2, 64, 16)
+    keys = jnp.where(behind, 1e3, keys).reshape(2, 2, 1, 64, 16).swapaxes(3, 4)
+    values = jnp.where(behind, 1e3, state.cache.values[0])
+    cache = dataclasses.replace(state.cache, keys=[keys], values=[values])
+    trees = (drafted("eagle3", each, TREE, KEYS) for each in (state, dataclasses.replace(state, cache=cache)))
+    jax.tree.map(np.testing.assert_array_equal, *trees)
     full = dataclasses.replace(state, lengths=jnp.asarray([64, 9], jnp.int32))
-    after = more("eagle", full, (20, 9), (23, 12))
-    np.testing.assert_array_equal(after.lengths, [64, 12])
+    np.testing.assert_array_equal(more("eagle3", full, (20, 9), (23, 12)).lengths, [64, 12])
 
 
 def test_impossible_trees_are_refused():
-    with pytest.raises(ValueError, match="1 to 6"):
-        DraftStrategy(depth=2, top_k=2, nodes=7)
-    with pytest.raises(ValueError, match="at least 1"):
-        DraftStrategy(depth=0, top_k=2, nodes=1)
-    assert isinstance(empty_state(head("eagle")[0], 1, 64, jnp.float32), DrafterState)
+    for tree, message in ((2, 2, 7), "1 to 6"), ((0, 2, 1), "at least 1"):
+        with pytest.raises(ValueError, match=message):
+            DraftStrategy(*tree)
 
 
 @pytest.mark.parametrize("variant", ["eagle", "eagle3"])
 def test_bfloat16(variant):
-    """The engine's own numerics on an accelerator: a chain close to float32's."""
+    """The engine's own numerics on an accelerator: a chain close to float32's, and a loss."""
     config, params = head(variant)
     tokens, states = sequences(variant)
     numerics = Numerics(compute_dtype="bfloat16")
@@ -352,17 +330,11 @@ def test_bfloat16(variant):
     exact = drafted(variant, absorbed(variant), CHAIN, KEYS)
     np.testing.assert_allclose(tree.log_probability[:, 0], exact.log_probability[:, 0], atol=0.2)
     assert np.all(tree.tree.valid)
-
-
-@pytest.mark.parametrize("variant", [pytest.param("eagle", marks=pytest.mark.long), "eagle3"])
-def test_the_loss_in_bfloat16(variant):
-    config, params = head(variant)
-    tokens, states = sequences(variant)
-    batch = HeadBatch(
-        tokens, np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape),
-        np.ones_like(tokens), tokens >= 0, jnp.asarray(states, jnp.bfloat16),
-    )  # fmt: skip
+    positions = np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape)
+    halves = jnp.asarray(states, jnp.bfloat16)
+    batch = HeadBatch(tokens, positions, np.ones_like(tokens), tokens >= 0, halves)
     training = dataclasses.replace(published_training(variant), steps=2)
-    both = NUMERICS, Numerics(compute_dtype="bfloat16")
-    losses = [jitted_loss(params, config, training, shared(), batch, ROPE, each)[0] for each in both]
+    losses = [
+        jitted_loss(params, config, training, shared(), batch, ROPE, n)[0] for n in (NUMERICS, numerics)
+    ]
     np.testing.assert_allclose(*losses, rtol=0.05)

@@ -82,20 +82,25 @@ def test_a_failed_save_is_told_once_and_leaves_the_last_one(tmp_path, monkeypatc
     saver.save(4, head(4), CONFIG)
     saver.wait()
     assert latest(tmp_path)[0] == 4
-
-
-def test_errors_surface_in_wait(tmp_path):
     (tmp_path / "file").write_text("")
     saver = AsyncHeadSaver(tmp_path / "file")
     saver.save(1, {"fc": jnp.ones((2, 2))}, CONFIG)
-    with pytest.raises(CheckpointError, match="could not be written"):
+    with pytest.raises(CheckpointError, match="could not be written"):  # the last one's, too
         saver.wait()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a head"])
-def test_a_damaged_file_is_one_line(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no saved head"),
+        (b"not a head", "is no saved head"),
+        (safetensors.numpy.save({"fc": np.ones((2, 2))}), "does not tell the head's 'layers'; save it again"),
+    ],
+    ids=["empty", "text", "without its shape"],
+)
+def test_a_damaged_file_is_one_line(tmp_path, content, message):
     (tmp_path / "head.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="is no saved head"):
+    with pytest.raises(CheckpointError, match=message):
         load_head(tmp_path, POLICY)
 
 
@@ -115,9 +120,3 @@ def test_a_saved_head_is_loaded_by_the_key_that_names_a_head(variant, tmp_path):
     assert drafter.reads(POLICY, None) == config.layers and drafter.config == config
     with pytest.raises(CheckpointError, match=r"head\.safetensors: fc is .* there"):
         load_head(tmp_path, dataclasses.replace(POLICY, hidden_size=16))
-
-
-def test_a_saved_head_without_its_shape_is_refused(tmp_path):
-    safetensors.numpy.save_file({"fc": np.ones((2, 2))}, tmp_path / "head.safetensors")
-    with pytest.raises(CheckpointError, match="does not tell the head's 'layers'; save it again"):
-        load_head(tmp_path, POLICY)

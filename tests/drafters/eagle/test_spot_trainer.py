@@ -33,20 +33,14 @@ def sequences(variant):
     return [(tokens[i, :n], states[i, :n], np.arange(n) >= 2) for i, n in enumerate(LENGTHS)]
 
 
-def make(variant="eagle", pack_length=48, training=None, seed=7, numerics=NUMERICS, rate=1e-2, pool=POOL):
+def make(
+    variant="eagle", pack_length=48, training=None, seed=7, numerics=NUMERICS, pool=POOL, dtype="float32"
+):
     head = HeadConfig(variant, POLICY)
+    training = training or dataclasses.replace(published_training(variant), steps=2)
+    settings, params = BufferSettings(dtype=dtype), init_head(head, policy_params(), 0)
     return HeadTrainer(
-        head,
-        training or dataclasses.replace(published_training(variant), steps=2),
-        head_optimizer(rate),
-        ROPE,
-        numerics,
-        BufferSettings(dtype="float32"),
-        pack_length,
-        2,
-        seed,
-        init_head(head, policy_params(), 0),
-        pool,
+        head, training, head_optimizer(1e-2), ROPE, numerics, settings, pack_length, 2, seed, params, pool
     )
 
 
@@ -62,13 +56,6 @@ def same(a, b):
 
 def held(trainer):
     return trainer.state()["buffer.lengths"].tolist()
-
-
-def test_nothing_to_train_on():
-    trainer = make()
-    assert trainer.slice(shared()) is None
-    fill(trainer, [])
-    assert trainer.slice(shared()) is None and trainer.updates == 0
 
 
 @pytest.mark.parametrize("variant", ["eagle", pytest.param("eagle3", marks=pytest.mark.long)])
@@ -87,19 +74,16 @@ def test_slices_learn_and_touch_nothing_else(variant):
     assert trainer.updates == 30 and trainer.metrics()["slices"] == 30
 
 
-def test_a_pass_takes_every_sequence_once():
+def test_a_pass_takes_every_sequence_once_and_what_finishes_meanwhile_joins_it():
     trainer = make()
+    assert trainer.slice(shared()) is None  # nothing to train on
     fill(trainer, range(len(LENGTHS)))
     tokens = 0
     while tokens < sum(LENGTHS):
         metrics = trainer.slice(shared())
         assert metrics["padding"] == pytest.approx(1 - metrics["tokens"] / 96)
         tokens += metrics["tokens"]
-    assert tokens == sum(LENGTHS)
-    assert len(trainer.state()["trained"]) == len(LENGTHS)
-
-
-def test_what_finishes_during_a_pass_joins_it():
+    assert tokens == sum(LENGTHS) and len(trainer.state()["trained"]) == len(LENGTHS)
     trainer = make()
     fill(trainer, [0, 3])
     assert trainer.slice(shared())["tokens"] == 80
@@ -132,11 +116,15 @@ def test_a_resumed_trainer_continues_bit_for_bit(tmp_path):
         resumed.load_state(dict(arrays))
     for _ in range(6):
         assert trainer.slice(shared()) == resumed.slice(shared())
-    same(trainer.state(), resumed.state())
+    state = trainer.state()
+    same(state, resumed.state())
+    assert all(array.flags.writeable for array in state.values())  # not a view of what slices give up
+    before = {name: array.copy() for name, array in state.items()}
     for each in (trainer, resumed):
         fill(each, [0], step=3)
     assert trainer.slice(shared()) == resumed.slice(shared())
     same(trainer.params, resumed.params)
+    same(before, state)
 
 
 def test_a_session_goes_on_with_weights_and_moments_of_another_one():
@@ -155,17 +143,6 @@ def test_a_session_goes_on_with_weights_and_moments_of_another_one():
     same(session(on_the_host, 2), session(None, 4))
     with pytest.raises(CheckpointError):
         HeadSession(make("eagle3"), shared(), on_the_host)
-
-
-def test_a_state_is_not_changed_by_later_slices():
-    trainer = make()
-    fill(trainer, range(4))
-    state = trainer.state()
-    assert all(array.flags.writeable for array in state.values())  # not a view of what slices give up
-    before = {name: array.copy() for name, array in state.items()}
-    for _ in range(3):
-        trainer.slice(shared())
-    same(before, state)
 
 
 def test_the_state_of_another_head_is_refused():
@@ -276,19 +253,8 @@ def test_settings_that_cannot_work_are_refused():
 
 
 def test_states_in_bfloat16():
-    head = HeadConfig("eagle", POLICY)
-    trainer = HeadTrainer(
-        head,
-        HeadTraining(),
-        head_optimizer(1e-3),
-        ROPE,
-        Numerics(row_invariant=False, compute_dtype="bfloat16"),
-        BufferSettings(),
-        48,
-        2,
-        0,
-        init_head(head, policy_params(), 0),
-    )
+    numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
+    trainer = make(training=HeadTraining(), numerics=numerics, dtype="bfloat16")
     fill(trainer, [0])
     assert trainer.slice(shared())["skipped"] == 0
     assert trainer.metrics()["buffer_bytes"] == 40 * (4 + 1 + 2 * 32)

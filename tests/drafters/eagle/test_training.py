@@ -61,13 +61,6 @@ def sequences():
     return [row[:n] for row, n in zip(rollouts(6, 40), (40, 33, 21, 40, 12, 5), strict=True)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_init_has_the_documented_shapes(variant):
-    config, params = head_of(variant)
-    assert jax.tree.map(jnp.shape, params) == head_shapes(config)
-    assert config.states == (4 if config.fused else 1)
-
-
 def test_an_untrained_head_answers_one_token_late():
     """The hidden state goes through: step 0 at s is near the policy's own state at s."""
     config, params = head_of("eagle")
@@ -248,7 +241,11 @@ def test_blocks_of_queries_change_nothing(block, monkeypatch):
     np.testing.assert_allclose(whole, in_blocks, atol=2e-5)
 
 
-def test_eagle3_has_no_hidden_loss():
+def test_init_has_the_documented_shapes_and_eagle3_no_hidden_loss():
+    for variant in VARIANTS:
+        config, params = head_of(variant)
+        assert jax.tree.map(jnp.shape, params) == head_shapes(config)
+        assert config.states == (4 if config.fused else 1)
     config, params = head_of("eagle3")
     batch = packed_batch(config, sequences(), [[0]], 64)
     with pytest.raises(ValueError, match="hidden_weight"):

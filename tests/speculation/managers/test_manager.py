@@ -39,14 +39,7 @@ from tests.speculation.speculators import (
     make_speculator,
     roll_out,
 )
-from tests.tiny_policy import (
-    CONFIG,
-    HEAD,
-    SLOTS,
-    assert_same,
-    by_rows,
-    strategy_choice,
-)
+from tests.tiny_policy import CONFIG, HEAD, SLOTS, assert_same, by_rows, strategy_choice
 
 FIXED = strategy_choice("fixed", Strategy(3, 1, 3, "quantized"))
 
