@@ -157,7 +157,8 @@ def dflash_logits(tensors, embed, features, last):
     for number in range(2):
         layer = {name: tensors[f"layers.{number}.{name}.weight"] for name in (
             "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm",
+            "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+            "input_layernorm",
             "post_attention_layernorm",
         )}  # fmt: skip
         h = norm(x, layer["input_layernorm"])
