@@ -15,15 +15,16 @@ from rollout_benchmarks.costs import first_step_rows, pass_rows
 from rollout_benchmarks.races import race_rows
 from rollout_benchmarks.rollout import rollout_rows
 from rollout_benchmarks.strategies import strategy_rows
-from rollout_benchmarks.variants import PLAIN, VARIANTS
+from rollout_benchmarks.variants import CONFIGURED, PLAIN, VARIANTS
 from workloads import REAL_CONFIG
 
 
 def _plan(arguments: Namespace) -> list[Measurement]:
     config, names = arguments.config, arguments.variants and [PLAIN, *arguments.variants.split(",")]
     for name in names or ():
-        if name not in VARIANTS:
-            raise UserError(f"--variants: {name!r} is not one; they are {', '.join(list(VARIANTS)[1:])}")
+        if name not in VARIANTS | CONFIGURED:
+            known = [*list(VARIANTS)[1:], *CONFIGURED]
+            raise UserError(f"--variants: {name!r} is not one; they are {', '.join(known)}")
     rates = (1e-6, 1e-5, 1e-4, 1e-3)
     return [
         Measurement("rollout", "tokens per second", rollout_rows, (config, names)),

@@ -16,8 +16,8 @@ class HeadArguments(Arguments):
 
     path: PathText | None = Field(
         None,
-        description="Directory of a trained head (scripts/train_drafter.py), of a published EAGLE checkpoint,"
-        " or save_dir of another run; null is a new one.",
+        description="Directory of a trained head (scripts/train_drafter.py), of a published EAGLE checkpoint"
+        " or one of vLLM's speculators, or save_dir of another run; null is a new one.",
     )
     depths: list[int] = Field(
         [2, 4, 6],

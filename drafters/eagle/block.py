@@ -15,6 +15,11 @@ drawn, and the draft is the policy's sample if the corrected logits are the poli
 
 `a` is the pair of `model.py`, so what the head knows of a slot is appended as that of an EAGLE head is.
 
+**DFlash's own block** (`BlockShape.mask`; published heads, `speculators.py`) has a[t] = fc (features of
+token t), from any number of layers, and no correction. Its positions are the embedding of token t + 1 itself,
+and behind it that of the mask token for every token to be drafted; all of them see each other, so that all
+are computed always. Queries and keys have norms. Its params are fc, context_norm, norm, layers and lm_head.
+
 **Params** (shapes; as in `model.py`, and L = depth, k = size, w = width):
 
     fc [d, 4d]   context_norm [d]   place [k, d]   norm [d]   layers: "0" .. "L - 1", Llama layers
@@ -24,6 +29,7 @@ drawn, and the draft is the policy's sample if the corrected logits are the poli
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from drafters.eagle.model import HeadConfig, normed_outputs
@@ -37,9 +43,18 @@ def pair_vectors(
     params: Params, config: HeadConfig, shared: Params, states: Array, tokens: Array, numerics: Numerics
 ) -> Array:
     """Returns a [..., d] of pairs: the policy's features [..., S, d], and the tokens int32 [...] behind."""
-    embedded = shared["embed"][tokens].astype(numerics.dtype)
-    features = states[..., :3, :].astype(numerics.dtype).reshape(*embedded.shape[:-1], -1)
-    return linear(jnp.concatenate([embedded, features], axis=-1), params["fc"], numerics)
+    joined = states[..., :-1, :].astype(numerics.dtype).reshape(*tokens.shape, -1)
+    if config.corrected:
+        embedded = shared["embed"][tokens].astype(numerics.dtype)
+        joined = jnp.concatenate([embedded, joined], axis=-1)
+    return linear(joined, params["fc"], numerics)
+
+
+def block_starts(
+    config: HeadConfig, shared: Params, pairs: Array, tokens: Array, numerics: Numerics
+) -> Array:
+    """Returns what a block behind each pair begins with [..., d]: a, or DFlash's embedding of the token."""
+    return pairs if config.corrected else shared["embed"][tokens].astype(numerics.dtype)
 
 
 def context_entries(
@@ -51,6 +66,8 @@ def context_entries(
     entries = []
     for layer in block_layers(params, config):
         k, v = (linear(normed, layer[name], numerics).reshape(heads) for name in ("k", "v"))
+        if config.layer.qk_norm:
+            k = rms_norm(k, layer["k_norm"], config.policy.norm_epsilon, numerics)
         entries.append((apply_rope(k, angles), v))
     return entries
 
@@ -63,7 +80,8 @@ def block_layers(params: Params, config: HeadConfig) -> list[Params]:
 def block_pass(
     params: Params,
     config: HeadConfig,
-    pairs: Array,
+    shared: Params,
+    starts: Array,
     size: int,
     angles: Array,
     attentions: list[Attention],
@@ -73,22 +91,35 @@ def block_pass(
 
     Args:
       params, config: the head's.
-      pairs: a [N, T, d], the last pair in front of each block.
-      size: positions of a block, at most `config.block.size`.
-      angles: rows of the RoPE table, float32 [N, T * size, 2, D/2], block after block.
-      attentions: one for each layer, over T * size entries.
+      shared: the policy's embeddings and LM head.
+      starts: [N, T, d], from `block_starts`, of the last pair in front of each block.
+      size: tokens to draft, at most `config.block.size`; they take P = `config.block.positions(size)`.
+      angles: rows of the RoPE table, float32 [N, T * P, 2, D/2], block after block.
+      attentions: one for each layer, over T * P entries.
       numerics: see `Numerics`.
 
     Returns:
       x [N, T, size, d] after the layers.
     """
-    places = params["place"][:size].astype(numerics.dtype)
-    x = pairs[:, :, None] + places[None, None]
+    if config.corrected:
+        x = starts[:, :, None] + params["place"][:size].astype(numerics.dtype)[None, None]
+    else:
+        mask = shared["embed"][config.block.mask].astype(numerics.dtype)
+        masks = jnp.broadcast_to(mask, (*starts.shape[:2], config.block.size, len(mask)))
+        x = jnp.concatenate([starts[:, :, None], masks], axis=2)
     shape = x.shape
     x = x.reshape(shape[0], -1, shape[-1])
     for layer, attention in zip(block_layers(params, config), attentions, strict=True):
         x, _ = decoder_layer(layer, None, x, angles, attention, config.layer, numerics)
-    return x.reshape(shape)
+    x = x.reshape(shape)
+    return x if config.corrected else x[:, :, 1 : 1 + size]
+
+
+def seen_in_block(config: HeadConfig, size: int) -> np.ndarray:
+    """Returns which positions of a block see which, bool [P, P]: ours those before them, DFlash's all."""
+    positions = config.block.positions(size)
+    everything = np.ones((positions, positions), bool)
+    return np.tril(everything) if config.corrected else everything
 
 
 def next_state(params: Params, shared: Params, state: Array, tokens: Array, numerics: Numerics) -> Array:

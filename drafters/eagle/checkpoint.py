@@ -13,6 +13,8 @@ SpecForge and SGLang, and `layers.0` to vLLM; both are read. The two engines dif
   0; vLLM reads the same name at the top level and counts the layers before the state.
 
 HASS is EAGLE trained otherwise: the same files.
+
+What vLLM's `speculators` writes is read, too (`speculators.py`): an EAGLE-3 head, and DFlash's as a block.
 """
 
 import json
@@ -31,6 +33,7 @@ import safetensors.numpy
 
 from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
 from drafters.eagle.saving import holds_saved, load_saved
+from drafters.eagle.speculators import MODEL_TYPE, dflash_block, plain_config
 from rljax.errors import CheckpointError
 from rljax.hub import local_directory
 from rljax.models.config import ModelConfig
@@ -52,7 +55,18 @@ _LAYER_TENSORS = {
     "embed_norm": "input_layernorm.weight",
     "hidden_norm": "hidden_norm.weight",
 }
-_FROM_THE_POLICY = ("embed_tokens.weight", "lm_head.weight")
+_BLOCK_TENSORS = _LAYER_TENSORS | {
+    "attention_norm": "input_layernorm.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+}
+"""Of the layers of a DFlash head."""
+_FROM_THE_POLICY = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
 _VOCAB_MAPS = ("d2t", "t2d")
 _CONFIG_KEYS = {
     "hidden_size": "hidden_size",
@@ -67,10 +81,16 @@ _CONFIG_KEYS = {
 def _tensor_names(config: HeadConfig) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
     """Returns by tensor name its path in the params pytree and its shape."""
     shapes = head_shapes(config)
-    prefix = "midlayer" if config.fused else "layers.0"
     names = {"fc.weight": (("fc",), shapes["fc"])}
-    for key, shape in shapes["layer"].items():
-        names[f"{prefix}.{_LAYER_TENSORS[key]}"] = (("layer", key), shape)
+    if config.block is not None:
+        names["hidden_norm.weight"] = (("context_norm",), shapes["context_norm"])
+        for number, layer in shapes["layers"].items():
+            for key, shape in layer.items():
+                names[f"layers.{number}.{_BLOCK_TENSORS[key]}"] = (("layers", number, key), shape)
+    else:
+        prefix = "midlayer" if config.fused else "layers.0"
+        for key, shape in shapes["layer"].items():
+            names[f"{prefix}.{_LAYER_TENSORS[key]}"] = (("layer", key), shape)
     if config.fused:
         names["norm.weight"] = (("norm",), shapes["norm"])
     if config.vocabulary is not None:
@@ -113,6 +133,8 @@ def _config_json(config: HeadConfig, dtype: np.dtype, engine: ServingEngine) -> 
             content["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
         else:
             content["eagle_aux_hidden_state_layer_ids"] = list(config.layers)
+        if config.norm_before_residual:
+            content["norm_before_residual"] = True
     return content
 
 
@@ -199,6 +221,9 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
         config, saved = load_saved(directory, policy)
         return config, jax.block_until_ready(jax.tree.map(jnp.asarray, saved))
     content = read_json_object(directory / "config.json")
+    if MODEL_TYPE in content:
+        content = plain_config(directory / "config.json", content, policy)
+    dflash = content.get(MODEL_TYPE) == "dflash"
     for key, field in _CONFIG_KEYS.items():
         if content.get(key) is not None and content[key] != getattr(policy, field):
             raise CheckpointError(
@@ -211,11 +236,11 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
         raise CheckpointError(f"{directory / _WEIGHTS} cannot be read as safetensors: {error}") from error
     # Some writers keep the names of a whole model.
     tensors = {name.removeprefix("model."): array for name, array in tensors.items()}
-    if any("hidden_norm" in name for name in tensors):  # an EAGLE-3 head
+    if any("hidden_norm" in name for name in tensors) and not dflash:  # an EAGLE-3 head
         tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): array for name, array in tensors.items()}
     config = _head_config(directory / "config.json", content, tensors, policy)
     expected = _tensor_names(config)
-    params: Params = {"layer": {}}
+    params: Params = {}
     for name, (path, shape) in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{directory / _WEIGHTS}: {name} {list(shape)} is missing")
@@ -224,7 +249,9 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
                 f"{directory / _WEIGHTS}: {name} is {list(tensors[name].shape)}, but a {config.variant} head"
                 f" of this policy has {list(shape)} there"
             )
-        parent = params["layer"] if path[0] == "layer" else params
+        parent = params
+        for key in path[:-1]:
+            parent = parent.setdefault(key, {})
         parent[path[-1]] = jnp.asarray(tensors[name].astype(np.float32))
     bias = tensors.get("fc.bias")
     if bias is not None and np.any(bias):
@@ -232,8 +259,8 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
     surplus = sorted(set(tensors) - set(expected) - {"fc.bias", *_FROM_THE_POLICY, *_VOCAB_MAPS})
     if surplus:
         raise CheckpointError(
-            f"{directory / _WEIGHTS}: {surplus[0]} is not part of a {config.variant} head, whose layer has no"
-            " biases and query/key norms"
+            f"{directory / _WEIGHTS}: {surplus[0]} is not part of a {config.variant} head, whose layers have"
+            f" no biases{'' if dflash else ' and query/key norms'}"
         )
     return config, jax.block_until_ready(params)
 
@@ -242,14 +269,17 @@ def _head_config(
     file: Path, content: dict[str, Any], tensors: dict[str, np.ndarray], policy: ModelConfig
 ) -> HeadConfig:
     """Returns the shape of the stored head; the layer of an EAGLE-3 head is named `midlayer`."""
+    if content.get(MODEL_TYPE) == "dflash":
+        block, layers = dflash_block(file, content)
+        vocabulary = _vocabulary(file, content, tensors, policy)
+        try:
+            return HeadConfig("block", policy, layers, vocabulary, block)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {error}") from error
     if not any(name.startswith("midlayer.") for name in tensors):
         if any(name in tensors for name in _VOCAB_MAPS):
             raise CheckpointError(f"{file.parent / _WEIGHTS}: d2t and t2d belong to EAGLE-3 heads only")
         return HeadConfig("eagle", policy)
-    if content.get("norm_before_residual"):
-        raise CheckpointError(
-            f"{file}: norm_before_residual is true; here the layer adds to the hidden state before its norm"
-        )
     vocabulary = _vocabulary(file, content, tensors, policy)
     if content.get("eagle_aux_hidden_state_layer_ids"):
         layers = tuple(content["eagle_aux_hidden_state_layer_ids"])
@@ -257,7 +287,8 @@ def _head_config(
         nested = (content.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
         layers = tuple(layer + 1 for layer in nested)
     try:
-        return HeadConfig("eagle3", policy, layers, vocabulary)
+        normed = bool(content.get("norm_before_residual"))
+        return HeadConfig("eagle3", policy, layers, vocabulary, norm_before_residual=normed)
     except ValueError as error:
         raise CheckpointError(f"{file}: eagle_aux_hidden_state_layer_ids: {error}") from error
 

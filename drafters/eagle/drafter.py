@@ -131,7 +131,7 @@ class EagleDrafter(Drafter, Training):
             engine,
             tuple(strategies),
             self.collector,
-            max(arguments.depths),
+            self.config.reach(max(arguments.depths)),
             arguments.unread_bytes,
         )
         return self.slots
@@ -168,7 +168,7 @@ class EagleDrafter(Drafter, Training):
             self.config,
             training,
             head_optimizer(arguments.learning_rate),
-            rope_table(self.engine.config, arguments.pack_length + training.steps),
+            rope_table(self.engine.config, arguments.pack_length + self.config.reach(training.steps)),
             head_numerics(self.engine, self.engine.mesh),
             BufferSettings(arguments.buffer_bytes, previous_share=arguments.previous_share),
             arguments.pack_length,

@@ -30,7 +30,15 @@ import numpy as np
 from flax import struct
 from jax import Array, lax
 
-from drafters.eagle.block import block_pass, context_entries, corrections, next_state, pair_vectors
+from drafters.eagle.block import (
+    block_pass,
+    block_starts,
+    context_entries,
+    corrections,
+    next_state,
+    pair_vectors,
+    seen_in_block,
+)
 from drafters.eagle.model import (
     DraftVocabulary,
     HeadConfig,
@@ -57,7 +65,8 @@ class DrafterState:
     Attributes:
       cache: keys and values of the absorbed pairs, in every layer of the head.
       lengths: int32 [B], absorbed pairs.
-      outputs: [B, d], the head's output at the last of them, or a block head's a; zeros before the first.
+      outputs: [B, d], the head's output at the last of them, or what a block behind it begins with; zeros
+        before the first.
     """
 
     cache: KVCache
@@ -191,9 +200,10 @@ def compute_pairs(
     order = jnp.arange(width, dtype=jnp.int32)
     angles = rope[state.lengths[:, None] + order[None]]
     if config.block is not None:
-        outputs = pair_vectors(params, config, shared, states, tokens, numerics)
+        pairs = pair_vectors(params, config, shared, states, tokens, numerics)
+        outputs = block_starts(config, shared, pairs, tokens, numerics)
         kept = state.cache.values[0].dtype
-        entries = context_entries(params, config, outputs, angles, numerics)
+        entries = context_entries(params, config, pairs, angles, numerics)
         entries = [(k.astype(kept), v.astype(kept)) for k, v in entries]
     else:
         none, causal = _no_entries(state, config), _causal(batch, width)
@@ -339,28 +349,35 @@ class _Block(_Levels):
         params, config, shared = self.head
         state, numerics = self.state, self.numerics
         batch, depth = len(state.lengths), self.strategy.depth
-        none, causal = _no_entries(state, config), _causal(batch, depth)
+        none, seen = _no_entries(state, config), seen_in_block(config, depth)
+        visible = jnp.broadcast_to(seen[None], (batch, *seen.shape))
         attentions = [
-            HeadAttention(state.cache, state.lengths, none, none, causal, numerics, self.attended, layer)
+            HeadAttention(state.cache, state.lengths, none, none, visible, numerics, self.attended, layer)
             for layer in range(config.layer.num_layers)
         ]
-        pairs = state.outputs.astype(numerics.dtype)[:, None]
-        angles = self.rope[state.lengths[:, None] + jnp.arange(depth, dtype=jnp.int32)[None]]
-        self._x = block_pass(params, config, pairs, depth, angles, attentions, numerics)[:, 0]
+        starts = state.outputs.astype(numerics.dtype)[:, None]
+        angles = self.rope[state.lengths[:, None] + jnp.arange(len(seen), dtype=jnp.int32)[None]]
+        self._x = block_pass(params, config, shared, starts, depth, angles, attentions, numerics)[:, 0]
         self._logits = lm_logits(params, config, shared, self._x, numerics)
         self._own = jnp.zeros((batch, 1, config.block.width), jnp.float32)
 
     def logits(self) -> Array:
         params, config, _ = self.head
+        if not config.corrected:
+            logits = self._logits[:, self.level, None]
+            return jnp.broadcast_to(logits, (*self._own.shape[:2], logits.shape[-1]))
         x = self._x[:, self.level, None]
         x = jnp.broadcast_to(x, (*self._own.shape[:2], x.shape[-1]))
         correction = corrections(params, config, x, self._own, self.numerics)
         return corrected(params, self._logits[:, self.level, None], correction, self.numerics)
 
     def below(self, tokens: Array, parent: Array) -> Array:
-        params, _, shared = self.head
-        above = _take(self._own, parent[:, :, None])
-        self._own = next_state(params, shared, above, tokens, self.numerics)
+        params, config, shared = self.head
+        if config.corrected:
+            above = _take(self._own, parent[:, :, None])
+            self._own = next_state(params, shared, above, tokens, self.numerics)
+        else:
+            self._own = jnp.zeros((*tokens.shape, 0), jnp.float32)
         self.level += 1
         return self.logits()
 

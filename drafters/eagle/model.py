@@ -27,7 +27,8 @@ layer, without biases and query/key norms, whatever the policy is: that is what 
                   hidden_norm [d]
                   norm [d]
                   h = fc (low ; middle ; high), or the head's own output; the layer attends from
-                  (norm e ; norm h) and adds to h; the LM head reads the output after `norm`
+                  (norm e ; norm h) and adds to h (norm_before_residual: to norm h); the LM head reads
+                  the output after `norm`
                   lm_head [V', d], with a draft vocabulary only: the head's own
 
 **Draft vocabulary.** Published EAGLE-3 heads have logits over V' frequent tokens only, and an LM head of
@@ -104,19 +105,31 @@ class BlockShape:
     """The shape of a block head (`block.py`).
 
     Attributes:
-      size: positions of a block, the most tokens of a draft.
+      size: the most tokens of a draft.
       depth: decoder layers.
-      width: of the correction.
+      width: of the correction; 0 for DFlash's block, which has none.
+      mask: the token whose embedding stands in the place of every token to be drafted, in DFlash's block;
+        None for ours.
     """
 
     size: int = 8
     depth: int = 1
     width: int = 128
+    mask: int | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) < 1:
-                raise ValueError(f"{field.name}: should be at least 1, got {value}")
+        least = {"size": 1, "depth": 1} | ({"width": 1} if self.mask is None else {"mask": 0})
+        for name, smallest in least.items():
+            if (value := getattr(self, name)) < smallest:
+                raise ValueError(f"{name}: should be at least {smallest}, got {value}")
+        if self.mask is not None and self.width:
+            raise ValueError(f"width: DFlash's block has no correction, got {self.width}")
+
+    def positions(self, depth: int) -> int:
+        """Returns how many positions a pass computes for a draft of `depth` tokens. DFlash's are the last
+        token and all masks, since they see each other.
+        """
+        return depth if self.mask is None else self.size + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +144,7 @@ class HeadConfig:
       vocabulary: for eagle3 and block, the tokens that the head can draft; None is the policy's whole
         vocabulary, with the policy's LM head.
       block: for block, its shape; None for the default one.
+      norm_before_residual: for eagle3, the layer adds to the normed hidden state, not to the hidden state.
     """
 
     variant: Variant
@@ -138,6 +152,7 @@ class HeadConfig:
     layers: tuple[int, ...] = ()
     vocabulary: DraftVocabulary | None = None
     block: BlockShape | None = None
+    norm_before_residual: bool = False
 
     def __post_init__(self):
         if self.variant not in VARIANTS:
@@ -149,10 +164,17 @@ class HeadConfig:
         if not self.fused and self.layers:
             raise ValueError(f"layers: {self.variant} reads the last hidden state only")
         if self.fused:
-            layers = self.layers or default_layers(self.policy.num_layers)
-            if len(layers) != 3 or not all(0 <= layer <= self.policy.num_layers for layer in layers):
-                raise ValueError(f"layers: expected 3 from 0 to {self.policy.num_layers}, got {layers}")
+            most = self.policy.num_layers
+            layers = self.layers or default_layers(most)
+            number = "some" if self.block is not None and self.block.mask is not None else "3"
+            if (number == "3" and len(layers) != 3) or not all(0 <= layer <= most for layer in layers):
+                raise ValueError(f"layers: expected {number} from 0 to {most}, got {layers}")
             object.__setattr__(self, "layers", tuple(layers))
+        if self.norm_before_residual and self.variant != "eagle3":
+            raise ValueError(f"norm_before_residual: {self.variant} has no such norm")
+        mask = None if self.block is None else self.block.mask
+        if mask is not None and mask >= self.policy.vocab_size:
+            raise ValueError(f"mask: token {mask} is outside the policy's {self.policy.vocab_size}")
         if self.vocabulary is not None:
             if not self.fused:
                 raise ValueError(f"vocabulary: {self.variant} drafts from the policy's whole vocabulary")
@@ -164,13 +186,22 @@ class HeadConfig:
 
     @property
     def fused(self) -> bool:
-        """Reads three states of the policy, fused by a linear layer."""
+        """Reads several states of the policy, fused by a linear layer."""
         return self.variant in ("eagle3", "block")
 
     @property
     def states(self) -> int:
         """States per token that the policy hands over, S; the last is the one after the final norm."""
-        return 4 if self.fused else 1
+        return len(self.layers) + 1 if self.fused else 1
+
+    @property
+    def corrected(self) -> bool:
+        """Its logits are corrected token by token."""
+        return self.block is not None and self.block.mask is None
+
+    def reach(self, depth: int) -> int:
+        """Returns how many positions behind the last pair a draft of `depth` tokens stands at."""
+        return depth if self.block is None else self.block.positions(depth)
 
     @property
     def layer(self) -> ModelConfig:
@@ -181,7 +212,7 @@ class HeadConfig:
             architecture="llama",
             num_layers=layers,
             attention_bias=False,
-            qk_norm=False,
+            qk_norm=self.block is not None and self.block.mask is not None,
             gemma=None,
         )
 
@@ -214,23 +245,26 @@ def _block_shapes(config: HeadConfig, layer: Params) -> Params:
     d, shape = config.policy.hidden_size, config.block
     size = config.policy.vocab_size if config.vocabulary is None else len(config.vocabulary)
     shapes = {
-        "fc": (d, 4 * d),
+        "fc": (d, (len(config.layers) + config.corrected) * d),
         "context_norm": (d,),
-        "place": (shape.size, d),
         "norm": (d,),
         "layers": {str(number): dict(layer) for number in range(shape.depth)},
-        "state_in": (3 * shape.width, d),
-        "state": (3 * shape.width, shape.width),
-        "mix": (shape.width, d + shape.width),
-        "out": (size, shape.width),
     }
+    if config.corrected:
+        shapes |= {
+            "place": (shape.size, d),
+            "state_in": (3 * shape.width, d),
+            "state": (3 * shape.width, shape.width),
+            "mix": (shape.width, d + shape.width),
+            "out": (size, shape.width),
+        }
     return shapes if config.vocabulary is None else shapes | {"lm_head": (size, d)}
 
 
 def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     """Float32 weights that start from what is known: the hidden state goes through.
 
-    `fc` passes the hidden state on (eagle3: the mean of the three) and adds a little of the embedding, and
+    `fc` passes the hidden state on (eagle3: the mean of all) and adds a little of the embedding, and
     the layer adds little to it, so an untrained EAGLE head answers with the hidden state one token late: the
     L1 loss begins near, not at noise. `norm` begins as the policy's final norm, which the LM head was trained
     behind, an LM head over a draft vocabulary as the rows of the policy's. A block begins without its
@@ -251,10 +285,11 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     )
     identity = jnp.eye(d, dtype=jnp.float32)
     if config.fused:
+        states = len(config.layers)
         params["fc"] = 0.1 * params["fc"] + jnp.concatenate(
-            [jnp.zeros((d, params["fc"].shape[1] - 3 * d)), *[identity / 3.0] * 3], axis=1
+            [jnp.zeros((d, params["fc"].shape[1] - states * d)), *[identity / states] * states], axis=1
         )
-        if config.block is not None:
+        if config.corrected:
             params |= {name: jnp.zeros_like(params[name]) for name in ("place", "out")}
         # A copy: the head's arrays are given up to its updates, the policy's are not.
         more = 0.0 if config.policy.gemma is None else 1.0  # Gemma's norms multiply by so much more
@@ -316,6 +351,8 @@ def apply_head(
             rms_norm(hidden, layer["hidden_norm"], epsilon, numerics),
         ]
         attention_input = jnp.concatenate(normed, axis=-1)
+        if config.norm_before_residual:
+            hidden = normed[1]
     else:
         joined = jnp.concatenate([embedded, hidden], axis=-1)
         hidden = linear(joined, params["fc"], numerics, params.get("fc_bias"))
@@ -336,9 +373,9 @@ def head_logits(
     params: Params, config: HeadConfig, shared: Params, outputs: Array, numerics: Numerics
 ) -> Array:
     """Float32 logits [..., V] of the head's outputs [..., d]; [..., V'] with a draft vocabulary. Those of a
-    block head are (x ; correction), [..., d + w].
+    block head with a correction are (x ; correction), [..., d + w].
     """
-    if config.block is None:
+    if not config.corrected:
         return lm_logits(params, config, shared, outputs, numerics)
     x, correction = jnp.split(outputs, [config.policy.hidden_size], axis=-1)
     return corrected(params, lm_logits(params, config, shared, x, numerics), correction, numerics)

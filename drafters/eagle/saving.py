@@ -56,7 +56,8 @@ def load_saved(directory: Path, policy: ModelConfig) -> tuple[HeadConfig, Params
         vocabulary = None if offsets is None else DraftVocabulary.from_offsets(offsets)
         layers = tuple(json.loads(metadata["layers"]))
         block = BlockShape(**json.loads(metadata["block"])) if "block" in metadata else None
-        config = HeadConfig(metadata["variant"], policy, layers, vocabulary, block)
+        normed = metadata.get("norm_before_residual") == "true"
+        config = HeadConfig(metadata["variant"], policy, layers, vocabulary, block, normed)
     except KeyError as error:
         raise CheckpointError(f"{path} does not tell the head's {error}; save it again") from error
     except (TypeError, ValueError) as error:
@@ -127,6 +128,8 @@ class AsyncHeadSaver:
         metadata = {"step": str(step), "variant": config.variant, "layers": json.dumps(config.layers)}
         if config.block is not None:
             metadata["block"] = json.dumps(dataclasses.asdict(config.block))
+        if config.norm_before_residual:
+            metadata["norm_before_residual"] = "true"
         if config.vocabulary is not None:
             tensors[_VOCABULARY] = config.vocabulary.offsets
         # Not a daemon: a process that ends normally first finishes its save.

@@ -22,7 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from drafters.eagle.block import block_pass, context_entries, corrections, next_state, pair_vectors
+from drafters.eagle.block import (
+    block_pass,
+    block_starts,
+    context_entries,
+    corrections,
+    next_state,
+    pair_vectors,
+    seen_in_block,
+)
 from drafters.eagle.model import HeadConfig, apply_head, hidden_inputs
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.transformer import Params
@@ -90,24 +98,23 @@ class _BandAttention:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockAttention:
-    """Attention of the blocks behind every pair: the pairs up to it, and causally the block itself.
+    """Attention of the blocks behind every pair: the pairs up to it, and the block itself.
 
     Attributes:
       segment_ids: int32 [R, T].
       context: keys and values [R, T, Hk, D] of the pairs.
-      size: positions of a block, k.
+      seen: bool [k, k], which of the k positions of a block see which.
     """
 
     segment_ids: Array
     context: tuple[Array, Array]
-    size: int
+    seen: np.ndarray
 
     def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """q [R, T * k, H, D], k and v [R, T * k, Hk, D] -> [R, T * k, H, D]."""
         del cache
-        blocks = [x.reshape(len(x), -1, self.size, *x.shape[2:]) for x in (q, k, v)]
-        causal = np.tril(np.ones((self.size, self.size), bool))
-        out = _attend(blocks[0], self.context, (blocks[1], blocks[2]), causal, self.segment_ids)
+        blocks = [x.reshape(len(x), -1, len(self.seen), *x.shape[2:]) for x in (q, k, v)]
+        out = _attend(blocks[0], self.context, (blocks[1], blocks[2]), self.seen, self.segment_ids)
         return out.reshape(q.shape), None
 
 
@@ -188,8 +195,8 @@ def unroll(
       steps: k.
 
     Returns:
-      [R, T, d] for each step, for `head_logits`; of a block head [R, T, d + w]. Entry [r, s] of step j
-      belongs to pair s + j; it is undefined where token s + j + 1 is not in the segment of s.
+      [R, T, d] for each step, for `head_logits`; of a corrected block head [R, T, d + w]. Entry [r, s] of
+      step j belongs to pair s + j; it is undefined where token s + j + 1 is not in the segment of s.
     """
     if config.block is not None:
         return _unroll_block(params, config, shared, batch, rope, numerics, steps)
@@ -225,12 +232,17 @@ def _unroll_block(
     steps: int,
 ) -> list[Array]:
     """As `unroll`: the blocks behind all starts in one pass, corrected by the real tokens."""
-    pairs = pair_vectors(params, config, shared, batch.states, _token_behind(batch, 0), numerics)
+    behind = _token_behind(batch, 0)
+    pairs = pair_vectors(params, config, shared, batch.states, behind, numerics)
     context = context_entries(params, config, pairs, rope[batch.positions], numerics)
-    attentions = [_BlockAttention(batch.segment_ids, entries, steps) for entries in context]
-    order = jnp.arange(steps, dtype=jnp.int32)[None, None]
+    seen = seen_in_block(config, steps)
+    attentions = [_BlockAttention(batch.segment_ids, entries, seen) for entries in context]
+    order = jnp.arange(len(seen), dtype=jnp.int32)[None, None]
     angles = rope[(batch.positions[:, :, None] + 1 + order).reshape(len(batch.positions), -1)]
-    x = block_pass(params, config, pairs, steps, angles, attentions, numerics)
+    starts = block_starts(config, shared, pairs, behind, numerics)
+    x = block_pass(params, config, shared, starts, steps, angles, attentions, numerics)
+    if not config.corrected:
+        return [x[:, :, step] for step in range(steps)]
     state = jnp.zeros((*batch.tokens.shape, config.block.width), jnp.float32)
     outputs = []
     for step in range(steps):

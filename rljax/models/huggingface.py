@@ -259,6 +259,20 @@ def _refuse_unsupported(options: _Options) -> None:
             )
 
 
+def read_rope(file: Path, values: dict[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
+    """Reads base and scaling of rotary positions from an object inside a config.
+
+    Args:
+      file: the config, for errors.
+      values: the object.
+      max_positions: for a scaling that does not say its own.
+
+    Raises:
+      CheckpointError: they are not supported.
+    """
+    return _read_rope(_Options(file, values), max_positions)
+
+
 def _read_rope(options: _Options, max_positions: int) -> tuple[float, RopeScaling | None]:
     """Reads base and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     theta = options.number("rope_theta", 10_000.0)

@@ -40,7 +40,7 @@ from rljax.training.building import make_run
 from rljax.training.interruption import StopRequest
 from rljax.training.training_run import TrainingRun
 
-_SETTINGS, _TRAINER = "warm_up.json", "trainer.npz"
+_SETTINGS, _TRAINER, _VOCABULARY = "warm_up.json", "trainer.npz", "vocabulary"
 _MAY_CHANGE = ("steps", "heldout", "engine")
 
 
@@ -247,7 +247,13 @@ def _train(
     """Trains the head, and returns its acceptance before and after."""
     progress, rollouts = run.progress, PolicyRollouts(run, head)
     first: list[States] = []
-    if settings.draft_vocabulary is not None:
+    state: dict[str, np.ndarray] = {}
+    if file.exists():
+        with np.load(file) as arrays:
+            state = dict(arrays)
+    if _VOCABULARY in state:
+        head = dataclasses.replace(head, vocabulary=DraftVocabulary(state.pop(_VOCABULARY)))
+    elif settings.draft_vocabulary is not None:
         first = list(rollouts.training(0))
         head = with_vocabulary(run, head, settings.draft_vocabulary, first)
     trainer = make_trainer(run, head, settings)
@@ -258,9 +264,7 @@ def _train(
     before = measure(run, head, trainer.params, shared, heldout, settings.depth)
     progress.message(f"before: {describe(before)}")
     done = 0
-    if file.exists():
-        with np.load(file) as arrays:
-            state = dict(arrays)
+    if state:
         done = int(state.pop("done"))
         trainer.load_state(state)
         progress.message(f"resumed after {done} updates")
@@ -273,7 +277,7 @@ def _train(
                 _save(file, trainer, done)
                 number = done // settings.slices_per_round
                 progress.update("rollout", f"round {number + 1}")
-                trainer.begin_step(number)
+                trainer.begin_step(0)  # the policy stays as it is, so no rollout is too old to learn from
                 for sequence in first if first and number == 0 else rollouts.training(number):
                     trainer.add(*sequence)
             start = time.perf_counter()
@@ -328,7 +332,9 @@ def _save(file: Path, trainer: HeadTrainer, done: int) -> None:
     """Replaces the file with the trainer's state atomically."""
     temporary = file.with_name(f".{file.name}.tmp")
     with open(temporary, "wb") as stream:
-        np.savez(stream, done=np.asarray(done), **trainer.state())
+        vocabulary = trainer.head.vocabulary
+        known = {} if vocabulary is None else {_VOCABULARY: vocabulary.tokens}
+        np.savez(stream, done=np.asarray(done), **known, **trainer.state())
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(file)

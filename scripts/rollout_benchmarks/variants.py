@@ -90,6 +90,10 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "all by the bandit": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "bandit"},
     "all by the ladder": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "ladder"},
 }
+CONFIGURED: dict[str, dict[str, Any]] = {"configured": {}, "configured frozen": {"train": False}}
+"""By name of a variant with the config's own drafters: changes of `speculation.args`. They are compared only
+where they are named.
+"""
 
 
 BESIDE = [name for name, keys in VARIANTS.items() if "decoupled" in (keys or {})]
@@ -142,7 +146,7 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
 
 def needs_shape(name: str) -> bool:
     """Whether a variant has a small model, which is made from `policy.shape`."""
-    keys = VARIANTS[name] or {}
+    keys = VARIANTS.get(name) or {}
     return keys.get("drafter") == "small_model" or "small_model" in keys.get("others", {})
 
 
@@ -164,12 +168,22 @@ def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
             raise UserError(
                 f"--variants: {name!r} is made from policy.shape, which this config lacks; leave it out"
             )
+        if name in CONFIGURED and config.speculation.drafter is None:
+            raise UserError(f"--variants: {name!r} needs speculation.drafter; set it, or leave it out")
 
 
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     """Returns all variants on the run's engine, plain decoding first."""
     times: dict[Any, PassTimes] = {}  # by the layers whose features the engine returns, and where is drafted
-    return [make_variant(run, name, VARIANTS[name], times) for name in names]
+    return [make_variant(run, name, _keys(run.config, name), times) for name in names]
+
+
+def _keys(config: ExperimentConfig, name: str) -> dict[str, Any] | None:
+    """Returns a variant's keys of the section `speculation`."""
+    if name not in CONFIGURED:
+        return VARIANTS[name]
+    own = config.speculation
+    return {"drafter": own.drafter, "args": own.args | CONFIGURED[name], "others": own.others, "mix": own.mix}
 
 
 def make_variant(

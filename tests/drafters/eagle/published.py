@@ -78,7 +78,9 @@ def write_eagle3(directory, policy: ModelConfig, tokens=None, layout="sglang", l
     return tensors
 
 
-def greedy_chain(tensors, policy: ModelConfig, embed, features, tokens, depth: int) -> list[int]:
+def greedy_chain(
+    tensors, policy: ModelConfig, embed, features, tokens, depth: int, norm_before_residual: bool = False
+) -> list[int]:
     """Returns the `depth` tokens that a greedy chain drafts, one full forward pass of the head for each.
 
     Args:
@@ -88,11 +90,13 @@ def greedy_chain(tensors, policy: ModelConfig, embed, features, tokens, depth: i
       features: [n, 3, d], the low, middle and high features of the first n positions.
       tokens: int [n], the token behind each of them.
       depth: length of the chain.
+      norm_before_residual: the layer adds to the normed hidden state.
     """
     hidden = [tensors["fc.weight"] @ feature.reshape(-1) for feature in features]
     tokens, drafted = list(tokens), []
     for _ in range(depth):
-        output = _outputs(tensors, policy, np.stack(hidden), embed[np.asarray(tokens)])[-1]
+        embedded = embed[np.asarray(tokens)]
+        output = _outputs(tensors, policy, np.stack(hidden), embedded, norm_before_residual)[-1]
         logits = tensors["lm_head.weight"] @ _norm(output, tensors["norm.weight"], policy)
         best = int(np.argmax(logits))
         drafted.append(best + int(tensors["d2t"][best]))
@@ -105,12 +109,13 @@ def _norm(x, weight, policy):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + policy.norm_epsilon) * weight
 
 
-def _outputs(tensors, policy, hidden, embedded):
+def _outputs(tensors, policy, hidden, embedded, norm_before_residual):
     """Outputs [n, d] of the layer over n pairs, causal."""
     layer = {name.removeprefix("midlayer."): array for name, array in tensors.items()}
     n, heads, kv_heads, dim = len(hidden), policy.num_heads, policy.num_kv_heads, policy.head_dim
     normed = _norm(embedded, layer["input_layernorm.weight"], policy)
-    x = np.concatenate([normed, _norm(hidden, layer["hidden_norm.weight"], policy)], axis=-1)
+    normed_hidden = _norm(hidden, layer["hidden_norm.weight"], policy)
+    x = np.concatenate([normed, normed_hidden], axis=-1)
     angles = np.arange(n)[:, None] * policy.rope_theta ** (-np.arange(0, dim, 2) / dim)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
@@ -127,7 +132,8 @@ def _outputs(tensors, policy, hidden, embedded):
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     shares /= shares.sum(axis=-1, keepdims=True)
     attended = np.einsum("hqk,khd->qhd", shares, v).reshape(n, -1)
-    residual = hidden + attended @ layer["self_attn.o_proj.weight"].T
+    residual = normed_hidden if norm_before_residual else hidden
+    residual = residual + attended @ layer["self_attn.o_proj.weight"].T
     y = _norm(residual, layer["post_attention_layernorm.weight"], policy)
     gate = y @ layer["mlp.gate_proj.weight"].T
     up = y @ layer["mlp.up_proj.weight"].T

@@ -1,0 +1,349 @@
+"""Heads in the format of vLLM's `speculators`: their drafts against plain NumPy, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from drafters.eagle.checkpoint import load_head
+from drafters.eagle.drafting import DraftStrategy, draft, empty_state
+from drafters.eagle.model import init_head
+from drafters.eagle.objective import head_training
+from drafters.eagle.saving import AsyncHeadSaver
+from drafters.eagle.training import head_loss
+from drafters.eagle.unrolling import unroll
+from drafters.registry import make_drafter, states_read
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
+from rljax.errors import CheckpointError
+from rljax.rollout.scheduler import Scheduler
+from rljax.sampling.distribution import SamplingParams
+from rljax.speculation.speculator import Speculator
+from tests.drafters.eagle.published import greedy_chain, write_eagle3
+from tests.drafters.eagle.test_training import ROWS, train
+from tests.drafters.eagle.tiny import (
+    NUMERICS,
+    POLICY,
+    ROPE,
+    absorb,
+    packed_batch,
+    policy_params,
+    policy_states,
+    rollouts,
+    shared,
+)
+from tests.exactness import exact_numerics
+from tests.tiny_policy import (
+    CONFIG,
+    EOS,
+    SLOTS,
+    CheapTimes,
+    assert_same,
+    make_params,
+    make_requests,
+    outcomes,
+)
+
+TOKENS = np.sort(np.random.default_rng(1).permutation(POLICY.vocab_size)[:40])
+LAYERS = (1, 2, 3, 4)  # DFlash reads any number
+MASK, BLOCK = 7, 6
+
+
+def config_json(kind, policy, tokens, **more):
+    """As speculators 0.5 writes it, without what is a default of transformers (RoPE's base of 10,000)."""
+    layer = {
+        "model_type": "llama" if kind == "eagle3" else "qwen3",
+        "hidden_size": policy.hidden_size,
+        "intermediate_size": policy.mlp_size,
+        "num_attention_heads": policy.num_heads,
+        "num_key_value_heads": policy.num_kv_heads,
+        "head_dim": policy.head_dim,
+        "num_hidden_layers": 1 if kind == "eagle3" else 2,
+        "vocab_size": policy.vocab_size,
+        "rms_norm_eps": policy.norm_epsilon,
+        "tie_word_embeddings": False,
+    }
+    if policy.rope_theta != 10_000:
+        layer["rope_theta"] = policy.rope_theta
+    content = {
+        "architectures": ["Eagle3Speculator" if kind == "eagle3" else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": policy.vocab_size if tokens is None else len(tokens),
+        "target_hidden_size": None,
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "some/policy"}},
+    }
+    return content | more
+
+
+def write_dflash(directory, policy, layers=LAYERS, tokens=TOKENS, seed=0):
+    """Writes a DFlash head with random weights; returns its tensors. `tokens` None shares the LM head."""
+    rng = np.random.default_rng(seed)
+    d, f, dim = policy.hidden_size, policy.mlp_size, policy.head_dim
+    queries, keys = policy.num_heads * dim, policy.num_kv_heads * dim
+
+    def random(*shape):
+        return (rng.standard_normal(shape) * shape[-1] ** -0.5 * 1.5).astype(np.float32)
+
+    def norm(size):
+        return (1 + 0.2 * rng.standard_normal(size)).astype(np.float32)
+
+    tensors = {"fc.weight": random(d, len(layers) * d), "norm.weight": norm(d), "hidden_norm.weight": norm(d)}
+    for number in range(2):
+        layer = {
+            "self_attn.q_proj": random(queries, d),
+            "self_attn.k_proj": random(keys, d),
+            "self_attn.v_proj": random(keys, d),
+            "self_attn.o_proj": random(d, queries),
+            "self_attn.q_norm": norm(dim),
+            "self_attn.k_norm": norm(dim),
+            "mlp.gate_proj": random(f, d),
+            "mlp.up_proj": random(f, d),
+            "mlp.down_proj": random(d, f),
+            "input_layernorm": norm(d),
+            "post_attention_layernorm": norm(d),
+        }
+        tensors |= {f"layers.{number}.{name}.weight": array for name, array in layer.items()}
+    if tokens is not None:
+        known = np.zeros(policy.vocab_size, bool)
+        known[tokens] = True
+        tensors |= {
+            "lm_head.weight": 3 * random(len(tokens), d),
+            "d2t": tokens.astype(np.int64) - np.arange(len(tokens)),
+            "t2d": known,
+        }
+    directory.mkdir(parents=True)
+    own = {"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": list(layers)}
+    (directory / "config.json").write_text(json.dumps(config_json("dflash", policy, tokens, **own)))
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def write_speculators_eagle3(directory, policy, tokens=TOKENS, **more):
+    tensors = write_eagle3(directory, policy, tokens, layout="vllm")
+    content = config_json("eagle3", policy, tokens, **more)
+    (directory / "config.json").write_text(json.dumps(content))
+    return tensors
+
+
+def norm(x, weight):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + POLICY.norm_epsilon) * weight
+
+
+def rotate(x, positions):
+    """x [T, heads, D]."""
+    dim = x.shape[-1]
+    angles = positions[:, None, None] * POLICY.rope_theta ** (-np.arange(0, dim, 2) / dim)
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def dflash_logits(tensors, embed, features, last):
+    """Logits [BLOCK - 1, V'] of one block, as `DFlashDraftModel` computes them.
+
+    Args:
+      features: [n, layers, d] of the tokens before `last`, which stands at position n.
+    """
+    tensors = {name: array.astype(np.float64) for name, array in tensors.items() if name != "t2d"}
+    n, dim = len(features), POLICY.head_dim
+    context = norm(features.reshape(n, -1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    x = np.stack([embed[last], *[embed[MASK]] * (BLOCK - 1)])
+    positions = np.arange(n + BLOCK)
+    for number in range(2):
+        layer = {name: tensors[f"layers.{number}.{name}.weight"] for name in (
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+            "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+            "input_layernorm",
+            "post_attention_layernorm",
+        )}  # fmt: skip
+        h = norm(x, layer["input_layernorm"])
+        everything = np.concatenate([context, h])  # keys and values of both, queries of the block
+        q = (h @ layer["self_attn.q_proj"].T).reshape(BLOCK, -1, dim)
+        k = (everything @ layer["self_attn.k_proj"].T).reshape(n + BLOCK, -1, dim)
+        v = (everything @ layer["self_attn.v_proj"].T).reshape(n + BLOCK, -1, dim)
+        q = rotate(norm(q, layer["self_attn.q_norm"]), positions[n:])
+        k = rotate(norm(k, layer["self_attn.k_norm"]), positions)
+        k, v = (np.repeat(y, POLICY.num_heads // POLICY.num_kv_heads, axis=1) for y in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        attended = np.einsum("hqk,khd->qhd", shares / shares.sum(axis=-1, keepdims=True), v)
+        x = x + attended.reshape(BLOCK, -1) @ layer["self_attn.o_proj"].T
+        h = norm(x, layer["post_attention_layernorm"])
+        gate = h @ layer["mlp.gate_proj"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["mlp.up_proj"].T)) @ layer["mlp.down_proj"].T
+    return norm(x, tensors["norm.weight"])[1:] @ tensors["lm_head.weight"].T
+
+
+def states_of(config, tokens):
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return np.asarray(policy_states(policy_params(), tokens, positions, np.ones_like(tokens), config))
+
+
+def drafted(config, params, tokens, states, lengths, depth):
+    """Greedy chains behind tokens[:, length]."""
+    state, counts = empty_state(config, len(tokens), 64, jnp.float32), jnp.asarray(lengths, jnp.int32)
+    behind = jnp.asarray(tokens[:, 1:])
+    state = absorb(params, config, shared(), state, states[:, :-1], behind, counts, ROPE, NUMERICS)
+    tree = draft(
+        params, config, shared(), state, counts, None, ROPE, DraftStrategy(depth, 1, depth),
+        SamplingParams(temperature=0.0), NUMERICS,
+    )  # fmt: skip
+    return np.asarray(tree.tree.tokens)
+
+
+def test_dflash_drafts_what_plain_numpy_does(tmp_path):
+    """Behind contexts of two lengths; a shorter draft is the same block's beginning; and so in training."""
+    tensors = write_dflash(tmp_path / "head", POLICY)
+    config, params = load_head(tmp_path / "head", POLICY)
+    assert config.variant == "block" and config.layers == LAYERS and config.block.size == BLOCK - 1
+    tokens, lengths, embed = rollouts(2, 24, 11), (17, 9), np.asarray(shared()["embed"], np.float64)
+    states = states_of(config, tokens)
+    expected = [
+        dflash_logits(tensors, embed, states[slot, :n, :-1].astype(np.float64), tokens[slot, n])
+        for slot, n in enumerate(lengths)
+    ]
+    best = np.stack([TOKENS[logits.argmax(axis=-1)] for logits in expected])
+    for depth in (BLOCK - 1, 2):
+        found = drafted(config, params, tokens, states, lengths, depth)
+        np.testing.assert_array_equal(found, best[:, :depth])
+    batch = packed_batch(config, list(tokens), [[0], [1]], 24)
+    for steps in (BLOCK - 1, 2):
+        unrolled = unroll(params, config, shared(), batch, ROPE, NUMERICS, steps)
+        assert len(unrolled) == steps
+        for slot, n in enumerate(lengths):
+            outputs = np.stack([np.asarray(each[slot, n - 1], np.float64) for each in unrolled])
+            logits = norm(outputs, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+            np.testing.assert_allclose(logits, expected[slot][:steps], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_eagle3_drafts_what_plain_numpy_does(normed, tmp_path):
+    tensors = write_speculators_eagle3(tmp_path / "head", POLICY, norm_before_residual=normed)
+    config, params = load_head(tmp_path / "head", POLICY)
+    assert config.variant == "eagle3" and config.norm_before_residual == normed
+    assert config.layers == (1, 2, 3)  # nothing is said: vLLM's
+    tokens, n, depth = rollouts(1, 24, 11), 17, 4
+    states = states_of(config, tokens)
+    embed = np.asarray(shared()["embed"], np.float64)
+    given = (embed, states[0, :n, :3].astype(np.float64), tokens[0, 1 : n + 1], depth)
+    expected = greedy_chain(tensors, POLICY, *given, norm_before_residual=normed)
+    assert drafted(config, params, tokens, states, (n,), depth)[0].tolist() == expected
+    other = greedy_chain(tensors, POLICY, *given, norm_before_residual=not normed)
+    assert expected != other  # so that the test tells them apart
+
+
+def test_the_whole_vocabulary_is_the_policys(tmp_path):
+    write_dflash(tmp_path / "dflash", POLICY, tokens=None)
+    write_speculators_eagle3(tmp_path / "eagle3", POLICY, tokens=None)
+    for name in ("dflash", "eagle3"):
+        config, params = load_head(tmp_path / name, POLICY)
+        assert config.vocabulary is None and "lm_head" not in params
+
+
+def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
+    write_dflash(tmp_path / "head", POLICY, layers=(1, 3), tokens=None)
+    config, _ = load_head(tmp_path / "head", POLICY)
+    params = init_head(config, policy_params(), 0)
+    training = head_training("block", 3)
+    state, _ = train(config, params, training, 80)
+    unseen = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
+    measured = jax.jit(lambda p: head_loss(p, config, training, shared(), unseen, ROPE, NUMERICS)[1])
+    before, after = measured(params), measured(state.params)
+    assert after["coupled_length"] > before["coupled_length"] + 0.15
+    saver = AsyncHeadSaver(tmp_path / "saved")
+    saver.save(1, state.params, config)
+    saver.wait()
+    found, loaded = load_head(tmp_path / "saved", POLICY)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, loaded, state.params)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "train"), [("block", True), ("block", False), ("eagle", True), ("eagle", False)]
+)
+def test_the_tokens_are_those_of_plain_decoding(drafter, train, tmp_path):
+    """Frozen, and trained on."""
+    args = {"path": str(tmp_path / "head"), "pack_length": 64, "depths": [1, 3], "slices": 2, "train": train}
+    if drafter == "block":
+        write_dflash(tmp_path / "head", CONFIG, layers=(1, 2), tokens=None)
+        args["block_size"] = BLOCK - 1
+    else:
+        write_speculators_eagle3(tmp_path / "head", CONFIG, np.arange(40), norm_before_residual=True)
+    buckets = Buckets((4,), (128,), (16,), 7)
+    numerics = exact_numerics(CONFIG, "float32", buckets)
+    params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
+    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16)
+    expected = Scheduler(plain, SLOTS).run(params, requests)[0]
+    drafters = {drafter: make_drafter(drafter, **args)}
+    layers = states_read(drafters, CONFIG)
+    engine = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, hidden_layers=layers)
+    speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes())
+    drafters[drafter]._budget.allows = lambda: True  # however slow this machine is
+    for _ in range(2):
+        completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
+        assert_same(completions, expected)
+        assert statistics.drafted > 0
+        speculator.learn(outcomes(requests, completions))
+    assert drafters[drafter].trainer.updates == (4 if train else 0)
+
+
+def changed(directory, layer=None, **own):
+    file = directory / "config.json"
+    content = json.loads(file.read_text()) | own
+    content["transformer_layer_config"] |= layer or {}
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("eagle3", {"speculators_model_type": "mlp"}, "is mlp; supported are eagle3, dflash"),
+        ("eagle3", {"norm_before_fc": True}, "norm_before_fc is True"),
+        ("eagle3", {"embed_requires_grad": True}, "embed_requires_grad is True"),
+        ("eagle3", {"target_hidden_size": 64}, "target_hidden_size is 64"),
+        ("eagle3", {"layer": {"num_hidden_layers": 2}}, "is 2; an EAGLE-3 head here has one layer"),
+        ("eagle3", {"layer": {"hidden_size": 64}}, "hidden_size is 64, but the policy's is 32"),
+        ("eagle3", {"layer": {"rope_theta": 5e5}}, r"rope_theta is 500000.0; but the policy's is 10000.0"),
+        ("eagle3", {"layer": {"rms_norm_eps": 1e-5}}, "rms_norm_eps is 1e-05"),
+        ("eagle3", {"layer": {"attention_bias": True}}, "attention_bias is True"),
+        ("eagle3", {"layer": {"hidden_act": "gelu"}}, "hidden_act is gelu; only silu"),
+        ("dflash", {"layer": {"rope_parameters": {"rope_theta": 1e6}}}, "rope_theta is 1000000.0"),
+        ("dflash", {"layer": {"layer_types": ["sliding_attention"] * 2}}, "only full_attention is"),
+        ("dflash", {"layer": {"use_sliding_window": True}}, "use_sliding_window is True"),
+        ("dflash", {"projector_type": "domino"}, "projector_type is domino"),
+        ("dflash", {"sample_from_anchor": True}, "sample_from_anchor is True"),
+        ("dflash", {"mask_token_id": None}, "mask_token_id is None; it should be a whole number"),
+        ("dflash", {"mask_token_id": 48}, "mask: token 48 is outside the policy's 48"),
+        ("dflash", {"block_size": 1}, "block_size is 1; it should be a whole number, at least 2"),
+        ("dflash", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is None"),
+        ("dflash", {"aux_hidden_state_layer_ids": [1, 9, 2, 3]}, "layers: expected some from 0 to 4"),
+        ("dflash", {"draft_vocab_size": 41}, "d2t is .*draft_vocab_size is 41"),
+        ("dflash", {"transformer_layer_config": None}, "config is None; it should be an object"),
+    ],
+)  # fmt: skip
+def test_what_a_head_cannot_be_is_one_line(kind, change, message, tmp_path):
+    if kind == "dflash":
+        write_dflash(tmp_path / "head", POLICY)
+    else:
+        write_speculators_eagle3(tmp_path / "head", POLICY)
+    if "transformer_layer_config" in change:
+        content = json.loads((tmp_path / "head" / "config.json").read_text()) | change
+        (tmp_path / "head" / "config.json").write_text(json.dumps(content))
+    else:
+        changed(tmp_path / "head", **change)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_head(tmp_path / "head", POLICY)
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_that_have_no_place_are_refused(tmp_path):
+    tensors = write_dflash(tmp_path / "head", POLICY)
+    more = tensors | {"layers.2.mlp.up_proj.weight": tensors["layers.1.mlp.up_proj.weight"]}
+    safetensors.numpy.save_file(more, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up_proj\.weight is not part of a block head"):
+        load_head(tmp_path / "head", POLICY)
