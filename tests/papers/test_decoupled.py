@@ -87,6 +87,18 @@ for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("anot
     where = lambda: drafters["small_model"]._companion.params["embed"].devices()
     decode(config, drafters, f"{name}, {mode}", where)
 
+# The ladder chooses among drafters of which one drafts ahead, and stragglers race.
+config = SpeculationConfig(
+    drafter="small_model",
+    args={"path": f"{directory}/another"},
+    others={"prompt_lookup": {}},
+    choice="ladder",
+    decoupled={"window": window, "modes": ["decoupled"]},
+    max_drafts=7,
+)
+drafters = make_drafters(config)
+decode(config, drafters, "ladder", lambda: drafters["small_model"]._companion.params["embed"].devices())
+
 # A head that begins with the run, trained behind each rollout.
 for mode, rollouts in (("decoupled", 3), ("coupled", 1)):
     decoupled = {"window": window, "modes": [mode]}
@@ -126,6 +138,12 @@ def test_a_rejection_wastes_two_windows_less_one_at_most(found):
     assert between["speculation/decoupled_windows"] == 0
     assert 0 < between["speculation/decoupled_most_wasted"] <= WINDOW
     assert between["speculation/decoupled_wasted"] < ahead["speculation/decoupled_wasted"]
+
+
+def test_the_ladder_has_a_drafter_ahead(found):
+    """SpecActor's whole: the drafter of the rollout drafts ahead until stragglers race with another one."""
+    one = found["ladder"]
+    assert one["same"] and one["speculation/decoupled_windows"] > 10
 
 
 def test_a_head_drafts_ahead_and_learns_beside_the_policy(found):
