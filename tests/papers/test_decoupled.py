@@ -15,8 +15,11 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.errors import ConfigError
 from rljax.papers.specactor import DecoupledConfig, SpecActorKeys
+from rljax.papers.specactor.best_of_n import PlannedPass
 from rljax.papers.specactor.decoupled import DecoupledManager
+from rljax.papers.specactor.pass_plan import Entry
 from rljax.speculation.managers.manager import Setup
+from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots
 from tests.devices import run_on_devices
@@ -208,12 +211,32 @@ def test_algorithm_1_is_asked_again_after_a_thousand_tokens():
     assert manager._chosen((4, 64), active_slots()).all.mode == "plain"
 
 
+def test_stragglers_of_a_drafter_ahead_race():
+    """As long as all have the drafter ahead, Algorithm 1 decides; else the ladder's plan is carried out, and
+    what drafts ahead drafts between passes.
+    """
+    manager, events = manager_of(0.98, 0.3), []
+    manager._ahead.configure = lambda *args, drafts_ahead: events.append(drafts_ahead)
+    manager._by_algorithm_1 = lambda state, *_: (state, Choice.plain("Algorithm 1", 1.0))
+    ahead, other = Entry("small_model", 0.9, 4), Entry("srt", 0.9, 4)
+    plans = iter([[(ahead,)] * 4, [(ahead,), (), (), ()], [(ahead, other), (ahead,), (), ()]])
+    manager._ladder = SimpleNamespace(
+        planned=lambda *_: PlannedPass(None, next(plans), ["something began"]),
+        carry_out=lambda planned, state, *_: (state, Choice.plain("the ladder", 1.0)),
+    )
+    state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=64))
+    choices = [manager.choose(state, active_slots(), None)[1] for _ in range(3)]
+    assert [choice.reason for choice in choices] == ["Algorithm 1", "Algorithm 1", "the ladder"]
+    assert list(choices[0].events) == ["something began"] and events == [False]
+
+
 def test_algorithm_2_drafts_otherwise_for_requests_that_are_accepted_badly():
     manager = manager_of(0.98, 0.3)
     verified = np.ones((4, 4), bool)
     correct = verified.copy()
     correct[1], correct[2, 2:] = False, False
     proposal = SimpleNamespace(judged=lambda *_: (np.array([4, 1, 3, 4]), np.array([4, 0, 2, 4])))
+    proposal.name, proposal.by_drafter = "small_model", lambda *fate: [(proposal, *fate)]
     nodes = VerifiedNodes(verified, correct, correct)
     choice, requests = SimpleNamespace(proposal=proposal), np.arange(4)
     for _ in range(40):
