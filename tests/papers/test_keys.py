@@ -82,7 +82,7 @@ BANDIT = [
         ),
         (
             [*DECOUPLED, "speculation.others={srt: {}}"],
-            "speculation.decoupled.window: is chosen by SpecActor's Algorithm 1; leave out",
+            "speculation.decoupled.window: with speculation.others needs speculation.choice: ladder",
         ),
         (
             [*DECOUPLED, "speculation.choice=bandit"],

@@ -88,9 +88,14 @@ RULES = (
     ),
     Rule(
         (_WINDOW, "speculation.choice", "speculation.others"),
-        lambda window, choice, others: window and choice != ("ladder" if others else "expected"),
-        f"{_WINDOW}: is chosen by SpecActor's Algorithm 1; leave out speculation.choice: {{1}}, or with"
-        " speculation.others set ladder, which chooses the drafter",
+        lambda window, choice, others: window and others and choice != "ladder",
+        f"{_WINDOW}: with speculation.others needs speculation.choice: ladder, which chooses the drafter; got"
+        " {1}",
+    ),
+    Rule(
+        (_WINDOW, "speculation.choice", "speculation.others"),
+        lambda window, choice, others: window and not others and choice != "expected",
+        f"{_WINDOW}: is chosen by SpecActor's Algorithm 1; leave out speculation.choice: {{1}}",
     ),
     Rule(
         (_WINDOW, "speculation.overlap", "speculation.run_ahead_below"),
