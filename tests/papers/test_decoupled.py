@@ -170,16 +170,20 @@ def test_arguments_of_trees_are_refused(name):
 # -- the choice ----------------------------------------------------------------------------------------------
 
 
-def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled")):
-    """A manager of four slots, whose passes take a second, a little more the more rows there are."""
+TIMES = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2})
+"""Of passes that take a second, a little more the more rows there are."""
+
+
+def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled"), times=TIMES, batches=(4,)):
+    """A manager of four slots."""
     used = []
     tree = DraftStrategy(4, 1, 4)
     ahead = SimpleNamespace(window=4, configure=lambda *args, **named: used.append((args, named)))
     slots = SimpleNamespace(ahead=ahead)
     proposer = SimpleNamespace(name="small_model", slots=slots, trees=(tree,), acceptance=acceptance)
-    times = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft_seconds * tree.depth)
+    times.draft_seconds = draft_seconds * tree.depth
     config = SpecActorKeys(decoupled=DecoupledConfig.model_construct(modes=modes))
-    return DecoupledManager(Setup([proposer], Buckets((4,), (64,), (16, 32), 7), times, 4), config)
+    return DecoupledManager(Setup([proposer], Buckets(batches, (64,), (16, 32), 7), times, 4), config)
 
 
 def active_slots():
@@ -209,6 +213,23 @@ def test_algorithm_1_is_asked_again_after_a_thousand_tokens():
     assert manager._chosen((4, 64), active_slots()) is first
     manager.record(plain_steps)
     assert manager._chosen((4, 64), active_slots()).all.mode == "plain"
+
+
+class DearTogether(FixedTimes):
+    """Verifying takes three seconds for four slots, and a second for one."""
+
+    def verify(self, batch, length, rows):
+        return 3.0 if batch == 4 else 1.0
+
+
+def test_algorithm_2_has_the_times_of_one_request():
+    """In the whole batch a request that is accepted half of the time would get no drafts; alone it does."""
+    manager = manager_of(0.98, 0.3, ("plain", "coupled"), DearTogether({0: 1.0}), (1, 4))
+    manager._counts = {2: np.array([400.0, 200.0])}
+    chosen = manager._chosen((4, 64), active_slots())
+    assert (chosen.all.mode, chosen.all.window) == ("coupled", 4)
+    assert {request: way.mode for request, way in chosen.others.items()} == {2: "coupled"}
+    assert chosen.others[2].window < 4
 
 
 def test_stragglers_of_a_drafter_ahead_race():

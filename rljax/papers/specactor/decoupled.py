@@ -149,11 +149,14 @@ class DecoupledManager(Manager):
         others = {}
         if best.mode != "plain":
             acceptances = {request: self._acceptance(request) for request in active.requests.tolist()}
-            others = reconfigure(acceptances, best, profile, window)
+            alone = self._profile((self._buckets.batch[0], shape[1]), 1)  # the paper's b = 1
+            others = reconfigure(acceptances, best, alone, window)
         return _Plan(shape, active.responses, best, others)
 
     def _profile(self, shape: tuple[int, int], slots: int) -> Profile:
-        """Measured times of this shape: a drafter and a verifier, which take one group of devices each."""
+        """Measured times of a shape with so many requests: a drafter and a verifier, which take one group of
+        devices each.
+        """
         (batch, length), tree = shape, self._proposer.trees[-1]
         drafting = self._times.draft(batch, length, self._proposer.name, tree) / tree.depth
         sizes = [rows for rows, _ in self._buckets.passes(batch)]
