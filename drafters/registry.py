@@ -59,10 +59,10 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     if config.drafter is None:
         return {}
     check_drafters(config)
-    if POLICIES[config.policy].drafters:
-        return pkgutil.resolve_name(POLICIES[config.policy].drafters)(config)
+    of_policy = POLICIES[config.policy].drafters
+    made: dict[str, Drafter] = pkgutil.resolve_name(of_policy)(config) if of_policy else {}
     drafters = {
-        name: _make(*keys_of(config, name), kind, config.arguments[name])
+        name: made.get(name) or _make(*keys_of(config, name), kind, config.arguments[name])
         for name, kind in config.kinds.items()
     }
     if config.run_ahead_below and not any(drafter.on_host for drafter in drafters.values()):

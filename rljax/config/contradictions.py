@@ -331,13 +331,10 @@ _STALENESS = (
         "cluster.replay: repeats a run with rollout.max_staleness; set that as it was there (other runs are"
         " repeated by their config alone)",
     ),
-    *(
-        Rule(
-            (key, "speculation.run_ahead_below"),
-            both,
-            f"{key}: is not possible with speculation.run_ahead_below; set that to 0",
-        )
-        for key in ("rollout.staleness", "rollout.max_staleness")
+    Rule(
+        ("rollout.max_staleness", "speculation.run_ahead_below"),
+        both,
+        "rollout.max_staleness: is not possible with speculation.run_ahead_below; set that to 0",
     ),
     Rule(
         ("rollout.max_staleness", "tools"),

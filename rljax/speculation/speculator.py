@@ -67,7 +67,7 @@ class Speculator:
     ) -> None:
         self.engine, self.max_batch, self.run_ahead = engine, max_batch, run_ahead
         self.lengths = ResponseLengths() if run_ahead is None else run_ahead.lengths
-        self._times = PassTimes() if times is None else times
+        self._times, self._strategies = PassTimes() if times is None else times, strategies
         drafters = dict(drafters)
         if run_ahead is not None:
             name = next(name for name, drafter in drafters.items() if drafter.on_host)
@@ -94,10 +94,13 @@ class Speculator:
         return kind(name, drafter, self.engine, self._times, self.slots)
 
     def prefer(self, name: str | None) -> None:
-        """Drafts with one drafter alone from now on; None leaves the choice to the manager again."""
+        """Drafts with one drafter alone from now on; None leaves the choice to the manager again. One that
+        drafts ahead has its own way to choose, which the run's keys name.
+        """
         proposers = [proposer for proposer in self.proposers if proposer.name == name]
         if proposers:
-            self.decoder.manager = EXPECTED.manager(
+            ahead = isinstance(proposers[0], AheadProposer)
+            self.decoder.manager = (self._strategies if ahead else EXPECTED).manager(
                 proposers, self.engine.buckets, self._times, self.max_batch
             )
         else:

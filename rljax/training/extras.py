@@ -142,7 +142,9 @@ class PlansAhead(Extra):
         rounds = config.algorithm.dynamic_sampling_max_rounds if config.algorithm.dynamic_sampling else 1
         further = round_ + 1 < rounds and self._run_ahead.expects_round(round_)
         step = state.step if further else state.step + 1
-        if step < config.training.steps:
+        if step in state.begun:  # with staleness
+            self._run_ahead.plan(state.begun[step].requests)
+        elif step < config.training.steps:
             count, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
             following, _ = self._prompts.next_problems("train", state.data_position, count)
             wanted = WantedGroups("train", following, samples, TRAINING, step)

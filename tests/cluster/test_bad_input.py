@@ -126,10 +126,6 @@ def test_a_run_goes_on_with_other_workers(config_with):
             ["rollout.max_staleness=2", "cluster.workers=2", "algorithm.dynamic_sampling=true"],
             "rollout.max_staleness: is not possible with algorithm.dynamic_sampling",
         ),
-        (
-            ["rollout.staleness=1", "speculation.drafter=srt", "speculation.run_ahead_below=1"],
-            "rollout.staleness: is not possible with speculation.run_ahead_below",
-        ),
         (["cluster.weights_dir=/tmp"], "cluster.weights_dir: is not used with cluster.weights: object_store"),
     ],
 )

@@ -15,8 +15,11 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.errors import ConfigError
 from rljax.papers.specactor import DecoupledConfig, SpecActorKeys
+from rljax.papers.specactor.best_of_n import PlannedPass
 from rljax.papers.specactor.decoupled import DecoupledManager
+from rljax.papers.specactor.pass_plan import Entry
 from rljax.speculation.managers.manager import Setup
+from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import ActiveSlots
 from tests.devices import run_on_devices
@@ -87,6 +90,18 @@ for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("anot
     where = lambda: drafters["small_model"]._companion.params["embed"].devices()
     decode(config, drafters, f"{name}, {mode}", where)
 
+# The ladder chooses among drafters of which one drafts ahead, and stragglers race.
+config = SpeculationConfig(
+    drafter="small_model",
+    args={"path": f"{directory}/another"},
+    others={"prompt_lookup": {}},
+    choice="ladder",
+    decoupled={"window": window, "modes": ["decoupled"]},
+    max_drafts=7,
+)
+drafters = make_drafters(config)
+decode(config, drafters, "ladder", lambda: drafters["small_model"]._companion.params["embed"].devices())
+
 # A head that begins with the run, trained behind each rollout.
 for mode, rollouts in (("decoupled", 3), ("coupled", 1)):
     decoupled = {"window": window, "modes": [mode]}
@@ -128,6 +143,12 @@ def test_a_rejection_wastes_two_windows_less_one_at_most(found):
     assert between["speculation/decoupled_wasted"] < ahead["speculation/decoupled_wasted"]
 
 
+def test_the_ladder_has_a_drafter_ahead(found):
+    """SpecActor's whole: the drafter of the rollout drafts ahead until stragglers race with another one."""
+    one = found["ladder"]
+    assert one["same"] and one["speculation/decoupled_windows"] > 10
+
+
 def test_a_head_drafts_ahead_and_learns_beside_the_policy(found):
     first, last = found["head 0, decoupled"], found["head 2, decoupled"]
     assert last["speculation/decoupled_windows"] > 50
@@ -149,16 +170,20 @@ def test_arguments_of_trees_are_refused(name):
 # -- the choice ----------------------------------------------------------------------------------------------
 
 
-def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled")):
-    """A manager of four slots, whose passes take a second, a little more the more rows there are."""
+TIMES = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2})
+"""Of passes that take a second, a little more the more rows there are."""
+
+
+def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled"), times=TIMES, batches=(4,)):
+    """A manager of four slots."""
     used = []
     tree = DraftStrategy(4, 1, 4)
     ahead = SimpleNamespace(window=4, configure=lambda *args, **named: used.append((args, named)))
     slots = SimpleNamespace(ahead=ahead)
     proposer = SimpleNamespace(name="small_model", slots=slots, trees=(tree,), acceptance=acceptance)
-    times = FixedTimes({0: 1.0, 16: 1.1, 32: 1.2}, draft_seconds * tree.depth)
+    times.draft_seconds = draft_seconds * tree.depth
     config = SpecActorKeys(decoupled=DecoupledConfig.model_construct(modes=modes))
-    return DecoupledManager(Setup([proposer], Buckets((4,), (64,), (16, 32), 7), times, 4), config)
+    return DecoupledManager(Setup([proposer], Buckets(batches, (64,), (16, 32), 7), times, 4), config)
 
 
 def active_slots():
@@ -190,12 +215,49 @@ def test_algorithm_1_is_asked_again_after_a_thousand_tokens():
     assert manager._chosen((4, 64), active_slots()).all.mode == "plain"
 
 
+class DearTogether(FixedTimes):
+    """Verifying takes three seconds for four slots, and a second for one."""
+
+    def verify(self, batch, length, rows):
+        return 3.0 if batch == 4 else 1.0
+
+
+def test_algorithm_2_has_the_times_of_one_request():
+    """In the whole batch a request that is accepted half of the time would get no drafts; alone it does."""
+    manager = manager_of(0.98, 0.3, ("plain", "coupled"), DearTogether({0: 1.0}), (1, 4))
+    manager._counts = {2: np.array([400.0, 200.0])}
+    chosen = manager._chosen((4, 64), active_slots())
+    assert (chosen.all.mode, chosen.all.window) == ("coupled", 4)
+    assert {request: way.mode for request, way in chosen.others.items()} == {2: "coupled"}
+    assert chosen.others[2].window < 4
+
+
+def test_stragglers_of_a_drafter_ahead_race():
+    """As long as all have the drafter ahead, Algorithm 1 decides; else the ladder's plan is carried out, and
+    what drafts ahead drafts between passes.
+    """
+    manager, events = manager_of(0.98, 0.3), []
+    manager._ahead.configure = lambda *args, drafts_ahead: events.append(drafts_ahead)
+    manager._by_algorithm_1 = lambda state, *_: (state, Choice.plain("Algorithm 1", 1.0))
+    ahead, other = Entry("small_model", 0.9, 4), Entry("srt", 0.9, 4)
+    plans = iter([[(ahead,)] * 4, [(ahead,), (), (), ()], [(ahead, other), (ahead,), (), ()]])
+    manager._ladder = SimpleNamespace(
+        planned=lambda *_: PlannedPass(None, next(plans), ["something began"]),
+        carry_out=lambda planned, state, *_: (state, Choice.plain("the ladder", 1.0)),
+    )
+    state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=64))
+    choices = [manager.choose(state, active_slots(), None)[1] for _ in range(3)]
+    assert [choice.reason for choice in choices] == ["Algorithm 1", "Algorithm 1", "the ladder"]
+    assert list(choices[0].events) == ["something began"] and events == [False]
+
+
 def test_algorithm_2_drafts_otherwise_for_requests_that_are_accepted_badly():
     manager = manager_of(0.98, 0.3)
     verified = np.ones((4, 4), bool)
     correct = verified.copy()
     correct[1], correct[2, 2:] = False, False
     proposal = SimpleNamespace(judged=lambda *_: (np.array([4, 1, 3, 4]), np.array([4, 0, 2, 4])))
+    proposal.name, proposal.by_drafter = "small_model", lambda *fate: [(proposal, *fate)]
     nodes = VerifiedNodes(verified, correct, correct)
     choice, requests = SimpleNamespace(proposal=proposal), np.arange(4)
     for _ in range(40):

@@ -78,11 +78,11 @@ BANDIT = [
         ),
         (
             [*DECOUPLED, "speculation.drafter=srt"],
-            "speculation.decoupled.window: needs speculation.drafter: small_model or eagle alone; others",
+            "speculation.decoupled.window: needs speculation.drafter: small_model or eagle; others draft",
         ),
         (
             [*DECOUPLED, "speculation.others={srt: {}}"],
-            "speculation.decoupled.window: needs speculation.drafter",
+            "speculation.decoupled.window: with speculation.others needs speculation.choice: ladder",
         ),
         (
             [*DECOUPLED, "speculation.choice=bandit"],

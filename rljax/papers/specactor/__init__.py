@@ -81,14 +81,20 @@ class SpecActorKeys(SpeculationKeys):
 _WINDOW = "speculation.decoupled.window"
 RULES = (
     Rule(
-        (_WINDOW, "speculation.drafter", "speculation.others"),
-        lambda window, drafter, others: window and (drafter not in ("small_model", "eagle") or others),
-        f"{_WINDOW}: needs speculation.drafter: small_model or eagle alone; others draft on the policy's"
-        " devices, or take no time that could be hidden",
+        (_WINDOW, "speculation.drafter"),
+        lambda window, drafter: window and drafter not in ("small_model", "eagle"),
+        f"{_WINDOW}: needs speculation.drafter: small_model or eagle; others draft on the policy's devices,"
+        " or take no time that could be hidden",
     ),
     Rule(
-        (_WINDOW, "speculation.choice"),
-        lambda window, choice: window and choice != "expected",
+        (_WINDOW, "speculation.choice", "speculation.others"),
+        lambda window, choice, others: window and others and choice != "ladder",
+        f"{_WINDOW}: with speculation.others needs speculation.choice: ladder, which chooses the drafter; got"
+        " {1}",
+    ),
+    Rule(
+        (_WINDOW, "speculation.choice", "speculation.others"),
+        lambda window, choice, others: window and not others and choice != "expected",
         f"{_WINDOW}: is chosen by SpecActor's Algorithm 1; leave out speculation.choice: {{1}}",
     ),
     Rule(

@@ -26,6 +26,25 @@ from rljax.speculation.pass_record import PassRecord
 from rljax.speculation.proposals import ActiveSlots
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedPass:
+    """A pass before anything is drafted.
+
+    Attributes:
+      racing: what was known.
+      plan: drafters and windows of every active slot.
+      events: sentences for the log, on races that have ended or begun.
+    """
+
+    racing: RaceState
+    plan: Sequence[Entries]
+    events: list[str]
+
+    def by_others(self, drafter: str) -> bool:
+        """Whether another one drafts for some slot."""
+        return any(entry.drafter != drafter for entries in self.plan for entry in entries)
+
+
 class LadderManager(Manager):
     """Chooses by the draft ladder, and by races.
 
@@ -59,6 +78,10 @@ class LadderManager(Manager):
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
+        return self.carry_out(self.planned(state, active), state, active, statistics)
+
+    def planned(self, state: DecodeState, active: ActiveSlots) -> PlannedPass:
+        """Returns who drafts for whom in the next pass."""
         # Races that are over, and in the tail new ones; then the drafter of all other requests.
         responses = len(active.slots) + active.standing_by
         self._most = max(self._most, responses)
@@ -69,13 +92,18 @@ class LadderManager(Manager):
         if 2 * responses <= self._chosen_for or responses > self._chosen_for:
             self._choose_first(state.cache.length, active)
             racing = dataclasses.replace(racing, first=self._first)
-        # Plan the pass.
         plan = plan_pass(self._races.first_come(racing), self._races.wanted(racing), racing.estimate)
+        return PlannedPass(racing, plan, events)
+
+    def carry_out(
+        self, planned: PlannedPass, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        """Drafts as it was planned for these slots. Consumes `state`."""
+        racing, plan, events = planned.racing, planned.plan, planned.events
         plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
         if not any(plan):
             return state, Choice.plain(self._reason, plain_rate, events=events)
-        events += self._races.run(racing.requests, plan)
-        # Draft by it.
+        events = events + self._races.run(racing.requests, plan)
         state, drafted, answers = draft_plan(
             plan, self._proposers, self._mixer, state, active, statistics, self._buckets
         )

@@ -9,6 +9,10 @@ answers is a rule for what is drafted for the request (`DraftWindows`):
     plain        nothing
     coupled      a window, while none of its drafts is unanswered: every other pass
     decoupled    a window of its own
+
+With further drafters (`choice: ladder`) the draft ladder and races (`best_of_n.py`, section 4.2) come first.
+As long as they give no request another drafter, Algorithm 1 says how this one drafts. In passes in which
+another one does, it drafts between passes, as they do: a race is decided by what is accepted alone.
 """
 
 import dataclasses
@@ -19,6 +23,7 @@ import numpy as np
 from drafters.device import AheadDrafting
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor import SpecActorKeys
+from rljax.papers.specactor.best_of_n import LadderManager
 from rljax.papers.specactor.planner import Choice as Planned
 from rljax.papers.specactor.planner import Profile, plan, reconfigure
 from rljax.requests import DecodeStatistics
@@ -60,7 +65,8 @@ class DecoupledManager(Manager):
     """
 
     def __init__(self, setup: Setup, config: SpecActorKeys) -> None:
-        (self._proposer,) = setup.proposers
+        self._proposer = setup.proposers[0]
+        self._ladder = LadderManager(setup, config) if len(setup.proposers) > 1 else None
         self._buckets, self._times, self._modes = setup.buckets, setup.times, config.decoupled.modes
         self.begin(False, 0)
 
@@ -70,11 +76,31 @@ class DecoupledManager(Manager):
 
     def begin(self, training: bool, step: int) -> None:
         """Everything is chosen anew."""
+        if self._ladder is not None:
+            self._ladder.begin(training, step)
         self._plan: _Plan | None = None
         self._tokens = 0  # since the last choice
         self._counts: dict[int, np.ndarray] = {}  # by request: drafts judged and accepted, float [2]
 
     def choose(
+        self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
+    ) -> tuple[DecodeState, Choice]:
+        events: list[str] = []
+        if self._ladder is not None:
+            planned = self._ladder.planned(state, active)
+            if planned.by_others(self._proposer.name):
+                self._draft_between_passes(active)
+                return self._ladder.carry_out(planned, state, active, statistics)
+            events = planned.events
+        state, choice = self._by_algorithm_1(state, active, statistics)
+        return state, dataclasses.replace(choice, events=[*choice.events, *events])
+
+    def _draft_between_passes(self, active: ActiveSlots) -> None:
+        slots = active.slots
+        windows = np.full(len(slots), self._ahead.window, np.int32)
+        self._ahead.configure(slots, windows, np.zeros(len(slots), bool), drafts_ahead=False)
+
+    def _by_algorithm_1(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
     ) -> tuple[DecodeState, Choice]:
         shape = (state.batch, state.cache.length)
@@ -123,11 +149,14 @@ class DecoupledManager(Manager):
         others = {}
         if best.mode != "plain":
             acceptances = {request: self._acceptance(request) for request in active.requests.tolist()}
-            others = reconfigure(acceptances, best, profile, window)
+            alone = self._profile((self._buckets.batch[0], shape[1]), 1)  # the paper's b = 1
+            others = reconfigure(acceptances, best, alone, window)
         return _Plan(shape, active.responses, best, others)
 
     def _profile(self, shape: tuple[int, int], slots: int) -> Profile:
-        """Measured times of this shape: a drafter and a verifier, which take one group of devices each."""
+        """Measured times of a shape with so many requests: a drafter and a verifier, which take one group of
+        devices each.
+        """
         (batch, length), tree = shape, self._proposer.trees[-1]
         drafting = self._times.draft(batch, length, self._proposer.name, tree) / tree.depth
         sizes = [rows for rows, _ in self._buckets.passes(batch)]
@@ -147,11 +176,23 @@ class DecoupledManager(Manager):
 
     def record(self, record: PassRecord) -> None:
         self._tokens += record.tokens
+        if self._ladder is not None:
+            self._ladder.record(record)
         if record.nodes is None:
             return
-        judged, taken = record.choice.proposal.judged(record.nodes.verified, record.nodes.correct)
-        for request, added in zip(record.requests.tolist(), np.stack([judged, taken], axis=1), strict=True):
-            self._counts[request] = self._counts.get(request, np.zeros(2)) + added
+        proposal, nodes = record.choice.proposal, record.nodes
+        for part, verified, correct in proposal.by_drafter(nodes.verified, nodes.correct):
+            if part.name != self._proposer.name:
+                continue
+            counts = np.stack(part.judged(verified, correct), axis=1)
+            for request, added in zip(record.requests.tolist(), counts, strict=True):
+                self._counts[request] = self._counts.get(request, np.zeros(2)) + added
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {} if self._ladder is None else self._ladder.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return state if self._ladder is None else self._ladder.load_state(state)
 
 
 def _reason(chosen: _Plan) -> str:
