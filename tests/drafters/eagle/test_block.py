@@ -38,6 +38,7 @@ from tests.drafters.eagle.tiny import (
     rollouts,
     shared,
 )
+from tests.engines import stored_pool
 from tests.exactness import exact_numerics
 from tests.tiny_policy import (
     CONFIG,
@@ -187,7 +188,14 @@ def test_it_learns_its_policy(name):
 def make_speculator(numerics, buckets, **args):
     drafters = {"block": make_drafter("block", **(ARGUMENTS | args))}
     engine = DecodeEngine(
-        CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, hidden_layers=states_read(drafters, CONFIG)
+        CONFIG,
+        numerics,
+        SamplingParams(),
+        buckets,
+        (EOS,),
+        16,
+        stored_pool(),
+        hidden_layers=states_read(drafters, CONFIG),
     )
     return Speculator(engine, drafters, SLOTS, times=CheapTimes())
 
@@ -198,7 +206,7 @@ def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
     buckets = Buckets((4,), (128,), (16,), 7)
     numerics = exact_numerics(CONFIG, dtype, buckets)
     params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
-    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16)
+    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, stored_pool())
     expected = Scheduler(plain, SLOTS).run(params, requests)[0]
     speculator = make_speculator(numerics, buckets, save_dir=str(tmp_path / "head"), draft_vocabulary=48)
     head = speculator.drafters["block"]
