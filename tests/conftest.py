@@ -3,7 +3,8 @@
 `pytest` runs every mechanism; `pytest --all` adds the tests marked `long`. Most of the time is compiling, and
 many tests compile the same programs, in this process or in others: JAX keeps them in `cache/tests`, where the
 next run of the tests finds them, too. Tiny runs and most engines keep theirs there and find them without
-tracing (`tests/training/tiny_run.py`, `tests/engines.py`). To begin without any, delete the directory.
+tracing (`tests/training/tiny_run.py`, `tests/engines.py`), and those of one process share what it has loaded
+(`_make_once`). To begin without any, delete the directory.
 
 XLA's quicker ways to compile for a CPU (`_QUICK`) shorten it, on JAX 0.10 by half. Tests pass with either
 code: `XLA_FLAGS= pytest` compiles as users do, and so does `.ci/run`.
@@ -15,8 +16,10 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rljax.accelerators import skip_absent
 
@@ -42,6 +45,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a mistyped directory is no question to the
 import jax  # noqa: E402  (it reads these variables)
 import pytest  # noqa: E402
 
+from rljax.engine.executables import ExecutablePool  # noqa: E402
 from tests.configs import MINIMAL  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -105,6 +109,30 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.line(f"{spent:9.1f}s {folder}")
 
 
+_STORED = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+_made: dict[Path, Callable[..., Any]] = {}  # the programs of this process, by the file that one is stored in
+
+
+def _make_once(make):
+    """What a pool compiles or loads where tests store their programs, the next one of this process gets."""
+
+    def make_or_share(pool, key, function, args, donate_argnums):
+        stored = pool._stored
+        path = None if stored is None else stored._path(key, args, (pool._options, donate_argnums))
+        if path is None or not path.is_relative_to(_STORED):
+            return make(pool, key, function, args, donate_argnums)
+        program = _made.get(path)
+        if program is None:
+            program = _made[path] = make(pool, key, function, args, donate_argnums)
+        else:
+            pool.loaded += 1
+        return program
+
+    return make_or_share
+
+
+ExecutablePool._make = _make_once(ExecutablePool._make)
+
 _MANY_MAPPINGS = 20_000  # of 65,530 that Linux allows a process; beyond them, loading a program crashes
 
 
@@ -129,6 +157,7 @@ def _free_programs(request):
         if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
             value.cache_clear()
     if _many_mappings():
+        _made.clear()
         gc.collect()  # takes long, so not behind every module
         if _many_mappings():
             jax.clear_caches()

@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
+
+from tests.fork_server import output_of
 
 
 def run_on_devices(code: str, devices: int, *arguments: object, flags: str = "") -> Any:
@@ -18,18 +17,5 @@ def run_on_devices(code: str, devices: int, *arguments: object, flags: str = "")
       flags: further ones of XLA.
     """
     counted = f"--xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), counted, flags]),
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        cwd=Path(__file__).parents[1],  # so that `tests` is found
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.rpartition("FOUND")[2])
+    given = " ".join([os.environ.get("XLA_FLAGS", ""), counted, flags])
+    return json.loads(output_of(code, *arguments, XLA_FLAGS=given).rpartition("FOUND")[2])

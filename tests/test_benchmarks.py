@@ -57,7 +57,7 @@ SECTIONS = [
     ("engine_benchmarks.steps", "self_draft_rows", ("tiny", (1,), 1), {}, 12),
     ("engine_benchmarks.steps", "companion_rows", ("tiny", 1, (1,), 1), {}, 3),
     ("engine_benchmarks.steps", "sampling_rows", ("tiny", 2, 4, 1, _MIXES), {}, 2),
-    ("engine_benchmarks.steps", "price_rows", ("tiny", 1, 1), {}, 16),
+    ("engine_benchmarks.steps", "price_rows", ("tiny", 1, 1, (2,)), {}, 6),
     ("engine_benchmarks.steps", "block_rows", ("tiny", 1, (2,)), {}, 2),
     ("engine_benchmarks.steps", "layer_rows", ("tiny", 1, (2,)), {}, 2),
     ("engine_benchmarks.pool", "pool_rows", ("tiny", (2,)), _POOL, 4),
@@ -195,6 +195,7 @@ import json
 from tests.scripts import load_script
 bench = load_script("bench_decoupled")
 bench._RESPONSE, bench._NOISE, bench._WAYS, bench._ROLLOUTS = 8, (0.01,), bench._WAYS[:2], 1
+bench._HEAD |= {"slices": 1, "rows": 1}
 rows = [*bench.model_rows("tiny"), *bench.head_rows("tiny")]
 print("FOUND" + json.dumps([[row.name, row.value / row.baseline_value] for row in rows]))
 """

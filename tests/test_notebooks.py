@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 from tests.scripts import SCRIPTS
+from tests.test_smollm2 import FEW
 
 NOTEBOOKS = sorted((SCRIPTS.parent / "colab").glob("*.ipynb"))
 SIZES = {
     "quickstart": {"STEPS": 4},
-    "smollm2": {"STEPS": 1, "PROBLEMS": 8},
+    "smollm2": {"STEPS": 1, "PROBLEMS": 8, "OVERRIDES": FEW},
     "speculation": {"WARM_UP": 60, "PROMPTS": 4},
     "tools": {"STEPS": 4, "WARM_UP": 80},
     "write_a_drafter": {"WARM_UP": 60, "PROMPTS": 4},
@@ -121,8 +122,13 @@ class Shown:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where notebooks run: one folder, as for a user, so that a warm start is done once."""
-    return tmp_path_factory.mktemp("notebooks")
+    """Where notebooks run: one folder, as for a user, so that a warm start is done once. What they compile is
+    stored where the tests' programs are.
+    """
+    folder = tmp_path_factory.mktemp("notebooks")
+    (folder / "cache").mkdir()
+    (folder / "cache" / "compilation").symlink_to(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    return folder
 
 
 @pytest.fixture

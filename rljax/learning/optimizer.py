@@ -1,5 +1,9 @@
 """The optimiser of policy and warm start: clipping by global norm, then AdamW on a schedule."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -72,7 +76,23 @@ def make_optimizer(
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(gradients, state, params)
 
-    return optax.GradientTransformation(inner.init, update)
+    falls = "" if settings.schedule == "constant" else f", falling within {total_updates}"
+    return optax.GradientTransformation(
+        _Function(f"init of {settings!r}", inner.init), _Function(f"update of {settings!r}{falls}", update)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function:
+    """A function of an optimizer that is told by its settings: programs are looked up by the optimizer, in
+    this process and, stored, in others.
+    """
+
+    name: str
+    function: Callable[..., Any] = dataclasses.field(compare=False, repr=False)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
 
 
 def _clip_by_global_norm(clip_norm: float) -> optax.GradientTransformation:

@@ -102,7 +102,9 @@ def _work(
     return work
 
 
-def price_rows(name: str, repeats: int, num_sequences: int) -> list[Row]:
+def price_rows(
+    name: str, repeats: int, num_sequences: int, batches: Sequence[int] = (1, 2, 8, 64)
+) -> list[Row]:
     """Measures tokens per second of decode steps, verifying passes and updates with exactness on, against
     off and against float32.
     """
@@ -115,7 +117,7 @@ def price_rows(name: str, repeats: int, num_sequences: int) -> list[Row]:
             numerics, form = _numerics_of_a_run(config, dtype, on)
             forms.setdefault(dtype, form)
             side = work[dtype, on] = {}
-            for batch in (1, 2, 8, 64):
+            for batch in batches:
                 side |= _work(config, numerics, params, batch, most_verified=8)
             tokens = sum(sequence.length for sequence in sequences)
             side["update"] = tokens, PackedUpdates(config, params, sequences, on, numerics)

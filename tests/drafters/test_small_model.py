@@ -18,6 +18,7 @@ from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics, tree_cast
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.warm_up import time_trees
+from tests.engines import stored_pool
 from tests.models.checkpoints import write_tokenizer
 
 POLICY = ModelConfig("llama", 320, 32, 2, 2, 1, 32, 64)
@@ -45,7 +46,7 @@ def drafter_of(path, **args):
 
 def engine_of(dtype="float32"):
     buckets = Buckets((2,), (64,), (8,), 3)
-    return DecodeEngine(POLICY, Numerics(True, dtype), SamplingParams(), buckets, ())
+    return DecodeEngine(POLICY, Numerics(True, dtype), SamplingParams(), buckets, (), pool=stored_pool())
 
 
 def error_of(act, *args):

@@ -24,7 +24,7 @@ from rljax.numerics.blocked_weights import BlockedWeight, blocked_dot, whole
 from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
 from rljax.provenance import machine_facts
-from tests.engines import SAMPLING, ask, decode, lively_params
+from tests.engines import SAMPLING, ask, decode, lively_params, stored_pool
 from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config
 
@@ -72,7 +72,7 @@ def test_tokens_and_logprobs_are_those_of_whole_weights():
     asked = ask([3, 17, 40, 9, 21], [30, 25, 40, 20, 40])
     outputs = []
     for numerics in (whole_numerics, in_blocks):
-        engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], decode_steps_per_sync=16)
+        engine = DecodeEngine(POLICY, numerics, SAMPLING, BUCKETS, [], 16, stored_pool())
         loaded = engine.load_params(params)
         weights = [weight for layer in loaded["layers"] for weight in layer.values()]
         count = sum(isinstance(each, BlockedWeight) for each in [*weights, loaded.get("blocked_head")])

@@ -17,7 +17,7 @@ from rljax.kernels import switch
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
-from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, tangled
+from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, stored_pool, tangled
 from tests.exactness import check_same
 from tests.kernels.compilation import DEVICES, HOPPER, TPUS, USUAL_DEVICES, compile_for
 
@@ -193,7 +193,7 @@ def test_decoding_copies_no_cache(device, monkeypatch):
 def _speculated(implementation):
     config = dataclasses.replace(CONFIGS["three"], head_dim=_WIDE)
     numerics = Numerics(kernels=KernelChoice(compaction=implementation))
-    engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64)
+    engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64, stored_pool())
     params = engine.load_params(lively_params(config))
     asked = ask([5, 60], [12, 9])
     plain = decode(engine, params, asked, capacity=128)

@@ -18,6 +18,7 @@ from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling import noise
 from rljax.sampling.distribution import SamplingParams
+from tests.engines import stored_pool
 from tests.kernels.compilation import HOPPER, USUAL_DEVICES, compile_for
 
 NUMERICS = Numerics()
@@ -261,7 +262,7 @@ def rollout(implementation, temperature):
     config = ModelConfig("qwen3", 96, 32, 1, 2, 1, 16, 64, tie_embeddings=True, qk_norm=True)
     numerics = Numerics(kernels=KernelChoice(noisy_argmax=implementation))
     sampling = SamplingParams(temperature=temperature)
-    engine = DecodeEngine(config, numerics, sampling, Buckets((2,), (64,)), [], decode_steps_per_sync=8)
+    engine = DecodeEngine(config, numerics, sampling, Buckets((2,), (64,)), [], 8, stored_pool())
     params = engine.load_params(jax.tree.map(lambda leaf: leaf * 3, transformer.init_params(config, 0)))
     prefix = engine.prefill(params, [[3, 5, 8], [2, 9]])
     state = engine.init_state(2, 16)

@@ -20,6 +20,7 @@ from rljax.numerics.quantized import QuantizedWeight, dequantize
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from tests.engines import stored_pool
 from tests.kernels.compilation import DEVICES, HOPPER, compile_for
 
 SLOW_INTERPRETER = jax.__version_info__ < (0, 11)  # for GPUs: ten times as slow
@@ -241,7 +242,8 @@ STEPS = 3
 def drafted(implementation):
     """Chains of a quantized self-drafter whose products one backend computes, and the pool's keys."""
     numerics = Numerics(True, "bfloat16", KernelChoice(quantized_product=implementation))
-    engine = DecodeEngine(POLICY, numerics, SamplingParams(), Buckets((2,), (64,), (8,), STEPS), ())
+    buckets = Buckets((2,), (64,), (8,), STEPS)
+    engine = DecodeEngine(POLICY, numerics, SamplingParams(), buckets, (), pool=stored_pool())
     params = engine.load_params(init_params(POLICY, seed=0))
     policy = QuantizedPolicy(WeightFormat(4, 64), kernels=numerics.kernels)
     weights = policy.refresh(params)

@@ -86,6 +86,15 @@ def test_warm_up_reaches_the_updates_and_ends_before_them():
         make_optimizer(OptimizerConfig(**DEFAULTS, schedule="linear", warmup_steps=10), 10)
 
 
+def test_an_optimizer_is_told_by_its_settings():
+    """Stored programs are found by it: no address of this process, and only what they depend on."""
+    optimizer = make_optimizer(OptimizerConfig(**DEFAULTS), 10)
+    assert optimizer == make_optimizer(OptimizerConfig(**DEFAULTS), 20) and " at 0x" not in repr(optimizer)
+    assert optimizer != make_optimizer(OptimizerConfig(**DEFAULTS | {"weight_decay": 0.5}), 10)
+    falling = OptimizerConfig(**DEFAULTS | {"schedule": "linear"})
+    assert make_optimizer(falling, 10) == make_optimizer(falling, 10) != make_optimizer(falling, 20)
+
+
 def test_an_update_needs_no_memory_for_the_weights_once_more():
     """Beside weights, moments and gradients. Clipping that divides every entry once keeps the quotients."""
     params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcdefgh"}

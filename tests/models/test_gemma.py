@@ -17,7 +17,7 @@ from rljax.models.growth import grow
 from rljax.models.huggingface import load_model_config
 from rljax.models.rope import rope_table
 from rljax.training.scoring import score_packed
-from tests.engines import SAMPLING, VOCAB, ask, decode, lively_params, speculate, tangled
+from tests.engines import SAMPLING, VOCAB, ask, decode, lively_params, speculate, stored_pool, tangled
 from tests.exactness import check_same, exact_numerics
 from tests.models.checkpoints import make_checkpoint
 
@@ -39,7 +39,7 @@ def weights():
 def world(request):
     """An engine, weights, requests, and what they get when decoded together."""
     numerics = exact_numerics(CONFIG, request.param, BUCKETS, (2 * LONGEST,))
-    engine = DecodeEngine(CONFIG, numerics, SAMPLING, BUCKETS, [], 64)
+    engine = DecodeEngine(CONFIG, numerics, SAMPLING, BUCKETS, [], 64, stored_pool())
     params = engine.load_params(weights())
     asked = ask([3, 60, 20, 1], [60, 30, 90, 5])
     return engine, params, asked, decode(engine, params, asked)

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rljax.run_directory import RunDirectory
+from tests.fork_server import ForkServer
 from tests.training.tiny_run import write_config
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,21 @@ PATIENCE = 120.0  # seconds, for anything
 VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
 
 
+# scripts/train.py, with a reward that every response has of its own: so small a policy never earns one.
+TRAIN = """
+import resource, sys, zlib
+from rljax.tasks.chain_arithmetic import ChainArithmetic
+from tests.scripts import load_script
+
+ChainArithmetic.reward = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}
+file_size, *arguments = sys.argv[1:]
+if file_size != "None":
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_size), hard))
+sys.exit(load_script("train").main(arguments))
+"""
+
+
 class Sessions:
     """Starts, watches and kills the process that works on a run.
 
@@ -38,21 +53,13 @@ class Sessions:
 
     def __init__(self, world: Path) -> None:
         self.world, self.errors = world, world / "errors.txt"
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.fork_server"],
-            cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._server = ForkServer()
         self._process: int | None = None
 
     def close(self) -> None:
         if self._process is not None:
             os.kill(self._process, signal.SIGKILL)
-        self._server.stdin.close()
-        self._server.wait(PATIENCE)
+        self._server.close()
 
     def start(self, run: Path, *overrides: str, file_size: int | None = None) -> None:
         arguments = [
@@ -68,16 +75,14 @@ class Sessions:
             "checkpoint.keep_best=1",
             *overrides,
         ]
-        command = {"arguments": arguments, "errors": str(self.errors), "file_size": file_size}
-        print(json.dumps(command), file=self._server.stdin, flush=True)
-        self._process = int(self._server.stdout.readline())
+        self._process = self._server.start(TRAIN, [file_size, *arguments], Path(os.devnull), self.errors)
 
     def end(self, kill: bool = False) -> int:
         """The exit status, when the process is over."""
         if kill:
             with contextlib.suppress(ProcessLookupError):  # it has ended by itself, and its status says how
                 os.kill(self._process, signal.SIGKILL)
-        status = int(self._server.stdout.readline())
+        status = self._server.wait()
         self._process = None
         return status
 

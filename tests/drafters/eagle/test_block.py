@@ -33,6 +33,7 @@ from tests.drafters.eagle.tiny import (
     rollouts,
     shared,
 )
+from tests.engines import stored_pool
 from tests.exactness import exact_numerics
 from tests.tiny_policy import (
     CONFIG,
@@ -166,7 +167,8 @@ def test_shapes_are_those_documented():
 def make_speculator(numerics, buckets, **args):
     drafters = {"block": make_drafter("block", **(ARGUMENTS | args))}
     layers = states_read(drafters, CONFIG)
-    engine = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, hidden_layers=layers)
+    pool = stored_pool()
+    engine = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, pool, hidden_layers=layers)
     return Speculator(engine, drafters, SLOTS, times=CheapTimes())
 
 
@@ -176,7 +178,7 @@ def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
     buckets = Buckets((4,), (128,), (16,), 7)
     numerics = exact_numerics(CONFIG, dtype, buckets)
     params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
-    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16)
+    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, stored_pool())
     expected = Scheduler(plain, SLOTS).run(params, requests)[0]
     speculator = make_speculator(numerics, buckets, save_dir=str(tmp_path / "head"), draft_vocabulary=48)
     head = speculator.drafters["block"]
