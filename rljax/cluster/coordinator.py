@@ -51,8 +51,8 @@ from rljax.cluster.messages import (
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
 from rljax.cluster.router import QueueState, Router, SharedQueue, WorkerLoad
-from rljax.cluster.spot import ClusterSnapshot, SpotTraining
 from rljax.errors import NumericsError
+from rljax.papers.tlt.spot import ClusterSnapshot, SpotTraining
 
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
 _MOST_FETCHES = 3  # failed fetches of one version, after which a worker is given up

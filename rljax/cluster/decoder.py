@@ -34,7 +34,6 @@ from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import Fabric
-from rljax.cluster.histopipe import OutlierRule, equal_groups, rank
 from rljax.cluster.messages import (
     Begin,
     Build,
@@ -59,8 +58,6 @@ from rljax.cluster.messages import (
 )
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
-from rljax.cluster.routing import RolloutHistory, make_router
-from rljax.cluster.spot import SpotCounts, SpotRule, SpotTraining
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
@@ -68,6 +65,9 @@ from rljax.config import ExperimentConfig
 from rljax.config.cluster import ClusterConfig
 from rljax.engine.invariance import Invariance
 from rljax.models.transformer import Params
+from rljax.papers.rhymerl.histopipe import OutlierRule, equal_groups, rank
+from rljax.papers.rhymerl.history import RolloutHistory, make_router
+from rljax.papers.tlt.spot import SpotCounts, SpotRule, SpotTraining
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request, accumulate, difference
 from rljax.rollout.decode_loop import check_request
 from rljax.rollout.running import RunningRequests

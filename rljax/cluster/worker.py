@@ -37,10 +37,10 @@ from rljax.cluster.messages import (
     UnknownRequests,
     Withdraw,
 )
-from rljax.cluster.spot_worker import SpotWorker
 from rljax.cluster.weights import WeightsError, fetch
 from rljax.errors import UserError
 from rljax.models.transformer import Params
+from rljax.papers.tlt.spot_worker import SpotWorker
 from rljax.requests import DecodeStatistics, PartialResponse, Request, accumulate
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
 from rljax.rollout.live_response import LiveResponse

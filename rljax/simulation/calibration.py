@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rljax.cluster.routing import RolloutHistory, make_router
 from rljax.cluster.timeline import TRAINER
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import ConfigError, RunDirectoryError
+from rljax.papers.rhymerl.history import RolloutHistory, make_router
 from rljax.run_directory import RunDirectory
 from rljax.simulation.cluster import Cluster, Machines, Response
 from rljax.simulation.costs import TableCosts

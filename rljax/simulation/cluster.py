@@ -26,13 +26,13 @@ import numpy as np
 from rljax.cluster import messages
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.router import Router
-from rljax.cluster.spot import SpotTraining
 from rljax.errors import ClusterError
+from rljax.papers.tlt.simulated_spot import SimulatedSpot, SpotTimes
+from rljax.papers.tlt.spot import SpotTraining
 from rljax.requests import Request
 from rljax.simulation.costs import PassCosts
 from rljax.simulation.drafting import LEVELS, Drafting
 from rljax.simulation.ledger import CountingLedger
-from rljax.simulation.spot import SimulatedSpot, SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
 
 Order = Literal["on-policy", "one-off", "pipe"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rljax.cluster.spot import SpotCounts
+from rljax.papers.tlt.spot import SpotCounts
 from rljax.simulation.cluster import Cluster, Span, StepTimes
 
 _MOST_ROWS = 48  # workers in a picture

@@ -24,18 +24,18 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 import numpy as np
 
-from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import Balancing, Router, SharedQueue
-from rljax.cluster.spot import SpotRule
-from rljax.cluster.two_tiers import tier_sizes
 from rljax.errors import ConfigError, known_names
+from rljax.papers.rhymerl.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
+from rljax.papers.rhymerl.two_tiers import tier_sizes
+from rljax.papers.specactor.racing import Racing
+from rljax.papers.tlt.simulated_spot import SpotTimes
+from rljax.papers.tlt.spot import SpotRule
 from rljax.planning.hardware import known_hardware
 from rljax.planning.rollout import scale_to_mean
 from rljax.simulation.cluster import Cluster, Machines, Order, Response
 from rljax.simulation.costs import POLICIES, PassCosts, named, planned_costs, roofline_costs
 from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter
-from rljax.simulation.spot import SpotTimes
 
 Modes = Literal["coupled", "decoupled", "either", "aimd"]
 Routing = Literal["shared", "static", "ranked", "two-tiers"]

@@ -6,7 +6,7 @@ import pytest
 
 from rljax.assembly.saved_policy import _checkpoints, load_saved_policy
 from rljax.cluster.decoder import ClusterDecoder
-from rljax.cluster.histopipe import OutlierRule, RankedQueues
+from rljax.papers.rhymerl.histopipe import OutlierRule, RankedQueues
 from rljax.run_directory import RunDirectory
 from rljax.training import loop
 from rljax.training.learner import Learner

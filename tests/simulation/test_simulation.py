@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from drafters.aimd import AimdWindows
 from drafters.histospec import WIDEST
-from rljax.cluster.histopipe import RankedQueues
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import SharedQueue
-from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
 from rljax.models.transformer import init_params
+from rljax.papers.rhymerl.histopipe import RankedQueues
+from rljax.papers.specactor.racing import Racing
+from rljax.papers.tlt.simulated_spot import SpotTimes
+from rljax.papers.tlt.spot import SpotRule
 from rljax.planning.passes import pass_work
 from rljax.simulation.cluster import Cluster, Machines, Response
 from rljax.simulation.command import main
@@ -25,7 +26,6 @@ from rljax.simulation.costs import POLICIES, RooflineCosts, TableCosts, planned_
 from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter, aimd
 from rljax.simulation.outcome import outcome_of
 from rljax.simulation.scenario import Scenario, Workload, epochs, recorded_lengths
-from rljax.simulation.spot import SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
 
 SECOND = RooflineCosts(0.0, 0.0, 0.0, 1.0)  # every pass takes a second

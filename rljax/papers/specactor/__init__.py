@@ -16,7 +16,7 @@ Section 4.2, best-of-N.
     Algorithm 3: as responses end, the requests with the lowest acceptance get all other drafters,
         and the longest accepted prefix counts                                     `races.py`, `best_of_n.py`
 
-Races between workers, where each has a drafter of its own, are in `rljax/cluster/racing.py`.
+Races between workers, where each has a drafter of its own, are in `rljax/papers/specactor/racing.py`.
 """
 
 from typing import Annotated

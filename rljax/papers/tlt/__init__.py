@@ -9,7 +9,7 @@ Section 5.2, Algorithm 1, the Bucketed-Epsilon-Greedy selector (BEG-MAB):
     after it: reward = (accepted drafts + batch) / seconds
 
 The EAGLE head that TLT trains on idle devices is in `drafters/eagle`, its training on idle workers in
-`rljax/cluster/spot.py` (section 4.2), and the pool of compiled programs is the engine's (section 5.1).
+`rljax/papers/tlt/spot.py` (section 4.2), and the pool of compiled programs is the engine's (section 5.1).
 """
 
 import itertools

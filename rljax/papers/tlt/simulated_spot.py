@@ -18,7 +18,7 @@ from rljax.cluster.messages import (
     Trained,
     TrainingData,
 )
-from rljax.cluster.spot import SpotRule
+from rljax.papers.tlt.spot import SpotRule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rljax.assembly.checkpoint import ROUTING
-from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import Balancing, Router, SharedQueue
-from rljax.cluster.two_tiers import tier_sizes
 from rljax.config.cluster import ClusterConfig
 from rljax.config.speculation import SpeculationConfig
+from rljax.papers.rhymerl.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
+from rljax.papers.rhymerl.two_tiers import tier_sizes
+from rljax.papers.specactor.racing import Racing
 from rljax.requests import Completion, DecodeStatistics, Request
 
 _MOST_PROMPTS = 100_000  # those decoded last are remembered

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from rljax.assembly.checkpoint import ROUTING
-from rljax.cluster.histopipe import Migrating, RankedQueues
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import Balancing, SharedQueue, WorkerLoad
-from rljax.cluster.routing import RolloutHistory, make_router
 from rljax.config.cluster import ClusterConfig
 from rljax.config.speculation import SpeculationConfig
+from rljax.papers.rhymerl.histopipe import Migrating, RankedQueues
+from rljax.papers.rhymerl.history import RolloutHistory, make_router
+from rljax.papers.specactor.racing import Racing
 from rljax.requests import Completion, DecodeStatistics, Request
 
 DRAFTS = SpeculationConfig(drafter="srt", others={"prompt_lookup": {}})

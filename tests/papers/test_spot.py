@@ -23,7 +23,7 @@ from rljax.cluster.messages import (
     Trained,
     TrainingData,
 )
-from rljax.cluster.spot import SpotRule, SpotTraining
+from rljax.papers.tlt.spot import SpotRule, SpotTraining
 from tests.cluster.same_run import differences
 from tests.cluster.scripted import NUMERICS, Driver, ScriptedWorker, length_of, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, begun, whole

@@ -1,0 +1,1 @@
+"""RhymeRL: responses of the previous epoch decide who decodes what."""
