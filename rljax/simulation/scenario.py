@@ -25,12 +25,8 @@ from typing import Annotated, Literal, get_args, get_type_hints
 import numpy as np
 
 from rljax.cluster.router import Balancing, Router, SharedQueue
+from rljax.config.wing import simulated
 from rljax.errors import ConfigError, known_names
-from rljax.papers.rhymerl.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
-from rljax.papers.rhymerl.two_tiers import tier_sizes
-from rljax.papers.specactor.racing import Racing
-from rljax.papers.tlt.simulated_spot import SpotTimes
-from rljax.papers.tlt.spot import SpotRule
 from rljax.planning.hardware import known_hardware
 from rljax.planning.rollout import scale_to_mean
 from rljax.simulation.cluster import Cluster, Machines, Order, Response
@@ -199,7 +195,8 @@ class Scenario:
         )
         if self.spot:
             limits = self.spot_updates, self.spot_tokens, self.longest
-            spot = SpotTimes(SpotRule(self.spot, 8, *limits, retry=math.inf), self.spot_update, costs.prefill)
+            rule = simulated("SpotRule")(self.spot, 8, *limits, retry=math.inf)
+            spot = simulated("SpotTimes")(rule, self.spot_update, costs.prefill)
         return Machines(
             self.workers,
             self.slots,
@@ -222,29 +219,29 @@ class Scenario:
             return machines.drafting.token_seconds(running, cached)
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
-            outliers = OutlierRule().last if self.migration else 0.0
+            outliers = simulated("OutlierRule")().last if self.migration else 0.0
             limits = self.min_workers, self.max_workers or None
-            return tier_sizes(
+            return simulated("tier_sizes")(
                 groups, self.workers, self.slots, pass_seconds, self.train, *limits, outliers=outliers
             )
 
         made: Router
         if self.router in ("ranked", "two-tiers"):
             two_tiers = sizes if self.router == "two-tiers" else None
-            made = RankedQueues(
+            made = simulated("RankedQueues")(
                 self.workers, lambda: workload.history, two_tiers, self.groups or self.workers
             )
             if self.migration:
-                made = Migrating(made, lambda: OutlierRule(0.1, workload.growth))
+                made = simulated("Migrating")(made, lambda: simulated("OutlierRule")(0.1, workload.growth))
         elif self.router == "static":
-            made = RankedQueues(self.workers, None)
+            made = simulated("RankedQueues")(self.workers, None)
         else:
             made = SharedQueue()
         if self.balance:
             made = Balancing(made, self.balance)
         if self.race:
             drafters = list(self.drafters_of())
-            made = Racing(made, drafters, self.race, initial=drafters[0])
+            made = simulated("Racing")(made, drafters, self.race, initial=drafters[0])
         return made
 
     def run(self, spans: bool = False) -> Cluster:
@@ -330,7 +327,7 @@ class Workload:
                 now |= {(int(prompt),): lengths[prompt].tolist() for prompt in chosen}
             self.history = now
             before, medians = medians, {prompt: statistics.median(each) for prompt, each in now.items()}
-            self.growth = growth_factor(before, medians)
+            self.growth = simulated("growth_factor")(before, medians)
 
     def _responses(
         self, prompts: np.ndarray, lengths: np.ndarray, random: np.random.Generator
@@ -374,7 +371,7 @@ def _shares(previous: np.ndarray, lengths: np.ndarray, groups: int) -> np.ndarra
     medians = np.median(previous, axis=1)
     predicted = _ranks(medians, groups)
     higher = _ranks(lengths.ravel(), groups).reshape(lengths.shape) > predicted[:, None]
-    beta = growth_factor(dict(enumerate(medians)), dict(enumerate(np.median(lengths, axis=1))))
+    beta = simulated("growth_factor")(dict(enumerate(medians)), dict(enumerate(np.median(lengths, axis=1))))
     counts = np.zeros(4)
     for group in range(groups):
         members = predicted == group

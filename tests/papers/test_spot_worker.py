@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rljax.cluster.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
+from rljax.papers.tlt.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
 from rljax.papers.tlt.spot_worker import SpotWorker
 
 

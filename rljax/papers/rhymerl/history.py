@@ -1,4 +1,4 @@
-"""The router of a run, from its config, and what it learns from rollouts."""
+"""What HistoPipe goes by: what rollouts were like."""
 
 import dataclasses
 import itertools
@@ -8,12 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from rljax.assembly.checkpoint import ROUTING
-from rljax.cluster.router import Balancing, Router, SharedQueue
-from rljax.config.cluster import ClusterConfig
-from rljax.config.speculation import SpeculationConfig
-from rljax.papers.rhymerl.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
-from rljax.papers.rhymerl.two_tiers import tier_sizes
-from rljax.papers.specactor.racing import Racing
+from rljax.papers.rhymerl.histopipe import growth_factor
 from rljax.requests import Completion, DecodeStatistics, Request
 
 _MOST_PROMPTS = 100_000  # those decoded last are remembered
@@ -167,39 +162,3 @@ def _nonnegative(columns: np.ndarray, target: np.ndarray) -> list[float]:
                 best, least = np.zeros(columns.shape[1]), rest
                 best[chosen] = factors
     return (best / scale).tolist()
-
-
-def make_router(
-    config: ClusterConfig, speculation: SpeculationConfig, slots: int, history: RolloutHistory
-) -> Router:
-    """Returns the router that the keys of a run ask for.
-
-    Args:
-      config: keys of the cluster.
-      speculation: keys of speculation.
-      slots: responses that a worker decodes at a time.
-      history: what rollouts were like, read whenever a rollout begins.
-    """
-    router: Router = SharedQueue()
-    if config.pipe != "off":
-
-        def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
-            outliers = OutlierRule().last if config.migration else 0.0
-            prompt = statistics.fmean(map(len, history.lengths))
-            of_token = history.token_seconds(speculation.max_batch if speculation.kinds else 0)
-
-            def seconds(running: int, tokens: float) -> float:
-                return of_token(running, tokens + running * prompt)
-
-            workers, fewest, most = config.workers, config.pipe_min_workers, config.pipe_max_workers
-            return tier_sizes(groups, workers, slots, seconds, history.train_seconds, fewest, most, outliers)
-
-        two_tiers = sizes if config.pipe == "two_tiers" else None
-        router = RankedQueues(config.workers, lambda: history.lengths, two_tiers, config.pipe_groups)
-        if config.migration:
-            router = Migrating(router, lambda: OutlierRule(beyond=history.growth))
-    if config.balance:
-        router = Balancing(router, config.balance)
-    if config.race:
-        router = Racing(router, list(speculation.kinds), config.race)
-    return router

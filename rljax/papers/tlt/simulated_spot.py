@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rljax.cluster.messages import (
+from rljax.papers.tlt.messages import (
     Prepare,
     Prepared,
     SpotOrder,
