@@ -299,7 +299,8 @@ class Workload:
 
     Attributes:
       history: lengths of each prompt's responses in the previous epoch.
-      growth: 75th percentile of the growth of prompts' median lengths in the last epoch, at least 1.1.
+      growth: 75th percentile of the growth of prompts' median lengths in the last epoch, at least 1.1; computed
+        where responses migrate.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -327,7 +328,8 @@ class Workload:
                 now |= {(int(prompt),): lengths[prompt].tolist() for prompt in chosen}
             self.history = now
             before, medians = medians, {prompt: statistics.median(each) for prompt, each in now.items()}
-            self.growth = simulated("growth_factor")(before, medians)
+            if scenario.migration:
+                self.growth = simulated("growth_factor")(before, medians)
 
     def _responses(
         self, prompts: np.ndarray, lengths: np.ndarray, random: np.random.Generator

@@ -89,7 +89,7 @@ NEEDS_IT = {
     "speculation={toggle: {margin: 0.1}}": "speculation.toggle: unknown key; ",
     "cluster.pipe=ranked": "cluster.pipe: unknown key; ",
     "cluster.race=2": "cluster.race: unknown key; ",
-    "cluster.spot.idle=1": "cluster.spot: unknown key; ",
+    "cluster.spot.idle=1": "cluster.spot.idle: unknown key; ",
     "speculation.decoupled.window=3": "speculation.decoupled.window: unknown key; ",
 }
 
