@@ -299,8 +299,8 @@ class Workload:
 
     Attributes:
       history: lengths of each prompt's responses in the previous epoch.
-      growth: 75th percentile of the growth of prompts' median lengths in the last epoch, at least 1.1; computed
-        where responses migrate.
+      growth: 75th percentile of the growth of prompts' median lengths in the last epoch, at least 1.1;
+        computed where responses migrate.
     """
 
     def __init__(self, scenario: Scenario) -> None:
