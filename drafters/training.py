@@ -2,7 +2,7 @@
 
 `Training` is in the loop: small slices between passes. Where other processes decode, the one that trains the
 policy trains the drafter, too (`SharedTraining`), or lets workers do so that have nothing to decode
-(`WorkerTraining`, see `rljax/cluster/spot.py`).
+(`WorkerTraining`).
 """
 
 import dataclasses

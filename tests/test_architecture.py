@@ -15,8 +15,8 @@ LAYERS = """
     papers, planning, simulation, benchmark_runs, commands, __main__
 """
 """From bottom to top, and in a line from left to right: none imports from one that comes later."""
-SOCKET = ("rljax.config.speculation", "rljax.papers.registry")
-"""The one import that goes up: the section of speculation takes the keys of the papers' policies there."""
+SOCKET = ("rljax.config.wing", "rljax.papers.registry")
+"""The one import that goes up: the config takes what the papers add there."""
 
 
 def modules():

@@ -1,4 +1,4 @@
-"""A head's training on a worker that has nothing to decode (TLT, section 4.2); see `rljax/cluster/spot.py`.
+"""A head's training on a worker that has nothing to decode (TLT, section 4.2).
 
     states = reader.read(params, samples)        # features, by a forward pass of the policy
     session = HeadSession(trainer, shared, head) # goes on from the arrays of another session's `saved`

@@ -2,8 +2,9 @@
 
 coordinator.py   which worker decodes what: a pure state machine. Read this one first
 rollouts.py      the rollouts under way, and which one a worker works on
-router.py        who decodes what of one; routing.py makes the router of a run. Of papers are
-                 histopipe.py, two_tiers.py (RhymeRL) and racing.py (SpecActor)
+router.py        who decodes what of one
+routing.py       makes the router of a run; what papers add comes in here
+idle_work.py     the same for what workers do that have nothing to decode
 messages.py      events, commands and orders
 ledger.py        every token that was sampled; the same one twice must be the same bits
 decoder.py       the driver's side: what the collector calls instead of a `Scheduler`

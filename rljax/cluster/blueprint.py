@@ -9,18 +9,17 @@ import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from drafters.registry import make_drafters
-from drafters.training import WorkerTraining
 from rljax.assembly.decoding import make_numerics, make_scheduler, warm_up
 from rljax.assembly.policy import Policy
+from rljax.cluster.idle_work import IdleWorker, make_idle_worker
 from rljax.config import ExperimentConfig
-from rljax.config.cluster import ClusterConfig
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.environments.use import EnvironmentUse
@@ -78,24 +77,6 @@ def check_shared(speculator: Speculator | NoDrafts) -> None:
             )
 
 
-def spot_training(speculator: Speculator | NoDrafts, config: ClusterConfig) -> WorkerTraining | None:
-    """Returns the training of the drafter that workers train (`cluster.spot`); None for none."""
-    if not config.spot.idle:
-        return None
-    offered = (training.spot for training in speculator.training.values())
-    return next((spot for spot in offered if spot is not None), None)
-
-
-def check_spot(speculator: Speculator | NoDrafts, config: ClusterConfig) -> None:
-    """Raises a ConfigError if workers are to train a drafter and there is none, or it is not trained."""
-    spot = spot_training(speculator, config)
-    if config.spot.idle and (spot is None or not spot.limits.updates):
-        raise ConfigError(
-            "cluster.spot.idle: no drafter is trained; set speculation.drafter=eagle with slices and without"
-            " train: false, or 0"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Built:
     """The engine of a worker.
@@ -104,13 +85,13 @@ class Built:
       scheduler: engine, drafters and what requests need.
       fingerprint: of its numerics; None where it is not measured.
       directories: files of the drafters, which end with the worker.
-      spot: trains a drafter while the worker has nothing to decode; None for nothing.
+      idle_worker: what it does while it has nothing to decode; None for nothing.
     """
 
     scheduler: Scheduler
     fingerprint: str | None
     directories: tuple[Path, ...]
-    spot: WorkerTraining | None = None
+    idle_worker: IdleWorker | None = None
 
     def close(self) -> None:
         """Ends what goes on in the background."""
@@ -120,12 +101,13 @@ class Built:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def build(blueprint: Blueprint, name: str) -> Built:
+def build(blueprint: Blueprint, name: str, get: Callable[[Any], Any], put: Callable[[Any], Any]) -> Built:
     """Builds the engine of a worker as a run does, and compiles.
 
     Args:
       blueprint: from `make_blueprint`.
       name: the worker's.
+      get, put: those of the worker.
 
     Raises:
       UserError: it cannot be built here.
@@ -157,11 +139,9 @@ def build(blueprint: Blueprint, name: str) -> Built:
     # Programs depend on shapes alone: any weights will do.
     params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
     warm_up(scheduler, params, config, requests_join=blueprint.serves)
-    spot = spot_training(scheduler.speculator, config.cluster)
-    if spot is not None:
-        spot.warm_up(params)
+    idle_worker = make_idle_worker(config.cluster, scheduler.speculator, params, name, get, put)
     fingerprint = None if invariance is None else invariance.fingerprint
-    return Built(scheduler, fingerprint, directories, spot)
+    return Built(scheduler, fingerprint, directories, idle_worker)
 
 
 def _of_worker(config: SpeculationConfig, name: str) -> tuple[SpeculationConfig, tuple[Path, ...]]:

@@ -16,6 +16,7 @@ rollouts may be under way (`rollouts.py`).
 import dataclasses
 from collections.abc import Sequence
 
+from rljax.cluster.idle_work import ClusterSnapshot, IdlePlan
 from rljax.cluster.ledger import Ledger
 from rljax.cluster.messages import (
     Arrived,
@@ -33,11 +34,11 @@ from rljax.cluster.messages import (
     Failed,
     FetchFailed,
     Heard,
+    IdleEvent,
     Key,
     Load,
     Piece,
     Pieces,
-    Prepared,
     Renew,
     Sample,
     Say,
@@ -45,13 +46,11 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
-    Trained,
     UnknownRequests,
     Withdraw,
 )
 from rljax.cluster.rollouts import Rollout, Rollouts
 from rljax.cluster.router import QueueState, Router, SharedQueue, WorkerLoad
-from rljax.cluster.spot import ClusterSnapshot, SpotTraining
 from rljax.errors import NumericsError
 
 _MOST_BACKOFF = 30.0  # seconds between two starts of workers that end at once
@@ -138,7 +137,7 @@ class Coordinator:
       building: whether workers that arrive are told to build.
       ready: number of workers that have their engine.
       next_start: time before which no further worker is started, since several have ended at once.
-      spot: lets workers without requests train a head; None for never.
+      idle_plan: lets workers without requests do something else; None for never.
       only_holders: takes tokens only from workers that hold the request. Set it where tools may be called: a
         tool that is asked again, elsewhere, may answer something else.
     """
@@ -159,7 +158,7 @@ class Coordinator:
         self.rollouts = Rollouts(SharedQueue() if router is None else router)
         self.building = self.only_holders = False
         self.ready, self.next_start = 0, 0.0
-        self.spot: SpotTraining | None = None
+        self.idle_plan: IdlePlan | None = None
         self._workers: dict[str, _Worker] = {}
         self._started = self._orders = 0
         self._losses_in_a_row = 0  # of workers, without a token between them
@@ -207,7 +206,8 @@ class Coordinator:
             elif worker.holds:
                 states[name] = "decoding"
             else:
-                states[name] = "training" if self.spot is not None and self.spot.trains(name) else "idle"
+                trains = self.idle_plan is not None and self.idle_plan.trains(name)
+                states[name] = "training" if trains else "idle"
         return states
 
     # -- the machine ---------------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ class Coordinator:
     def on(self, event: Event, now: float) -> list[Command]:
         """Takes an event at a time in seconds, and returns what is to be done."""
         commands = self._take(event, now)
-        if self.spot is None or isinstance(event, Heard):
+        if self.idle_plan is None or isinstance(event, Heard):
             return commands
-        return commands + self.spot.direct(self._snapshot(), now)
+        return commands + self.idle_plan.direct(self._snapshot(), now)
 
     def _take(self, event: Event, now: float) -> list[Command]:
         if self._last_heard is None:
@@ -251,8 +251,8 @@ class Coordinator:
             return self._fetch_failed(event, worker, now)
         if isinstance(event, Failed):
             return [Fail(event.kind, event.message)]
-        if isinstance(event, Prepared | Trained):
-            return [] if self.spot is None else self.spot.on(event, now)
+        if isinstance(event, IdleEvent):
+            return [] if self.idle_plan is None else self.idle_plan.on(event, now)
         assert isinstance(event, Heard)
         return []
 
@@ -614,7 +614,7 @@ class Coordinator:
         return [self._decode(name, worker, [key], now)]
 
     def _snapshot(self) -> ClusterSnapshot:
-        """What spot training goes by."""
+        """What the plan for idle workers goes by."""
         idle = {
             name: worker.version
             for name, worker in self._workers.items()

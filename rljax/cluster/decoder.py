@@ -16,8 +16,6 @@ It carries out the coordinator's commands over a fabric, and publishes weights. 
 
 import contextlib
 import dataclasses
-import math
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,15 +24,14 @@ from typing import Any
 import numpy as np
 
 from drafters.base import Outcome
-from drafters.training import WorkerTraining
 from rljax import errors
 from rljax.assembly.checkpoint import ROUTING
 from rljax.assembly.policy import Policy
-from rljax.cluster.blueprint import check_moves, check_shared, check_spot, make_blueprint, spot_training
+from rljax.cluster.blueprint import check_moves, check_shared, make_blueprint
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.desired_workers import DesiredWorkersFile
 from rljax.cluster.fabric import Fabric
-from rljax.cluster.histopipe import OutlierRule, equal_groups, rank
+from rljax.cluster.idle_work import IdleWork, make_idle_work
 from rljax.cluster.messages import (
     Begin,
     Build,
@@ -44,6 +41,8 @@ from rljax.cluster.messages import (
     Facts,
     Fail,
     FetchFailed,
+    IdleEvent,
+    IdleOrder,
     Key,
     Load,
     Pieces,
@@ -53,14 +52,11 @@ from rljax.cluster.messages import (
     Status,
     Stop,
     Tick,
-    TrainDrafter,
-    Trained,
     Weights,
 )
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.rollouts import Rollout
-from rljax.cluster.routing import RolloutHistory, make_router
-from rljax.cluster.spot import SpotCounts, SpotRule, SpotTraining
+from rljax.cluster.routing import make_router, make_routings
 from rljax.cluster.timeline import TRAINER, Timeline, described
 from rljax.cluster.weights import make_channel
 from rljax.cluster.weights.object_store import ObjectStore
@@ -75,7 +71,6 @@ from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
 
 _WAIT = 0.2  # seconds for an event, at most
 _SHORT_WAIT = 0.02  # while somebody may want to go on at any moment
-_SETTLE = 1.0  # seconds that a rollout waits for the head of a session that was halted, at most
 
 
 @dataclasses.dataclass
@@ -109,7 +104,6 @@ class _Sums:
     busy: float = 0.0  # seconds of all workers
     rollout: float = 0.0  # seconds of rollouts times workers
     fetch: float = 0.0
-    settle: float = 0.0
 
 
 class ClusterDecoder:
@@ -154,13 +148,10 @@ class ClusterDecoder:
         self._taught: dict[str, int] = {}  # number of these that each worker has
         self._sent: dict[str, tuple[Load, int]] = {}  # and those with what was sent last
         self._desired_file, self._timeline, self._decodes = desired, Timeline(fabric.now()), False
-        self._history = RolloutHistory()
-        self._spot: WorkerTraining | None = None  # what workers train
-        self._trained: Trained | None = None  # with a head that the driver has not taken over
-        self._head: Any = None  # reference to what the next session goes on from
+        self._routings = make_routings(config)
+        self._idle_work: IdleWork | None = None
         self._sums = _Sums(time.perf_counter())
         self._counted = dataclasses.replace(self.coordinator.counts)
-        self._spot_counted = SpotCounts()
 
     # -- start and end -------------------------------------------------------------------------------------
 
@@ -195,17 +186,15 @@ class ClusterDecoder:
         """
         check_moves(scheduler)
         check_shared(scheduler.speculator)
-        check_spot(scheduler.speculator, config.cluster)
-        self._spot = spot_training(scheduler.speculator, config.cluster)
-        if self._spot is not None:
-            self._spot.delegate()
-            spot, limits = config.cluster.spot, dataclasses.astuple(self._spot.limits)
-            self.coordinator.spot = SpotTraining(SpotRule(spot.idle, spot.save_every, *limits))
+        self._idle_work = make_idle_work(config.cluster, scheduler.speculator, self._fabric.put)
+        if self._idle_work is not None:
+            self.coordinator.idle_plan = self._idle_work.plan
         self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy, serves))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
-        router = make_router(config.cluster, config.speculation, scheduler.max_slots, self._history)
-        self.coordinator.rollouts.router = router
+        self.coordinator.rollouts.router = make_router(
+            config.cluster, self._routings, config.speculation, scheduler.max_slots
+        )
         self._do(self.coordinator.build(self._fabric.now()))
 
     def wait(self) -> None:
@@ -265,8 +254,12 @@ class ClusterDecoder:
             check_request(request, self._scheduler.engine.buckets)
         self._publisher.publish(version, params)
         if self._finished:
-            self._history.train_seconds = time.perf_counter() - self._finished
-            self._settle()
+            seconds = time.perf_counter() - self._finished
+            for routing in self._routings:
+                routing.trained(seconds)
+            if self._idle_work is not None and not self.coordinator.rollouts.open:
+                self._idle_work.settle(self.listen)
+                self._adopt()
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(
@@ -328,25 +321,25 @@ class ClusterDecoder:
         """Whether all its responses have ended."""
         return all(self.coordinator.ledger[key].ending is not None for key in begun.keys)
 
+    @property
+    def parks(self) -> bool:
+        """Whether groups of responses may be left to the next step."""
+        return any(each.parks for each in self._routings)
+
     def outliers(self, begun: Sequence[BegunRollout]) -> list[int]:
-        """Returns the places of those that wait for outliers alone (`OutlierRule`).
+        """Returns the places of those that may be left to the next step, where `parks`.
 
         Args:
-          begun: groups of responses, a prompt each, of one step. They are ranked into as many ranking groups
-            as there should be workers.
+          begun: groups of responses, a prompt each, of one step.
         """
-        prompts, lengths = [each.requests[0].prompt_ids for each in begun], self._history.lengths
-        rule, found = OutlierRule(beyond=self._history.growth), []
-        for members in equal_groups(rank(prompts, lengths), self.coordinator.desired):
-            known = [statistics.median(lengths[prompts[i]]) for i in members if prompts[i] in lengths]
-            entries = {key: self.coordinator.ledger[key] for i in members for key in begun[i].keys}
-            running = {key: len(each.tokens) for key, each in entries.items() if each.ending is None}
-            beyond = set(rule.outliers(running, len(entries), max(known, default=math.inf)))
-            for i in members:
-                unfinished = running.keys() & begun[i].keys
-                if unfinished and unfinished <= beyond:
-                    found.append(i)
-        return found
+        entries = [{key: self.coordinator.ledger[key] for key in each.keys} for each in begun]
+        running = [
+            {key: len(entry.tokens) for key, entry in of_group.items() if entry.ending is None}
+            for of_group in entries
+        ]
+        prompts, sizes = [each.requests[0].prompt_ids for each in begun], [len(each.keys) for each in begun]
+        routing = next(each for each in self._routings if each.parks)
+        return routing.outliers(prompts, running, sizes, self.coordinator.desired)
 
     def finish(
         self,
@@ -387,37 +380,15 @@ class ClusterDecoder:
         if trained_on:
             self._scheduler.speculator.read(begun.params, trained_on, seconds)
             self._adopt()
-        self._history.learn(begun.requests, completions)
-        self._history.measure(rollout.statistics)
+        for routing in self._routings:
+            routing.learn(begun.requests, completions, rollout.statistics)
         self._do(self.coordinator.on(End(begun.number, begun.keys), self._fabric.now()))
         return completions, statistics
 
-    def _settle(self) -> None:
-        """Waits until a session that was halted has said how far it went, so that all workers draft with the
-        newest head. The policy's update has mostly taken longer.
-        """
-        spot, start = self.coordinator.spot, time.perf_counter()
-        if spot is None or self.coordinator.rollouts.open:
-            return
-        while not spot.settled and time.perf_counter() - start < _SETTLE:
-            self.listen(_SHORT_WAIT)
-        self._sums.settle += time.perf_counter() - start
-        self._adopt()
-
     def _adopt(self) -> None:
-        """Takes over the head that workers have saved last: for checkpoints, and for all workers with their
-        next weights.
-        """
-        if self._trained is not None:
-            self._spot.adopt(self._trained.head, self._trained.metrics)
-            self._trained = self._drafters = None
-
-    def _lead(self, lead: TrainDrafter) -> TrainDrafter:
-        """A session, with the head that it goes on from."""
-        if self._head is None:
-            saved = self._spot.saved()
-            self._head = self._fabric.put(saved) if saved else None
-        return dataclasses.replace(lead, head=self._head)
+        """What came of workers' idle time is every worker's with its next weights."""
+        if self._idle_work is not None and self._idle_work.adopt():
+            self._drafters = None
 
     def release(self, number: int, keys: Sequence[Key]) -> None:
         """Forgets responses of a rollout, in the place of `finish`; those that have not ended are given up.
@@ -493,11 +464,15 @@ class ClusterDecoder:
         names.
         """
         lengths = {} if self._scheduler.speculator.keeps_lengths else self._scheduler.lengths.state()
-        return self._history.state() | {ROUTING + name: array for name, array in lengths.items()}
+        arrays = {ROUTING + name: array for name, array in lengths.items()}
+        for routing in self._routings:
+            arrays |= routing.state()
+        return arrays
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes up what `state` returned, before the first rollout."""
-        self._history.load_state(state)
+        for routing in self._routings:
+            routing.load_state(state)
         if not self._scheduler.speculator.keeps_lengths:
             self._scheduler.lengths.load_state({name.removeprefix(ROUTING): state[name] for name in state})
 
@@ -535,18 +510,10 @@ class ClusterDecoder:
         if not self.coordinator.strict:
             metrics["cluster/other_numerics"] = counts.other_numerics
             metrics["cluster/differences"] = self.coordinator.ledger.differences
-        if self.coordinator.spot is not None:
-            metrics |= self._spot_metrics(self.coordinator.spot.counts)
+        if self._idle_work is not None:
+            metrics |= self._idle_work.metrics()
         self._sums, self._counted, self._publisher.seconds = _Sums(now), dataclasses.replace(counts), 0.0
         return metrics
-
-    def _spot_metrics(self, counts: SpotCounts) -> dict[str, float]:
-        before, self._spot_counted = self._spot_counted, dataclasses.replace(counts)
-        metrics = {
-            f"cluster/spot_{name}": value - getattr(before, name)
-            for name, value in dataclasses.asdict(counts).items()
-        }
-        return metrics | {"cluster/spot_settle_seconds": self._sums.settle}
 
     # -- weights -------------------------------------------------------------------------------------------
 
@@ -599,9 +566,8 @@ class ClusterDecoder:
                 self._publisher.failed(event.worker, event.version)
             if isinstance(event, Pieces):
                 self._timeline.passes(event)
-            spot = self.coordinator.spot
-            if isinstance(event, Trained) and event.head is not None and spot.takes(event):
-                self._trained, self._head = event, self._fabric.put(event.head)
+            if isinstance(event, IdleEvent) and self._idle_work is not None:
+                self._idle_work.hear(event)
             self._do(self.coordinator.on(event, self._fabric.now()))
         workers = None if self._desired_file is None else self._desired_file.changed(self._fabric.now())
         if workers is not None:
@@ -627,7 +593,7 @@ class ClusterDecoder:
                     self._fabric.send(command.worker, Build(command.worker, self._blueprint))
                 case Load():
                     self._deliver(command)
-                case TrainDrafter():
-                    self._fabric.send(command.worker, self._lead(command))
+                case IdleOrder():
+                    self._fabric.send(command.worker, self._idle_work.completed(command))
                 case _:
                     self._fabric.send(command.worker, command)

@@ -212,45 +212,10 @@ class Tick:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A worker has computed the policy's features of some samples.
-
-    Attributes:
-      batch: number of the `Prepare`.
-      features: reference to them; None where the leader keeps its own.
-      seconds: that it took.
-      delay: seconds at most that work has waited for the forward pass of an earlier batch.
-    """
+class IdleEvent:
+    """What a worker says of its work in idle time, which has events of its own (`idle_work.py`)."""
 
     worker: str
-    batch: int
-    features: Any
-    seconds: float = 0.0
-    delay: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """What a leader has done in a session so far.
-
-    Attributes:
-      session: number of the session.
-      updates: of the head in the session.
-      training: whether the session goes on; the last event of a session says that it does not.
-      seconds: that the updates took.
-      delay: seconds at most that work waited for an update or a forward pass of the session.
-      head: weights and optimizer state as they are now, by name; None if they are not new.
-      metrics: of the last update.
-    """
-
-    worker: str
-    session: int
-    updates: int
-    training: bool
-    seconds: float = 0.0
-    delay: float = 0.0
-    head: Mapping[str, Any] | None = None
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 Event = (
@@ -267,8 +232,7 @@ Event = (
     | Renew
     | DesiredWorkers
     | Tick
-    | Prepared
-    | Trained
+    | IdleEvent
 )
 
 # -- commands ----------------------------------------------------------------------------------------------
@@ -392,57 +356,10 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainDrafter:
-    """Train the head until something else is asked for.
-
-    Attributes:
-      session: number of the session, ascending.
-      version: of the policy that the worker has to have.
-      updates: at most.
-      save_every: updates between two `Trained` with the head.
-      head: reference to weights and optimizer state to go on from, which the driver adds; None begins with
-        the head that the worker drafts with.
-    """
+class IdleOrder:
+    """What a worker without requests should do; its work in idle time has orders of its own."""
 
     worker: str
-    session: int
-    version: int
-    updates: int
-    save_every: int
-    head: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepare:
-    """Compute the policy's features of samples.
-
-    Attributes:
-      batch: number of the batch, ascending.
-      version: of the policy that the worker has to have.
-      samples: prompt and response ids of each.
-    """
-
-    worker: str
-    batch: int
-    version: int
-    samples: tuple[Sample, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingData:
-    """Train on features that another worker has computed, by the number of their batch."""
-
-    worker: str
-    session: int
-    features: Mapping[int, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class StopTraining:
-    """Train no longer, and say how far it went."""
-
-    worker: str
-    session: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,10 +377,7 @@ class Say:
     message: str
 
 
-SpotOrder = TrainDrafter | Prepare | TrainingData | StopTraining
-"""What a worker without requests is told to do (`spot.py`)."""
-
-Order = Build | Load | Decode | Withdraw | Ask | SpotOrder
+Order = Build | Load | Decode | Withdraw | Ask | IdleOrder
 """What a worker receives."""
 
 Command = Spawn | Stop | Order | Fail | Say

@@ -1,10 +1,9 @@
 """Who decodes what: the part of the coordinator that policies replace.
 
     SharedQueue    every worker takes the next group of requests as it has room: the default
-    RankedQueues   each worker has its own ranking group of them (`histopipe.py`)
-    Balancing      around either: a worker without requests takes half of another one's
-    Migrating      around ranking groups: what outgrows its group moves (`histopipe.py`)
-    Racing         around any: workers without requests decode copies (`racing.py`)
+    Balancing      around any: a worker without requests takes half of another one's
+
+Those of papers come by `routing.py`.
 
 A router decides times, never tokens. It is as pure as the coordinator, and what it forgets costs nothing but
 time: a request that it never gives out is one that the coordinator's own list of unfinished ones still has,

@@ -10,7 +10,7 @@ from rljax.requests import Completion, DecodeStatistics, Request
 
 STATES = ("decoding", "idle", "loading", "starting", "training", "waiting")
 """Of a worker: it decodes; it has nothing to decode; it gets weights; it starts, or builds its engine; it
-trains a head (`spot.py`). Of the trainer: it trains (or judges, or evaluates, or saves); it waits for a
+trains in idle time. Of the trainer: it trains (or judges, or evaluates, or saves); it waits for a
 rollout."""
 TRAINER = "trainer"
 _SHORTEST = 0.01  # seconds of a span; shorter ones would not be visible

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rljax.cluster.blueprint import Blueprint, Built, build
+from rljax.cluster.idle_work import IdleWorker
 from rljax.cluster.messages import (
     Arrived,
     Ask,
@@ -27,17 +28,16 @@ from rljax.cluster.messages import (
     Facts,
     Failed,
     FetchFailed,
+    IdleOrder,
     Key,
     Load,
     Order,
     Piece,
     Pieces,
-    SpotOrder,
     Status,
     UnknownRequests,
     Withdraw,
 )
-from rljax.cluster.spot_worker import SpotWorker
 from rljax.cluster.weights import WeightsError, fetch
 from rljax.errors import UserError
 from rljax.models.transformer import Params
@@ -67,7 +67,6 @@ class RolloutWorker:
         self._orders: collections.deque[Order] = collections.deque()
         self._blueprint: Blueprint | None = None
         self._built: Built | None = None
-        self._spot: SpotWorker | None = None  # where workers train drafters
         self._params: Params | None = None
         self._version: int | None = None
         self._fetch_seconds = 0.0
@@ -88,7 +87,12 @@ class RolloutWorker:
     @property
     def idle(self) -> bool:
         """Whether a turn would do nothing."""
-        return not self._orders and not self._decodes and (self._spot is None or self._spot.idle)
+        at_work = self._idle_worker is not None and not self._idle_worker.idle
+        return not (self._orders or self._decodes or at_work)
+
+    @property
+    def _idle_worker(self) -> IdleWorker | None:
+        return None if self._built is None else self._built.idle_worker
 
     @property
     def _decodes(self) -> bool:
@@ -109,8 +113,8 @@ class RolloutWorker:
                 self.loop.step()
                 self._busy_seconds += time.perf_counter() - start
                 self._cpu_seconds += time.process_time() - cpu
-            if self._spot is not None:
-                events += self._spot.work(self._params, alone=not self._decodes)
+            if self._idle_worker is not None:
+                events += self._idle_worker.work(self._params, alone=not self._decodes)
         except UserError as error:
             return [*events, Failed(self.name, type(error).__name__, str(error))]
         if self._built is None:
@@ -126,14 +130,13 @@ class RolloutWorker:
         if isinstance(order, Build):
             if self._built is None:
                 self._blueprint = self._get(order.blueprint)
-                self._built = build(self._blueprint, self.name)
-                if self._built.spot is not None:
-                    self._spot = SpotWorker(self.name, self._built.spot, self._get, self._put)
+                self._built = build(self._blueprint, self.name, self._get, self._put)
             return [self._status()]
         if self._built is None:  # it is sent again
             return []
-        if isinstance(order, SpotOrder):
-            return [] if self._spot is None else self._spot.take(order, self._params, self._version)
+        if isinstance(order, IdleOrder):
+            idle_worker = self._idle_worker
+            return [] if idle_worker is None else idle_worker.take(order, self._params, self._version)
         if isinstance(order, Load):
             return self._load(order)
         if isinstance(order, Decode):
@@ -168,7 +171,7 @@ class RolloutWorker:
         except Exception as error:  # whatever the store raises
             reason = f"what drafters learn did not come: {type(error).__name__}"
             return [FetchFailed(self.name, weights.version, reason)]
-        events: list[Event] = [] if self._spot is None else self._spot.stop()
+        events: list[Event] = [] if self._idle_worker is None else self._idle_worker.stop()
         carried = self._unfinished() if load.carry else []
         self.loop = None
         self._params = self._scheduler.engine.load_params(params)
@@ -210,8 +213,8 @@ class RolloutWorker:
         if order.version != self._version:  # what it needs was lost, or comes later
             return [self._status()]
         events: list[Event] = []
-        if order.work and self._spot is not None:
-            events = self._spot.stop()
+        if order.work and self._idle_worker is not None:
+            events = self._idle_worker.stop()
         if order.rollout != self._rollout or self.loop is None:
             if order.rollout != self._rollout:
                 self._rollout, self._counted = order.rollout, DecodeStatistics()

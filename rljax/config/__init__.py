@@ -17,6 +17,8 @@ one line that names the dotted key. Nothing here imports JAX, so that help and e
     algorithm.py     keys of the algorithm and its critic
     learning.py      keys of the optimizer and the update
     cluster.py       keys of rollout workers in processes of their own
+    cluster_keys.py  those that do not belong to a single paper
+    wing.py          what the papers add: the only import from rljax/papers
     tracking.py      keys of trackers and reports
     contradictions.py   the table of keys that contradict each other
     limits.py        what does not work on so many devices, in several processes, with workers

@@ -10,14 +10,10 @@ from rljax.config.distributed import missing_keys
 from rljax.config.section import Rule, both, first_alone
 from rljax.config.speculation import POLICIES, readers_of
 from rljax.config.tools import mistaken_answer, stop_in_closing
+from rljax.config.wing import MECHANISMS
 
 _LENGTHS = ("rollout.max_prompt_length", "rollout.max_response_length")
 _PENALTIES = ("rollout.repetition_penalty", "rollout.frequency_penalty", "rollout.presence_penalty")
-
-
-def _too_many(fewest: int, groups: int, workers: int) -> int | None:
-    """Returns the number of ranking groups if workers do not suffice for the fewest that each must have."""
-    return groups if workers and fewest * groups > workers else None
 
 
 _POLICY = (
@@ -353,41 +349,7 @@ _PROCESSES = (
         lambda process, processes: None not in (process, processes) and process >= processes,
         "distributed.process: {0} must be less than distributed.processes {1}; processes count from 0",
     ),
-    Rule(
-        ("cluster.spot.idle", "cluster.workers"),
-        lambda idle, workers: workers and idle >= workers,
-        "cluster.spot.idle: {0} of {1} workers are never idle within a rollout; set fewer, or more"
-        " cluster.workers",
-    ),
-    Rule(
-        ("cluster.migration", "cluster.pipe"),
-        lambda migration, pipe: migration and pipe == "off",
-        "cluster.migration: moves what outgrows its group; set cluster.pipe",
-    ),
-    Rule(
-        ("cluster.pipe_groups", "cluster.pipe"),
-        lambda groups, pipe: groups is not None and pipe == "off",
-        "cluster.pipe_groups: are those of cluster.pipe, which is off",
-    ),
-    *(
-        Rule(
-            (f"cluster.{key}", "cluster.pipe"),
-            lambda workers, pipe, unset=unset: workers != unset and pipe != "two_tiers",
-            f"cluster.{key}: sizes the groups of cluster.pipe: two_tiers; set that",
-        )
-        for key, unset in (("pipe_min_workers", 1), ("pipe_max_workers", None))
-    ),
-    Rule(
-        ("cluster.pipe_min_workers", "cluster.pipe_groups", "cluster.workers"),
-        lambda fewest, groups, workers: _too_many(fewest, min(groups or workers, workers), workers),
-        "cluster.pipe_min_workers: {0} for each of {found} ranking groups are more than cluster.workers: {2};"
-        " lower it, or cluster.pipe_groups",
-    ),
-    Rule(
-        ("cluster.pipe_max_workers", "cluster.pipe_min_workers"),
-        lambda most, fewest: most is not None and most < fewest,
-        "cluster.pipe_max_workers: {0} is less than cluster.pipe_min_workers: {1}; raise it",
-    ),
+    *(rule for each in MECHANISMS.values() for rule in each.rules),
     Rule(
         ("cluster.weights_dir", "cluster.weights"),
         lambda directory, weights: directory is not None and weights != "files",
@@ -425,39 +387,7 @@ CONTRADICTIONS = (
 """What no experiment can have, wherever it runs."""
 
 WITH_WORKERS = (
-    Rule(
-        ("cluster.pipe", "rollout.staleness", "cluster.into_next_step"),
-        lambda pipe, staleness, into_next: pipe != "off" and not (staleness or into_next),
-        "cluster.pipe: every step would wait for the worker with the longest responses; set rollout.staleness"
-        " to 1, or cluster.into_next_step",
-    ),
-    Rule(
-        ("cluster.migration", "rollout.max_staleness"),
-        both,
-        "cluster.migration: a response that goes on under newer weights stays with its worker; set false:"
-        " cluster.into_next_step moves outliers into the next step",
-    ),
-    Rule(
-        ("cluster.into_next_step", "rollout.max_staleness"),
-        lambda into_next, staleness: into_next and staleness != 2,
-        "cluster.into_next_step: prompts are handed out one step ahead and wait for one more; set"
-        " rollout.max_staleness to 2",
-    ),
-    Rule(
-        ("cluster.race", "speculation.kinds"),
-        lambda race, kinds: race and len(kinds) < 2,
-        "cluster.race: copies need another drafter; set speculation.others, too",
-    ),
-    Rule(
-        ("cluster.race", "tools"),
-        both,
-        "cluster.race: a copy would call tools again, which may answer otherwise; set 0",
-    ),
-    Rule(
-        ("cluster.spot.idle", "rollout.max_staleness"),
-        both,
-        "cluster.spot.idle: with rollout.max_staleness no rollout ends, so workers are seldom idle; set 0",
-    ),
+    *(rule for each in MECHANISMS.values() for rule in each.with_workers),
     Rule(
         ("engine.row_invariant",),
         lambda invariant: not invariant,

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from rljax.config.schema import ExperimentConfig
 from rljax.config.section import Section
-from rljax.config.speculation import MISSING
+from rljax.config.wing import MISSING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def unknown_key(name: str) -> str:
     if name in SUCCESSORS:
         return f"{name}: is now {SUCCESSORS[name]}"
     unknown = f"{name}: unknown key; {_hint(without_numbers(name))}"
-    return unknown + MISSING if name.startswith("speculation.") else unknown
+    return unknown + MISSING if name.startswith(("cluster.", "speculation.")) else unknown
 
 
 def _hint(name: str) -> str:

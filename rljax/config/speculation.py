@@ -1,7 +1,6 @@
 """The section of speculative decoding: the policies that decide how much is drafted, and the keys of all.
 
-Those of papers are in `rljax/papers`: this is the only import from there, and without it their names and keys
-are unknown.
+Those of papers are in `rljax/papers` (`wing.py`).
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,16 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, create_model, field_validator
 
 from rljax.config.speculation_keys import Policy, SpeculationKeys
-
-try:
-    from rljax.papers.registry import POLICIES as OF_PAPERS
-except ModuleNotFoundError as error:
-    if error.name != "rljax.papers":
-        raise
-    OF_PAPERS = {}
-
-MISSING = "" if OF_PAPERS else "; the papers' policies and their keys need rljax/papers, which is not here"
-"""The end of errors about what may be missing."""
+from rljax.config.wing import MISSING
+from rljax.config.wing import POLICIES as OF_PAPERS
 
 POLICIES = {
     "expected": Policy(

@@ -43,8 +43,8 @@ def copied_share(prompts: Sequence[ArrayLike], lengths: Sequence[int]) -> float:
 
 
 def compact_sizes(num_tokens: int, num_scored: int, positions: int) -> tuple[int, int]:
-    """Returns the array sizes M and L for a number of tokens, `num_scored` of them with logits. Every pair is a
-    program of its own, so there are few: M is half of the micro-batch's positions or all, L a quarter of M
+    """Returns the array sizes M and L for a number of tokens, `num_scored` of them with logits. Every pair is
+    a program of its own, so there are few: M is half of the micro-batch's positions or all, L a quarter of M
     (long prompts), three quarters or all.
     """
     half = -(-positions // 2)

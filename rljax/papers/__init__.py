@@ -1,11 +1,13 @@
 """The wing of the papers: what a paper proposes and the default path does not need, a folder a paper.
 
-    tlt/                 TLT (FastRL): a bandit over strategies
+    tlt/                 TLT (FastRL): a bandit over strategies, and a head that idle workers train
+    rhymerl/             RhymeRL: HistoPipe and two tiers, who decodes what by the lengths of the epoch before
     efficient_rollout/   EfficientRollout: a roofline that switches drafts on, and their length
-    specactor/           SpecActor: the draft ladder, races for stragglers, and drafting ahead
+    specactor/           SpecActor: the draft ladder, races for stragglers, in a process and over workers, and
+                         drafting ahead
 
-Each folder begins with the paper's algorithm and the keys of its policies. Nothing outside imports from here
-but `rljax/config/speculation.py`, and that only `registry.py`: without this folder the rest works, and has
+Each folder begins with the paper's algorithm and its keys. Nothing outside imports from here
+but `rljax/config/wing.py`, and that only `registry.py`: without this folder the rest works, and has
 fewer keys.
 """
 

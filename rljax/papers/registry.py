@@ -1,7 +1,8 @@
-"""The policies of the papers by name, without JAX: the one way from the rest of the code to them."""
+"""What the papers add, by name and without JAX: the one way from the rest of the code to them."""
 
+from rljax.config.cluster_keys import Mechanism
 from rljax.config.speculation_keys import Policy
-from rljax.papers import efficient_rollout, specactor, tlt
+from rljax.papers import efficient_rollout, rhymerl, specactor, tlt
 
 POLICIES = {
     "bandit": Policy(
@@ -29,3 +30,40 @@ POLICIES = {
         rules=specactor.RULES,
     ),
 }
+"""How much is drafted."""
+
+MECHANISMS = {
+    "rhymerl": Mechanism(
+        rhymerl.RhymeKeys,
+        routing="rljax.papers.rhymerl.routing:HistoPipe",
+        rules=rhymerl.RULES,
+        with_workers=rhymerl.WITH_WORKERS,
+    ),
+    "specactor": Mechanism(
+        specactor.RaceKeys,
+        routing="rljax.papers.specactor.racing:Races",
+        with_workers=specactor.RACES_WITH_WORKERS,
+    ),
+    "tlt": Mechanism(
+        tlt.SpotKeys,
+        idle_work="rljax.papers.tlt.spot_driver:make_driver",
+        idle_worker="rljax.papers.tlt.spot_worker:make_worker",
+        rules=tlt.SPOT_RULES,
+        with_workers=tlt.SPOT_WITH_WORKERS,
+    ),
+}
+"""What is added to rollouts of workers. What one puts around a router comes around that of those before."""
+
+SIMULATED = {
+    "RankedQueues": "rljax.papers.rhymerl.histopipe:RankedQueues",
+    "Migrating": "rljax.papers.rhymerl.histopipe:Migrating",
+    "OutlierRule": "rljax.papers.rhymerl.histopipe:OutlierRule",
+    "growth_factor": "rljax.papers.rhymerl.histopipe:growth_factor",
+    "tier_sizes": "rljax.papers.rhymerl.two_tiers:tier_sizes",
+    "Racing": "rljax.papers.specactor.racing:Racing",
+    "SpotRule": "rljax.papers.tlt.spot:SpotRule",
+    "SpotTraining": "rljax.papers.tlt.spot:SpotTraining",
+    "SpotTimes": "rljax.papers.tlt.simulated_spot:SpotTimes",
+    "SimulatedSpot": "rljax.papers.tlt.simulated_spot:SimulatedSpot",
+}
+"""What the simulator needs of them."""

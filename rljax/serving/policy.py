@@ -35,6 +35,7 @@ from rljax.config import (
     check_with_workers,
 )
 from rljax.config.cluster import ClusterConfig
+from rljax.config.cluster_keys import ClusterKeys
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.background import CompilerThread
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
@@ -383,9 +384,7 @@ def _fitting(rollout: RolloutConfig, options: Options, most: int, say: Say) -> R
 def _cluster(config: ClusterConfig, options: Options) -> ClusterConfig:
     """Returns the section of workers that serve: what it says of rollouts has no meaning for them."""
     changes = {"workers": options.workers or 0, "address": options.ray or config.address}
-    routes = {"pipe", "pipe_groups", "pipe_min_workers", "pipe_max_workers", "migration", "into_next_step"}
-    routes |= {"balance", "race"}
-    kept = config.model_dump(exclude=routes | {"spot", "replay"})
+    kept = config.model_dump(include=set(ClusterKeys.model_fields) - {"balance", "replay"})
     try:
         return ClusterConfig.model_validate(kept | changes)
     except ValidationError as error:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rljax.cluster.routing import RolloutHistory, make_router
+from rljax.cluster.routing import make_router, make_routings
 from rljax.cluster.timeline import TRAINER
 from rljax.config import ExperimentConfig, load_config
 from rljax.errors import ConfigError, RunDirectoryError
@@ -257,7 +257,9 @@ def predicted(run: RecordedRun, seconds: Seconds, cores: float) -> Figures:
         cores=cores,
         cores_of_worker=seconds.cores,
     )
-    router = make_router(config.cluster, config.speculation, config.engine.max_slots, RolloutHistory())
+    router = make_router(
+        config.cluster, make_routings(config.cluster), config.speculation, config.engine.max_slots
+    )
     cluster = Cluster(machines, "on-policy", router, spans=True)
     prompts = itertools.count()
     steps = [

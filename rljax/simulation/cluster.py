@@ -26,13 +26,12 @@ import numpy as np
 from rljax.cluster import messages
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.router import Router
-from rljax.cluster.spot import SpotTraining
+from rljax.config.wing import simulated
 from rljax.errors import ClusterError
 from rljax.requests import Request
 from rljax.simulation.costs import PassCosts
 from rljax.simulation.drafting import LEVELS, Drafting
 from rljax.simulation.ledger import CountingLedger
-from rljax.simulation.spot import SimulatedSpot, SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
 
 Order = Literal["on-policy", "one-off", "pipe"]
@@ -74,7 +73,7 @@ class Machines:
       sync_passes: see `SimulatedWorker`.
       cores: that all workers share; infinity where each has its own.
       cores_of_worker: that a worker which decodes keeps busy, if it gets them.
-      spot: training of a head by workers that have nothing to decode; None for none.
+      spot: `SpotTimes` of workers that train a head where they have nothing to decode; None for none.
     """
 
     workers: int
@@ -91,7 +90,7 @@ class Machines:
     sync_passes: int = 0
     cores: float = math.inf
     cores_of_worker: float = 1.0
-    spot: SpotTimes | None = None
+    spot: Any = None
 
     def slowdown(self, decoding: int) -> float:
         """Returns the factor by which passes take longer while so many workers decode."""
@@ -195,10 +194,10 @@ class Cluster:
         self.coordinator = Coordinator(
             machines.workers, _FACTS, _NO_LIMITS, router=router, ledger=CountingLedger(strict=True)
         )
-        self._spot: SimulatedSpot | None = None
+        self._spot: Any = None  # `SimulatedSpot`
         if machines.spot is not None:
-            self.coordinator.spot = SpotTraining(machines.spot.rule)
-            self._spot = SimulatedSpot(machines.spot, self._at, self._tell)
+            self.coordinator.idle_plan = simulated("SpotTraining")(machines.spot.rule)
+            self._spot = simulated("SimulatedSpot")(machines.spot, self._at, self._tell)
         self._mobile = self.coordinator.rollouts.router.mobile
         self._tell(messages.Tick())
         self.coordinator.building = True
@@ -348,12 +347,7 @@ class Cluster:
                 place = self.places.get(command.worker)
                 if place is not None:
                     self._tell(messages.Status(command.worker, None, place.worker.slots, None))
-            case (
-                messages.TrainDrafter()
-                | messages.Prepare()
-                | messages.TrainingData()
-                | messages.StopTraining()
-            ):
+            case messages.IdleOrder():
                 if command.worker in self.places:
                     self._spot.take(command, self.now)
             case messages.Fail():

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rljax.cluster.spot import SpotCounts
 from rljax.simulation.cluster import Cluster, Span, StepTimes
 
 _MOST_ROWS = 48  # workers in a picture
@@ -53,8 +52,7 @@ def outcome_of(cluster: Cluster, warm_up: int, responses: int) -> Outcome:
     seconds = counted[-1].trained - (steps[warm_up - 1].trained if warm_up else 0.0)
     available = machines.workers * cluster.now
     first = [_first_idle(cluster.spans, number, step) for number, step in enumerate(steps, 1)][warm_up:]
-    spot = cluster.coordinator.spot
-    counts = SpotCounts() if spot is None else spot.counts
+    counts: Any = getattr(cluster.coordinator.idle_plan, "counts", None)
     return Outcome(
         seconds / len(counted),
         sum(step.end - step.begin for step in counted) / len(counted),
@@ -64,9 +62,9 @@ def outcome_of(cluster: Cluster, warm_up: int, responses: int) -> Outcome:
         sum(step.migrations for step in counted) / (responses * len(counted)),
         cluster.failures,
         cluster.now,
-        counts.updates / len(steps),
-        counts.seconds / available,
-        counts.delay / len(steps),
+        counts.updates / len(steps) if counts else 0.0,
+        counts.seconds / available if counts else 0.0,
+        counts.delay / len(steps) if counts else 0.0,
     )
 
 

@@ -24,18 +24,14 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 import numpy as np
 
-from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues, growth_factor
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import Balancing, Router, SharedQueue
-from rljax.cluster.spot import SpotRule
-from rljax.cluster.two_tiers import tier_sizes
+from rljax.config.wing import simulated
 from rljax.errors import ConfigError, known_names
 from rljax.planning.hardware import known_hardware
 from rljax.planning.rollout import scale_to_mean
 from rljax.simulation.cluster import Cluster, Machines, Order, Response
 from rljax.simulation.costs import POLICIES, PassCosts, named, planned_costs, roofline_costs
 from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter
-from rljax.simulation.spot import SpotTimes
 
 Modes = Literal["coupled", "decoupled", "either", "aimd"]
 Routing = Literal["shared", "static", "ranked", "two-tiers"]
@@ -199,7 +195,8 @@ class Scenario:
         )
         if self.spot:
             limits = self.spot_updates, self.spot_tokens, self.longest
-            spot = SpotTimes(SpotRule(self.spot, 8, *limits, retry=math.inf), self.spot_update, costs.prefill)
+            rule = simulated("SpotRule")(self.spot, 8, *limits, retry=math.inf)
+            spot = simulated("SpotTimes")(rule, self.spot_update, costs.prefill)
         return Machines(
             self.workers,
             self.slots,
@@ -222,29 +219,29 @@ class Scenario:
             return machines.drafting.token_seconds(running, cached)
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
-            outliers = OutlierRule().last if self.migration else 0.0
+            outliers = simulated("OutlierRule")().last if self.migration else 0.0
             limits = self.min_workers, self.max_workers or None
-            return tier_sizes(
+            return simulated("tier_sizes")(
                 groups, self.workers, self.slots, pass_seconds, self.train, *limits, outliers=outliers
             )
 
         made: Router
         if self.router in ("ranked", "two-tiers"):
             two_tiers = sizes if self.router == "two-tiers" else None
-            made = RankedQueues(
+            made = simulated("RankedQueues")(
                 self.workers, lambda: workload.history, two_tiers, self.groups or self.workers
             )
             if self.migration:
-                made = Migrating(made, lambda: OutlierRule(0.1, workload.growth))
+                made = simulated("Migrating")(made, lambda: simulated("OutlierRule")(0.1, workload.growth))
         elif self.router == "static":
-            made = RankedQueues(self.workers, None)
+            made = simulated("RankedQueues")(self.workers, None)
         else:
             made = SharedQueue()
         if self.balance:
             made = Balancing(made, self.balance)
         if self.race:
             drafters = list(self.drafters_of())
-            made = Racing(made, drafters, self.race, initial=drafters[0])
+            made = simulated("Racing")(made, drafters, self.race, initial=drafters[0])
         return made
 
     def run(self, spans: bool = False) -> Cluster:
@@ -302,7 +299,8 @@ class Workload:
 
     Attributes:
       history: lengths of each prompt's responses in the previous epoch.
-      growth: 75th percentile of the growth of prompts' median lengths in the last epoch, at least 1.1.
+      growth: 75th percentile of the growth of prompts' median lengths in the last epoch, at least 1.1;
+        computed where responses migrate.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -334,7 +332,8 @@ class Workload:
                 now |= {(int(prompt),): lengths[prompt].tolist() for prompt in chosen}
             self.history = now
             before, medians = medians, {prompt: statistics.median(each) for prompt, each in now.items()}
-            self.growth = growth_factor(before, medians)
+            if scenario.migration:
+                self.growth = simulated("growth_factor")(before, medians)
 
     def _responses(
         self, prompts: np.ndarray, lengths: np.ndarray, random: np.random.Generator
@@ -378,7 +377,7 @@ def _shares(previous: np.ndarray, lengths: np.ndarray, groups: int) -> np.ndarra
     medians = np.median(previous, axis=1)
     predicted = _ranks(medians, groups)
     higher = _ranks(lengths.ravel(), groups).reshape(lengths.shape) > predicted[:, None]
-    beta = growth_factor(dict(enumerate(medians)), dict(enumerate(np.median(lengths, axis=1))))
+    beta = simulated("growth_factor")(dict(enumerate(medians)), dict(enumerate(np.median(lengths, axis=1))))
     counts = np.zeros(4)
     for group in range(groups):
         members = predicted == group

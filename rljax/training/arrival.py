@@ -237,7 +237,7 @@ class ArrivingBatches(_Noted, Extra):
     ) -> None:
         super().__init__(directory, *others)
         rollout = self._config.rollout
-        self._cluster, self._progress, self._parks = cluster, progress, self._config.cluster.into_next_step
+        self._cluster, self._progress, self._parks = cluster, progress, cluster.parks
         lag, size = rollout.max_staleness, rollout.prompts_per_step
         total = self._config.training.steps * size
         self._buffer = GroupBuffer(size, lag, total, lag - 1 if self._parks else None)

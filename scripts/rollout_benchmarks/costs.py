@@ -36,8 +36,8 @@ def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
 
 def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
     """Measures the seconds of a run until its first step begins, in fresh processes in turns, with the
-    config's drafter and without: nothing is compiled yet, then all of it is stored. The warm start is kept, so
-    that only programs make a difference.
+    config's drafter and without: nothing is compiled yet, then all of it is stored. The warm start is kept,
+    so that only programs make a difference.
     """
     drafter = config.speculation.drafter
     if drafter is None:

@@ -4,10 +4,10 @@ import types
 
 import pytest
 
-from rljax.cluster.blueprint import check_spot
 from rljax.config import check_with_workers, load_config
 from rljax.config.changes import config_changes
 from rljax.errors import ConfigError
+from rljax.papers.tlt.spot_driver import make_driver
 from tests.training.tiny_run import write_config
 
 _OTHER = "speculation.others={prompt_lookup: {}}"
@@ -105,8 +105,8 @@ def test_training_in_idle_time_that_cannot_be(config_with):
     config = config_with("cluster.workers=2", "cluster.spot.idle=1")
     for training in ({}, {"srt": types.SimpleNamespace(spot=None)}):
         with pytest.raises(ConfigError, match=r"^cluster.spot.idle: no drafter is trained; set speculation"):
-            check_spot(types.SimpleNamespace(training=training), config.cluster)
-    check_spot(None, config_with().cluster)
+            make_driver(config.cluster, types.SimpleNamespace(training=training), None)
+    assert make_driver(config_with().cluster, None, None) is None
 
 
 def test_a_run_goes_on_with_other_workers(config_with):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import (
     Arrived,
     Ask,
@@ -33,6 +32,7 @@ from rljax.cluster.messages import (
     Tick,
     UnknownRequests,
 )
+from rljax.papers.rhymerl.histopipe import RankedQueues
 from tests.cluster.scripted import (
     FACTS,
     NUMERICS,

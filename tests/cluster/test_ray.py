@@ -70,7 +70,7 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
 
 
 @pytest.mark.ray
-@pytest.mark.long  # beyond one case; tests/cluster/test_routed_run.py has it in one process
+@pytest.mark.long  # beyond one case; tests/papers/test_routed_run.py has it in one process
 def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monkeypatch):
     """A worker whose pieces are long on their way: the other one ends what is left and races with copies."""
     copies, late, enough = [], [], time.monotonic() + 90

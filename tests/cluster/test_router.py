@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.histopipe import Migrating, OutlierRule, RankedQueues
 from rljax.cluster.messages import (
     Arrived,
     Begin,
@@ -20,8 +19,9 @@ from rljax.cluster.messages import (
     Tick,
     Withdraw,
 )
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import Balancing, Move, SharedQueue, WorkerLoad
+from rljax.papers.rhymerl.histopipe import Migrating, OutlierRule, RankedQueues
+from rljax.papers.specactor.racing import Racing
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, whole
 from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric

@@ -7,8 +7,8 @@ import pytest
 
 from rljax.assembly.saved_policy import _checkpoints, load_saved_policy
 from rljax.cluster.decoder import ClusterDecoder
-from rljax.cluster.histopipe import OutlierRule, RankedQueues
 from rljax.config import ExperimentConfig
+from rljax.papers.rhymerl.histopipe import OutlierRule, RankedQueues
 from rljax.requests import Request
 from rljax.run_directory import RunDirectory
 from rljax.sampling.noise import request_key

@@ -25,8 +25,8 @@ def test_nothing_outside_names_the_wing_but_where_the_registry_is_read():
         if wing not in file.parents
     }
     assert {file: lines for file, lines in named.items() if lines} == {
-        "rljax/config/speculation.py": [
-            "    from rljax.papers.registry import POLICIES as OF_PAPERS",
+        "rljax/config/wing.py": [
+            "    from rljax.papers import registry",
             '    if error.name != "rljax.papers":',
         ]
     }
@@ -87,6 +87,9 @@ NEEDS_IT = {
     "speculation.choice=bandit": "speculation.choice: should be expected or fixed, got 'bandit'; the papers'",
     "speculation.epsilon=0.2": "speculation.epsilon: unknown key; ",
     "speculation={toggle: {margin: 0.1}}": "speculation.toggle: unknown key; ",
+    "cluster.pipe=ranked": "cluster.pipe: unknown key; ",
+    "cluster.race=2": "cluster.race: unknown key; ",
+    "cluster.spot.idle=1": "cluster.spot.idle: unknown key; ",
     "speculation.decoupled.window=3": "speculation.decoupled.window: unknown key; ",
 }
 

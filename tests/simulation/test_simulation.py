@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from drafters.aimd import AimdWindows
 from drafters.histospec import WIDEST
-from rljax.cluster.histopipe import RankedQueues
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import SharedQueue
-from rljax.cluster.spot import SpotRule
 from rljax.errors import ConfigError
 from rljax.models.transformer import init_params
+from rljax.papers.rhymerl.histopipe import RankedQueues
+from rljax.papers.specactor.racing import Racing
+from rljax.papers.tlt.simulated_spot import SpotTimes
+from rljax.papers.tlt.spot import SpotRule
 from rljax.planning.passes import pass_work
 from rljax.simulation.cluster import Cluster, Machines, Response
 from rljax.simulation.command import main
@@ -25,7 +26,6 @@ from rljax.simulation.costs import POLICIES, RooflineCosts, TableCosts, planned_
 from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter, aimd
 from rljax.simulation.outcome import outcome_of
 from rljax.simulation.scenario import Scenario, Workload, epochs, recorded_lengths
-from rljax.simulation.spot import SpotTimes
 from rljax.simulation.worker import Job, SimulatedWorker
 
 SECOND = RooflineCosts(0.0, 0.0, 0.0, 1.0)  # every pass takes a second
@@ -313,7 +313,7 @@ def spot_steps(update_seconds, **rule):
     spot = SpotTimes(dataclasses.replace(rule, retry=math.inf), update_seconds, lambda tokens: 1.0)
     cluster = Cluster(Machines(2, 1, SECOND, spot=spot))
     steps = cluster.run(iter([[Response(0, 0, 5), Response(1, 0, 20)]] * 2), 2)
-    return [(step.begin, step.end) for step in steps], cluster.coordinator.spot.counts
+    return [(step.begin, step.end) for step in steps], cluster.coordinator.idle_plan.counts
 
 
 def test_a_worker_trains_from_the_end_of_its_responses_to_that_of_the_rollout():
@@ -336,7 +336,7 @@ def test_a_worker_that_is_needed_ends_its_update_first():
     cluster._at(8.0, cluster._fail, "worker-1")
     (step,) = cluster.run(iter([[Response(0, 0, 5), Response(1, 0, 20)]]), 1)
     # It updates from 6 to 16, and decodes what worker-1 had from then on.
-    assert (step.end, cluster.coordinator.spot.counts.delay) == (36, 8)
+    assert (step.end, cluster.coordinator.idle_plan.counts.delay) == (36, 8)
 
 
 def test_the_same_seed_is_the_same_simulation():

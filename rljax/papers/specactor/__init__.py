@@ -16,14 +16,15 @@ Section 4.2, best-of-N.
     Algorithm 3: as responses end, the requests with the lowest acceptance get all other drafters,
         and the longest accepted prefix counts                                     `races.py`, `best_of_n.py`
 
-Races between workers, where each has a drafter of its own, are in `rljax/cluster/racing.py`.
+Races between workers, where each has a drafter of its own, are in `racing.py`.
 """
 
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rljax.config.section import CountOrOff, Rule, Section
+from rljax.config.cluster_keys import ClusterKeys
+from rljax.config.section import CountOrOff, Rule, Section, both
 from rljax.config.speculation_keys import SpeculationKeys
 from rljax.speculation.window_costs import Mode
 
@@ -118,5 +119,30 @@ RULES = (
         lambda window, *penalties: window and penalties != (1.0, 0.0, 0.0),
         f"{_WINDOW}: needs rollout.repetition_penalty 1.0, frequency_penalty 0 and presence_penalty 0; the"
         " drafter's devices do not have the policy's counts of tokens",
+    ),
+)
+
+
+class RaceKeys(ClusterKeys):
+    """Keys of races between workers."""
+
+    race: CountOrOff = Field(
+        0,
+        description="Responses of which a worker without work decodes copies, with a drafter that they have"
+        " not had (SpecActor's best-of-N); the longest copy counts. 0 never copies any. Set a few"
+        " where there are several drafters and rollouts end with few responses for long.",
+    )
+
+
+RACES_WITH_WORKERS = (
+    Rule(
+        ("cluster.race", "speculation.kinds"),
+        lambda race, kinds: race and len(kinds) < 2,
+        "cluster.race: copies need another drafter; set speculation.others, too",
+    ),
+    Rule(
+        ("cluster.race", "tools"),
+        both,
+        "cluster.race: a copy would call tools again, which may answer otherwise; set 0",
     ),
 )

@@ -1,4 +1,4 @@
-"""TLT (FastRL): which strategy drafts, by a bandit that learns from measured rewards alone.
+"""TLT (FastRL): which strategy drafts, by a bandit; and a head for it that idle workers train.
 
 Section 5.2, Algorithm 1, the Bucketed-Epsilon-Greedy selector (BEG-MAB):
 
@@ -8,15 +8,23 @@ Section 5.2, Algorithm 1, the Bucketed-Epsilon-Greedy selector (BEG-MAB):
         with probability epsilon any of V, else the one with the largest median of its last w rewards
     after it: reward = (accepted drafts + batch) / seconds
 
-The EAGLE head that TLT trains on idle devices is in `drafters/eagle`, its training on idle workers in
-`rljax/cluster/spot.py` (section 4.2), and the pool of compiled programs is the engine's (section 5.1).
+Section 4.2, the spot trainer. A worker is BUSY, IDLE or TRAINING.
+
+    once enough workers are idle, the first of them leads a session, and updates the head; the others
+        prepare features of ended responses for it                                     `spot.py`
+    when the leader is needed, or the rollout ends, it is halted at once; another idle worker goes on
+        with the head that was saved last                                              `spot_worker.py`
+    the newest head is every worker's, with its next weights                           `spot_driver.py`
+
+The EAGLE head itself is in `drafters/eagle`, and the pool of compiled programs is the engine's (section 5.1).
 """
 
 import itertools
 
 from pydantic import Field, field_validator
 
-from rljax.config.section import Buckets, Count, Rule
+from rljax.config.cluster_keys import ClusterKeys
+from rljax.config.section import Buckets, Count, CountOrOff, Rule, Section, both
 from rljax.config.speculation_keys import SpeculationKeys
 
 
@@ -60,5 +68,48 @@ RULES = (
         lambda thresholds, most: thresholds and thresholds[-1] > most and thresholds[-1],
         "speculation.batch_thresholds: from {found} responses on nothing is drafted, since"
         " speculation.max_batch is {1}; raise that, or leave the threshold and its strategies out",
+    ),
+)
+
+
+class SpotConfig(Section):
+    """Training an EAGLE head on workers that have nothing to decode (TLT, section 4.2)."""
+
+    idle: CountOrOff = Field(
+        0,
+        description="Number of workers without requests from which the first of them trains the head and the"
+        " others prepare features for it; 0 never does, and the training process trains it behind each"
+        " rollout. Set 1 where rollouts end with workers idle for long and drafts pay.",
+    )
+    save_every: Count = Field(
+        4,
+        description="Updates of the head between two times that it is saved, beside training. Lower it to"
+        " lose less where workers are lost; raise it where the head is large and the network slow.",
+    )
+
+
+class SpotKeys(ClusterKeys):
+    """Keys of training in idle time."""
+
+    spot: SpotConfig = Field(
+        SpotConfig(),
+        description="Training the head of drafts in idle time. Set spot.idle with an EAGLE head whose drafts"
+        " pay, and several workers.",
+    )
+
+
+SPOT_RULES = (
+    Rule(
+        ("cluster.spot.idle", "cluster.workers"),
+        lambda idle, workers: workers and idle >= workers,
+        "cluster.spot.idle: {0} of {1} workers are never idle within a rollout; set fewer, or more"
+        " cluster.workers",
+    ),
+)
+SPOT_WITH_WORKERS = (
+    Rule(
+        ("cluster.spot.idle", "rollout.max_staleness"),
+        both,
+        "cluster.spot.idle: with rollout.max_staleness no rollout ends, so workers are seldom idle; set 0",
     ),
 )

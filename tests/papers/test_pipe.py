@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from rljax.cluster.histopipe import (
+from rljax.cluster.router import halves
+from rljax.papers.rhymerl.histopipe import (
     OutlierRule,
     dealt,
     equal_groups,
@@ -13,9 +14,8 @@ from rljax.cluster.histopipe import (
     less_loaded,
     rank,
 )
-from rljax.cluster.racing import Copy, assign
-from rljax.cluster.router import halves
-from rljax.cluster.two_tiers import group_seconds, tier_sizes, two_steps, workers_of_groups
+from rljax.papers.rhymerl.two_tiers import group_seconds, tier_sizes, two_steps, workers_of_groups
+from rljax.papers.specactor.racing import Copy, assign
 
 PROMPTS = [(1,), (2,), (3,), (4,)]
 

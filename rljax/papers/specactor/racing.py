@@ -10,6 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rljax.cluster.messages import ALL_DRAFTERS, Key
 from rljax.cluster.router import CATCH_UP, Around, Move, QueueState, Router
+from rljax.cluster.routing import Routing
+from rljax.config.speculation import SpeculationConfig
+from rljax.papers.specactor import RaceKeys
 from rljax.requests import Request
 
 
@@ -120,3 +123,13 @@ class Racing(Around):
             self._copies.setdefault(copy.key, {})[copy.drafter] = copy.worker
             moves.append(Move(copy.key, copy.worker, True, copy.drafter))
         return moves
+
+
+class Races(Routing):
+    """Races as the cluster asks for them (`cluster.race`)."""
+
+    def __init__(self, config: RaceKeys) -> None:
+        self._most = config.race
+
+    def around(self, router: Router, speculation: SpeculationConfig) -> Router:
+        return Racing(router, list(speculation.kinds), self._most) if self._most else router

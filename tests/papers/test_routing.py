@@ -4,15 +4,23 @@ import numpy as np
 import pytest
 
 from rljax.assembly.checkpoint import ROUTING
-from rljax.cluster.histopipe import Migrating, RankedQueues
-from rljax.cluster.racing import Racing
 from rljax.cluster.router import Balancing, SharedQueue, WorkerLoad
-from rljax.cluster.routing import RolloutHistory, make_router
+from rljax.cluster.routing import make_router, make_routings
 from rljax.config.cluster import ClusterConfig
 from rljax.config.speculation import SpeculationConfig
+from rljax.papers.rhymerl.histopipe import Migrating, RankedQueues
+from rljax.papers.rhymerl.history import RolloutHistory
+from rljax.papers.specactor.racing import Racing
 from rljax.requests import Completion, DecodeStatistics, Request
 
 DRAFTS = SpeculationConfig(drafter="srt", others={"prompt_lookup": {}})
+
+
+def router_of(config, slots, history):
+    """The router of a run that knows this history."""
+    routings = make_routings(config)
+    routings[0].history = history
+    return make_router(config, routings, DRAFTS, slots)
 
 
 def rollout(lengths, training=True):
@@ -89,7 +97,7 @@ def test_a_resumed_run_knows_what_its_rollouts_were_like():
 
 def test_keys_make_routers():
     def router(**keys):
-        return make_router(ClusterConfig(workers=4, **keys), DRAFTS, 8, RolloutHistory())
+        return router_of(ClusterConfig(workers=4, **keys), 8, RolloutHistory())
 
     assert type(router()) is SharedQueue
     assert type(router(pipe="ranked")) is RankedQueues
@@ -105,7 +113,7 @@ def sized(workers, groups, lengths, **keys):
     history.learn(requests, completions)
     history.measure({"a": (DecodeStatistics(steps=10, rows=20), 7.0)})
     config = ClusterConfig(workers=workers, pipe_groups=groups, **keys)
-    router = make_router(config, DRAFTS, 1, history)
+    router = router_of(config, 1, history)
     router.begin(dict(enumerate(requests)))
     found = [router.group_of_worker(f"worker-{number}") for number in range(workers)]
     return [found.count(group) for group in range(groups)]
@@ -130,7 +138,7 @@ def test_the_fewest_and_the_most_workers_of_a_group_are_keys():
 def test_the_first_epoch_has_no_ranking_groups():
     """As long as most prompts are new, every worker takes the next ones (RhymeRL, section 6.2)."""
     history = RolloutHistory()
-    router = make_router(ClusterConfig(workers=2, pipe="ranked"), DRAFTS, 4, history)
+    router = router_of(ClusterConfig(workers=2, pipe="ranked"), 4, history)
     requests, completions = rollout({prompt: [prompt] * 2 for prompt in range(1, 9)})
     epoch = dict(enumerate(requests))
 

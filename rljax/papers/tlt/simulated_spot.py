@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rljax.cluster.messages import (
+from rljax.papers.tlt.messages import (
     Prepare,
     Prepared,
     SpotOrder,
@@ -18,7 +18,7 @@ from rljax.cluster.messages import (
     Trained,
     TrainingData,
 )
-from rljax.cluster.spot import SpotRule
+from rljax.papers.tlt.spot import SpotRule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,11 @@ import collections
 import pytest
 
 from rljax.cluster.coordinator import Coordinator
-from rljax.cluster.histopipe import RankedQueues
 from rljax.cluster.messages import Decode, Withdraw
-from rljax.cluster.racing import Racing
-from rljax.cluster.routing import RolloutHistory
 from rljax.cluster.worker import RolloutWorker
+from rljax.papers.rhymerl.histopipe import RankedQueues
+from rljax.papers.rhymerl.history import RolloutHistory
+from rljax.papers.specactor.racing import Racing
 from rljax.training import loop
 from tests.cluster.same_run import differences
 from tests.cluster.turns import Turns, local_run

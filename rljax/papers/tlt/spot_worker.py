@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from drafters.training import TrainingSession, WorkerTraining
-from rljax.cluster.messages import (
-    Event,
+from rljax.cluster.messages import Event
+from rljax.models.transformer import Params
+from rljax.papers.tlt import SpotKeys
+from rljax.papers.tlt.messages import (
     Prepare,
     Prepared,
     SpotOrder,
@@ -24,7 +26,9 @@ from rljax.cluster.messages import (
     Trained,
     TrainingData,
 )
-from rljax.models.transformer import Params
+from rljax.papers.tlt.spot_driver import spot_training
+from rljax.speculation.no_drafts import NoDrafts
+from rljax.speculation.speculator import Speculator
 
 
 class SpotWorker:
@@ -203,3 +207,19 @@ class SpotWorker:
         self._saving = None
         arrays = {name: np.asarray(leaf) for name, leaf in head.items()}
         return [dataclasses.replace(report, head=arrays)]
+
+
+def make_worker(
+    config: SpotKeys,
+    speculator: Speculator | NoDrafts,
+    params: Params,
+    name: str,
+    get: Callable[[Any], Any],
+    put: Callable[[Any], Any],
+) -> SpotWorker | None:
+    """Returns a worker's part; None without `cluster.spot.idle`. See `make_idle_worker`."""
+    training = spot_training(speculator, config)
+    if training is None:
+        return None
+    training.warm_up(params)
+    return SpotWorker(name, training, get, put)

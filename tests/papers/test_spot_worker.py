@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from rljax.cluster.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
-from rljax.cluster.spot_worker import SpotWorker
+from rljax.papers.tlt.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
+from rljax.papers.tlt.spot_worker import SpotWorker
 
 
 class Leaf(np.ndarray):

@@ -17,20 +17,11 @@ it is given to another one. No decision here can change a token, since drafts ca
 
 import collections
 import dataclasses
-from collections.abc import Callable, Container, Mapping
 
-from rljax.cluster.messages import (
-    Command,
-    Key,
-    Prepare,
-    Prepared,
-    Sample,
-    StopTraining,
-    TrainDrafter,
-    Trained,
-    TrainingData,
-)
+from rljax.cluster.idle_work import ClusterSnapshot
+from rljax.cluster.messages import Command, IdleEvent, Key, Sample
 from rljax.cluster.rollouts import Rollout
+from rljax.papers.tlt.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,23 +45,6 @@ class SpotRule:
     batch_tokens: int
     every: int = 1
     retry: float = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterSnapshot:
-    """What is under way.
-
-    Attributes:
-      workers: all that are not lost.
-      idle: the version of the weights of those that have nothing to decode and wait for nothing.
-      rollouts: those that are not forgotten, by number, the earliest first.
-      sample: returns prompt and response of a request that has ended.
-    """
-
-    workers: Container[str]
-    idle: Mapping[str, int | None]
-    rollouts: Mapping[int, Rollout]
-    sample: Callable[[Rollout, Key], Sample]
 
 
 @dataclasses.dataclass
@@ -183,10 +157,11 @@ class SpotTraining:
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def on(self, event: Prepared | Trained, now: float) -> list[Command]:
+    def on(self, event: IdleEvent, now: float) -> list[Command]:
         """Takes what a worker says about its training."""
         if isinstance(event, Prepared):
             return self._prepared(event)
+        assert isinstance(event, Trained)
         self._trained(event, now)
         return []
 

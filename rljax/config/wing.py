@@ -1,0 +1,39 @@
+"""The wing of the papers, as far as a config goes: the only import from `rljax/papers`.
+
+Without the wing its names and keys are unknown.
+"""
+
+import pkgutil
+from typing import Any
+
+from rljax.config.cluster_keys import Mechanism
+from rljax.config.speculation_keys import Policy
+from rljax.errors import ConfigError
+
+try:
+    from rljax.papers import registry
+except ModuleNotFoundError as error:
+    if error.name != "rljax.papers":
+        raise
+    registry = None  # type: ignore[assignment]
+
+POLICIES: dict[str, Policy] = {} if registry is None else registry.POLICIES
+"""How much is drafted (`speculation.py`), by name."""
+MECHANISMS: dict[str, Mechanism] = {} if registry is None else registry.MECHANISMS
+"""What is added to rollouts of workers (`cluster.py`), by paper."""
+SIMULATED: dict[str, str] = {} if registry is None else registry.SIMULATED
+"""What the simulator needs of them, as `module:name`."""
+ABSENT = "rljax/papers, which is not here"
+MISSING = "" if registry is not None else f"; the papers' mechanisms and their keys need {ABSENT}"
+"""The end of errors about what may be missing."""
+
+
+def simulated(name: str) -> Any:
+    """Returns what the simulator needs of the papers by its name.
+
+    Raises:
+      ConfigError: the wing is not here.
+    """
+    if name not in SIMULATED:
+        raise ConfigError(f"router, race, spot: {name} needs {ABSENT}")
+    return pkgutil.resolve_name(SIMULATED[name])

@@ -1,0 +1,110 @@
+"""The driver's part of training in idle time: the head goes to who leads, and comes back."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from drafters.training import WorkerTraining
+from rljax.cluster.messages import IdleEvent, IdleOrder
+from rljax.errors import ConfigError
+from rljax.papers.tlt import SpotKeys
+from rljax.papers.tlt.messages import TrainDrafter, Trained
+from rljax.papers.tlt.spot import SpotCounts, SpotRule, SpotTraining
+from rljax.speculation.no_drafts import NoDrafts
+from rljax.speculation.speculator import Speculator
+
+_SETTLE = 1.0  # seconds that a rollout waits for the head of a session that was halted, at most
+_WAIT = 0.02  # seconds between two looks, meanwhile
+
+
+def spot_training(speculator: Speculator | NoDrafts, config: SpotKeys) -> WorkerTraining | None:
+    """Returns the training of the drafter that workers train (`cluster.spot`); None for none."""
+    if not config.spot.idle:
+        return None
+    offered = (training.spot for training in speculator.training.values())
+    return next((spot for spot in offered if spot is not None), None)
+
+
+def make_driver(
+    config: SpotKeys, speculator: Speculator | NoDrafts, put: Callable[[Any], Any]
+) -> "SpotDriver | None":
+    """Returns the driver's part; None without `cluster.spot.idle`. See `make_idle_work`.
+
+    Raises:
+      ConfigError: workers are to train a drafter and there is none, or it is not trained.
+    """
+    if not config.spot.idle:
+        return None
+    training = spot_training(speculator, config)
+    if training is None or not training.limits.updates:
+        raise ConfigError(
+            "cluster.spot.idle: no drafter is trained; set speculation.drafter=eagle with slices and without"
+            " train: false, or 0"
+        )
+    training.delegate()
+    return SpotDriver(config, training, put)
+
+
+class SpotDriver:
+    """See the module's docstring.
+
+    Args:
+      config: keys of the cluster.
+      training: of the drafter that workers train.
+      put: stores a value, and returns a reference to it.
+
+    Attributes:
+      plan: see `SpotTraining`.
+    """
+
+    def __init__(self, config: SpotKeys, training: WorkerTraining, put: Callable[[Any], Any]) -> None:
+        limits = dataclasses.astuple(training.limits)
+        self.plan = SpotTraining(SpotRule(config.spot.idle, config.spot.save_every, *limits))
+        self._training, self._put = training, put
+        self._trained: Trained | None = None  # with a head that has not been taken over
+        self._head: Any = None  # reference to what the next session goes on from
+        self._counted, self._settle_seconds = SpotCounts(), 0.0
+
+    def hear(self, event: IdleEvent) -> None:
+        """Keeps the head that a session has saved, unless it is older than what is known."""
+        if isinstance(event, Trained) and event.head is not None and self.plan.takes(event):
+            self._trained, self._head = event, self._put(event.head)
+
+    def completed(self, order: IdleOrder) -> IdleOrder:
+        """Returns an order; one to lead with the head that the session goes on from."""
+        if not isinstance(order, TrainDrafter):
+            return order
+        if self._head is None:
+            saved = self._training.saved()
+            self._head = self._put(saved) if saved else None
+        return dataclasses.replace(order, head=self._head)
+
+    def settle(self, listen: Callable[[float], None]) -> None:
+        """Waits until a session that was halted has said how far it went, so that all workers draft with the
+        newest head. The policy's update has mostly taken longer.
+        """
+        start = time.perf_counter()
+        while not self.plan.settled and time.perf_counter() - start < _SETTLE:
+            listen(_WAIT)
+        self._settle_seconds += time.perf_counter() - start
+
+    def adopt(self) -> bool:
+        """Takes over the head that workers have saved last: for checkpoints, and for all workers with their
+        next weights. Returns whether there is one.
+        """
+        trained, self._trained = self._trained, None
+        if trained is None:
+            return False
+        self._training.adopt(trained.head, trained.metrics)
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Returns counts since the last call."""
+        before, self._counted = self._counted, dataclasses.replace(self.plan.counts)
+        metrics = {
+            f"cluster/spot_{name}": value - getattr(before, name)
+            for name, value in dataclasses.asdict(self._counted).items()
+        }
+        seconds, self._settle_seconds = self._settle_seconds, 0.0
+        return metrics | {"cluster/spot_settle_seconds": seconds}
