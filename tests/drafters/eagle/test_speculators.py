@@ -270,7 +270,7 @@ def test_the_tokens_are_those_of_plain_decoding(drafter, train, tmp_path):
     """Frozen, and trained on."""
     args = {"path": str(tmp_path / "head"), "pack_length": 64, "depths": [1, 3], "slices": 2, "train": train}
     if drafter == "block":
-        write_dflash(tmp_path / "head", CONFIG, layers=(1, 2), tokens=None)
+        write_dflash(tmp_path / "head", CONFIG, layers=(0, 1), tokens=None)
         args["block_size"] = BLOCK - 1
     else:
         write_speculators_eagle3(tmp_path / "head", CONFIG, np.arange(40), norm_before_residual=True)
