@@ -102,7 +102,7 @@ def test_drafters_ahead_the_ladder_and_races(world, alone, monkeypatch, tmp_path
     )
     clustered, _ = local_run(world, "ahead", monkeypatch, *keys)
     assert not differences(alone, clustered)
-    assert set(copies) == {"small_model", "prompt_lookup"}
+    assert copies and set(copies) <= {"small_model", "prompt_lookup"}  # which, times decide
     assert sum(line.get("speculation/drafted", 0) for line in clustered.metrics) > 0
 
 
