@@ -127,26 +127,6 @@ PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("  ", -1000.0, 
 PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
 JOINED = "_t he _the in an hen then _and er re here _ t h e n r i a d + 1".replace("_", "\u2581").split()
 PIECES += [(piece, -float(rank), 1) for rank, piece in enumerate(JOINED)]
-PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
-PIECES += [
-    (piece, -float(rank), 1)
-    for rank, piece in enumerate(
-        [
-            "\u2581t",
-            "he",
-            "\u2581the",
-            "in",
-            "an",
-            "hen",
-            "then",
-            "\u2581and",
-            "er",
-            "re",
-            "here",
-            *"\u2581thenriad+1",
-        ]
-    )
-]
 """Token, score and type of a vocabulary of SentencePiece."""
 
 
