@@ -1,4 +1,4 @@
-"""The smallest config of an experiment, as text and as an object."""
+"""The smallest config of an experiment, as text and as an object, and tables of what is refused."""
 
 from typing import Any
 
@@ -16,3 +16,9 @@ def experiment(**sections: Any) -> ExperimentConfig:
     """Returns a valid experiment with these sections in the place of its own, or raises ValidationError."""
     least = {"run_dir": "runs/x", "policy": {"path": "base"}, "task": {"name": "chain_arithmetic"}}
     return ExperimentConfig.model_validate({**least, **sections})
+
+
+def table(text: str) -> list[list[str]]:
+    """Returns the rows of a table in text: a line each, cells between " -> "; an indented line goes on."""
+    lines = text.strip("\n").replace("\n    ", " ").splitlines()
+    return [[cell.strip() for cell in line.split(" -> ")] for line in lines]

@@ -37,13 +37,8 @@ class Hub:
 
     def fetched(self) -> list[str]:
         """Returns the names of the files that were asked for, sorted."""
-        return sorted(
-            {
-                line.rpartition("/")[2]
-                for line in self.asked
-                if line.startswith("GET /") and "/resolve/" in line
-            }
-        )
+        asked = (line for line in self.asked if line.startswith("GET /") and "/resolve/" in line)
+        return sorted({line.rpartition("/")[2] for line in asked})
 
     def answer(self, path: str, has_token: bool) -> tuple[int, dict[str, str], bytes]:
         """Returns status, headers and body."""

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 
 from rljax.commands.console import COMMANDS, main
 from rljax.provenance import command_line
+from tests.configs import table
 from tests.scripts import SCRIPTS, load_script
+
+ROOT = SCRIPTS.parent
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -29,45 +33,33 @@ def test_the_script_of_the_same_name_is_the_same_command(name):
 
 def test_an_unknown_command_is_one_line(capsys):
     assert main(["trian"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        said.startswith("error: rljax trian: no such command; did you mean 'train'?")
-        and said.count("\n") == 1
-    )
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: rljax trian: no such command; did you mean 'train'?")
     assert main([]) == 2
-    assert all(f"  {name} " in capsys.readouterr().out for name in ["train"])
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)
 
 
 HEAVY = ("jax", "flax", "orbax", "numba", "numpy", "matplotlib", "transformers", "torch")
-REFUSED = [  # with what each should name
-    (["train", "--config", "quickstart", "polcy.path=x"], "polcy.path: unknown key"),
-    (["train", "--config", "quickstart", "task.args.max_term=3"], "task.args.max_term: "),
-    (
-        ["train", "--config", "quickstart", "task={name: mixture, mixture: [{name: x}]}"],
-        "task.mixture.0.name: ",
-    ),
-    (["train", "--config", "quickstart", "speculation.drafter=srrt"], "speculation.drafter: unknown drafter"),
-    (
-        ["train", "--config", "quickstart", "speculation={drafter: eagle, args: {dephts: [2]}}"],
-        "speculation.args.dephts: eagle has no such argument; did you mean 'depths'?",
-    ),
-    (
-        ["train", "--config", "quickstart", "speculation={drafter: srt, others: {quantized: {bit: 8}}}"],
-        "speculation.others.quantized.bit: ",
-    ),
-    (["train", "--config", "quickstart", "speculation.args.rollouts=3"], "speculation.args.rollouts: "),
-    (["plan", "--config", "quickstart", "--topology", "v5e:2x4", "polcy.path=x"], "polcy.path"),
-    (
-        ["plan", "--config", "quickstart", "--topology", "v5e:2x4", "speculation.drafter=srrt"],
-        "speculation.drafter: ",
-    ),
-    (["evaluate", "nowhere", "task.name=chain_arithmetic"], "nowhere does not exist"),
-    (["generate", "nowhere", "1+1"], "nowhere does not exist"),
-    (["generate", "nowhere", "1+1", "--max-tokens", "0"], "--max-tokens: 0"),
-    (["generate", "nowhere", "1+1", "--drafter", "srrt"], "--drafter: unknown drafter 'srrt'; did you mean"),
-    (["serve", "nowhere", "--port", "0"], "nowhere does not exist"),
-    (["export", "nowhere", "exported"], "nowhere does not exist"),
-]
+REFUSED = """
+train --config quickstart polcy.path=x -> polcy.path: unknown key
+train --config quickstart task.args.max_term=3 -> task.args.max_term:
+train --config quickstart 'task={name: mixture, mixture: [{name: x}]}' -> task.mixture.0.name:
+train --config quickstart speculation.drafter=srrt -> speculation.drafter: unknown drafter
+train --config quickstart 'speculation={drafter: eagle, args: {dephts: [2]}}'
+    -> speculation.args.dephts: eagle has no such argument; did you mean 'depths'?
+train --config quickstart 'speculation={drafter: srt, others: {quantized: {bit: 8}}}'
+    -> speculation.others.quantized.bit:
+train --config quickstart speculation.args.rollouts=3 -> speculation.args.rollouts:
+plan --config quickstart --topology v5e:2x4 polcy.path=x -> polcy.path
+plan --config quickstart --topology v5e:2x4 speculation.drafter=srrt -> speculation.drafter:
+evaluate nowhere task.name=chain_arithmetic -> nowhere does not exist
+generate nowhere 1+1 -> nowhere does not exist
+generate nowhere 1+1 --max-tokens 0 -> --max-tokens: 0
+generate nowhere 1+1 --drafter srrt -> --drafter: unknown drafter 'srrt'; did you mean
+serve nowhere --port 0 -> nowhere does not exist
+export nowhere exported -> nowhere does not exist
+"""
 
 
 def test_what_is_misspelt_is_refused_before_anything_heavy_is_imported(tmp_path):
@@ -78,19 +70,12 @@ def test_what_is_misspelt_is_refused_before_anything_heavy_is_imported(tmp_path)
         "    print(main(arguments), flush=True)\n"
         "print(sorted(set(json.loads(sys.argv[2])) & set(sys.modules)))"
     )
-    arguments = [json.dumps([arguments for arguments, _ in REFUSED]), json.dumps(HEAVY)]
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout.splitlines() == [*["2"] * len(REFUSED), "[]"]
-    said = ended.stderr.splitlines()
-    assert len(said) == len(REFUSED)
-    for line, (_, named) in zip(said, REFUSED, strict=True):
+    refused = table(REFUSED)
+    arguments = [json.dumps([shlex.split(words) for words, _ in refused]), json.dumps(HEAVY)]
+    command, environment = [sys.executable, "-c", code, *arguments], os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == [*["2"] * len(refused), "[]"]
+    for line, (_, named) in zip(ended.stderr.splitlines(), refused, strict=True):
         assert line.startswith(f"error: {named}"), line
 
 
@@ -103,7 +88,7 @@ def test_a_run_says_where_it_is_before_jax_is_imported(tmp_path):
         "main(['train', '--config', 'quickstart', 'run_dir=here'])"
     )
     command = [sys.executable, "-c", code]
-    environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.stdout == "run: here False\n", ended.stderr
 

@@ -9,50 +9,57 @@ from rljax.run_directory import RunDirectory
 from tests.test_run_directory import make_config
 
 
-def harmless(**sections):
-    return {change.name: change.harmless for change in config_changes(make_config(), make_config(**sections))}
+@pytest.fixture
+def changes(config_file):
+    """Changes from a config with `before` to that with overrides, and back."""
+
+    def changes(*overrides, before=()):
+        old, new = load_config(config_file, before), load_config(config_file, [*before, *overrides])
+        there, back = (
+            {each.name: each.harmless for each in config_changes(*pair)} for pair in ((old, new), (new, old))
+        )
+        assert there == back
+        return there
+
+    return changes
 
 
-def test_what_changes_no_number_is_harmless():
-    assert harmless(
-        run_dir="elsewhere",
-        training={"steps": 7},
-        checkpoint={"every": 3, "keep_every": 6, "on_failure": "go_on"},
-        evaluation={"every": 2},
-        speculation={"drafter": "srt"},
-        engine={"max_slots": 8, "batch_buckets": [8], "decode_steps_per_sync": 4, "compilation_cache": None},
-    ) == dict.fromkeys(
-        (
-            "run_dir",
-            "training.steps",
-            "checkpoint.every",
-            "checkpoint.keep_every",
-            "checkpoint.on_failure",
-            "evaluation.every",
-            "speculation.drafter",
-            "engine.max_slots",
-            "engine.batch_buckets",
-            "engine.decode_steps_per_sync",
-            "engine.compilation_cache",
-        ),
-        True,
-    )
+HARMLESS = """run_dir=elsewhere training.steps=7 checkpoint.every=3 checkpoint.keep_every=10
+checkpoint.on_failure=go_on evaluation.every=2 speculation.drafter=srt engine.max_slots=8
+engine.batch_buckets=[64] engine.decode_steps_per_sync=4 engine.compilation_cache=null
+engine.row_invariant=true engine.row_invariant=warn"""
+OTHERS = """seed=1 task.args.b=2 rollout.temperature=0.5 algorithm.clip_high=0.3 optimizer.learning_rate=1e-5
+engine.row_invariant=false engine.verification=target_only training.minibatches_per_step=2 mesh.data=2
+kernels.compaction=xla"""
+
+
+@pytest.mark.parametrize("override", HARMLESS.split())
+def test_what_changes_no_number_is_harmless(changes, override):
+    assert changes(override) == {override.partition("=")[0]: True}
+
+
+@pytest.mark.parametrize("override", OTHERS.split())
+def test_what_changes_the_experiment_is_not(changes, override):
+    assert changes(override)[override.partition("=")[0]] is False
 
 
 @pytest.mark.parametrize(("dtype", "same"), [("float32", True), ("bfloat16", False)])
-def test_outlined_layers_change_bits_in_bfloat16_only(dtype, same):
-    policy = make_config().policy.model_dump() | {"compute_dtype": dtype}
-    old = make_config(policy=policy | {"outline_layers": "off"})
-    (change,) = config_changes(old, make_config(policy=policy | {"outline_layers": "on"}))
-    assert (change.name, change.harmless) == ("policy.outline_layers", same)
+def test_outlined_layers_change_bits_in_bfloat16_only(changes, dtype, same):
+    before = [f"policy.compute_dtype={dtype}", "policy.outline_layers=off"]
+    assert changes("policy.outline_layers=on", before=before) == {"policy.outline_layers": same}
 
 
-@pytest.mark.parametrize("setting", [True, "warn"])
-def test_what_happens_where_nothing_is_exact_changes_no_bit(setting):
-    other = make_config(engine={"row_invariant": setting})
-    for old, new in ((make_config(), other), (other, make_config())):
-        (change,) = config_changes(old, new)
-        assert (change.name, change.harmless) == ("engine.row_invariant", True)
+def test_scheduling_is_harmless_only_where_rows_are_invariant(changes):
+    found = changes(
+        "engine.max_slots=8", "engine.compilation_cache=null", before=["engine.row_invariant=false"]
+    )
+    assert found == {"engine.max_slots": False, "engine.compilation_cache": True}
+
+
+@pytest.mark.parametrize("engine", ["engine.row_invariant=false", "engine.verification=target_only"])
+def test_drafts_are_harmless_only_where_they_change_no_token(changes, engine):
+    """Without row-invariance a pass that verifies computes other logits: near-ties flip."""
+    assert changes("speculation.drafter=srt", before=[engine]) == {"speculation.drafter": False}
 
 
 @pytest.mark.parametrize(
@@ -81,40 +88,6 @@ def test_a_run_that_goes_on_keeps_its_number_type(run):
     assert recorded == "bfloat16"
     resumed = with_compute_dtype(make_config(), "cpu", recorded)
     assert run.begin(resumed) == []
-
-
-@pytest.mark.parametrize(
-    ("sections", "name"),
-    [
-        ({"seed": 1}, "seed"),
-        ({"task": {"name": "t", "args": {"a": 1, "b": 2}}}, "task.args.b"),
-        ({"rollout": {"temperature": 0.5}}, "rollout.temperature"),
-        ({"algorithm": {"clip_high": 0.3}}, "algorithm.clip_high"),
-        ({"optimizer": {"learning_rate": 1e-5}}, "optimizer.learning_rate"),
-        ({"engine": {"row_invariant": False}}, "engine.row_invariant"),
-        ({"engine": {"verification": "target_only"}}, "engine.verification"),
-        ({"training": {"minibatches_per_step": 2}}, "training.minibatches_per_step"),
-        ({"mesh": {"data": 2}}, "mesh.data"),
-        ({"kernels": {"compaction": "xla"}}, "kernels.compaction"),
-    ],
-)
-def test_what_changes_the_experiment_is_not(sections, name):
-    assert harmless(**sections)[name] is False
-
-
-def test_scheduling_is_harmless_only_where_rows_are_invariant():
-    one = make_config(engine={"row_invariant": False})
-    other = make_config(engine={"row_invariant": False, "max_slots": 8, "compilation_cache": None})
-    changes = {change.name: change.harmless for change in config_changes(one, other)}
-    assert changes == {"engine.max_slots": False, "engine.compilation_cache": True}
-
-
-@pytest.mark.parametrize("engine", [{"row_invariant": False}, {"verification": "target_only"}])
-def test_drafts_are_harmless_only_where_they_change_no_token(engine):
-    """Without row-invariance a pass that verifies computes other logits: near-ties flip."""
-    drafted = make_config(engine=engine, speculation={"drafter": "srt"})
-    change, *_ = config_changes(make_config(engine=engine), drafted)
-    assert (change.name, change.harmless) == ("speculation.drafter", False)
 
 
 @pytest.fixture

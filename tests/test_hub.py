@@ -210,15 +210,16 @@ def test_what_cannot_be_had_is_one_line(stand_in, files, monkeypatch):
     assert hub.local_directory("org/gated").is_dir()
 
 
-def test_a_hub_that_does_not_answer(stand_in, monkeypatch):
+def test_without_a_hub_or_the_library(stand_in, monkeypatch):
+    assert hub.state().startswith(f"{stand_in.url} answers")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     assert error_of(hub.local_directory, "org/none") == (
         "org/none: there is no such directory here, nor model in the cache, and http://127.0.0.1:1 cannot be"
         " reached"
     )
-
-
-def test_without_the_library(stand_in, monkeypatch):
+    assert hub.state().startswith("http://127.0.0.1:1 does not answer ([Errno 111] Connection refused):")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.state().startswith("not asked: HF_HUB_OFFLINE is set")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert error_of(hub.local_directory, "org/tiny") == (
         "org/tiny: there is no such directory; a model of the hub needs pip install huggingface_hub"
@@ -251,14 +252,8 @@ def test_a_run_keeps_its_commit(stand_in, files):
 
 def test_adapters_and_drafters_have_commits_too(stand_in, files):
     at = f"org/tiny@{stand_in.push('org/tiny', files)}"
-    speculation = {
-        "drafter": "small_model",
-        "args": {"path": "org/tiny"},
-        "others": {
-            "head": {"kind": "eagle", "path": "org/tiny"},
-            "mine": {"kind": "a.py:B", "path": "org/tiny"},
-        },
-    }
+    others = {"head": {"kind": "eagle", "path": "org/tiny"}, "mine": {"kind": "a.py:B", "path": "org/tiny"}}
+    speculation = {"drafter": "small_model", "args": {"path": "org/tiny"}, "others": others}
     policy = {"path": "org/tiny", "lora": {"path": "org/tiny"}}
     config = with_commits(config_of("org/tiny", policy=policy, speculation=speculation))
     assert (config.policy.path, config.policy.lora.path, config.speculation.args["path"]) == (at, at, at)
@@ -297,35 +292,8 @@ for name in sys.argv[1:]:
 
 
 def test_datasets_have_revisions_too(stand_in, tmp_path):
+    """Offline, those that are cached, of the revision that is asked for."""
     pytest.importorskip("datasets")
-    stand_in.push("org/sums", {"train.jsonl": b'{"question": "1+1="}\n'}, "v1")
-    stand_in.push("org/sums", {"train.jsonl": b'{"question": "2+2="}\n'})
-    stand_in.push("org/gated", {"train.jsonl": b'{"question": "3+3="}\n'})
-    stand_in.gated.add("org/gated")
-    settings = {"HF_ENDPOINT": stand_in.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    names = ("org/sums", "org/sums@v1", "org/sums@v9", "org/none", "org/gated")
-    command = [sys.executable, "-c", _READ, *names]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
-    first, second, *errors = done.stdout.splitlines()
-    assert first == "('sums/train:0', {'question': '2+2='})"
-    assert second == "('sums@v1/train:0', {'question': '1+1='})"
-    for line, (name, reason) in zip(
-        errors,
-        {
-            "org/sums@v9": "Revision 'v9' doesn't exist for dataset 'org/sums' on the Hub.",
-            "org/none": "Dataset 'org/none' doesn't exist on the Hub or cannot be accessed.",
-            "org/gated": "Dataset 'org/gated' is a gated dataset on the Hub.",
-        }.items(),
-        strict=True,
-    ):
-        assert line.startswith(f"task.args.hub: cannot load {name!r}, split 'train': {reason}")
-
-
-def test_datasets_offline_are_of_the_revision_that_is_asked_for(stand_in, tmp_path):
-    pytest.importorskip("datasets")
-    old = stand_in.push("org/sums", {"train.jsonl": b'{"question": "1+1="}\n'}, "v1")
-    stand_in.push("org/sums", {"train.jsonl": b'{"question": "2+2="}\n'}, "v2")
-    other = stand_in.push("org/sums", {"train.jsonl": b'{"question": "3+3="}\n'}, "v3")
     home = {"HF_ENDPOINT": stand_in.url, "HF_HOME": str(tmp_path / "home")}
 
     def read(offline, *names):
@@ -334,21 +302,33 @@ def test_datasets_offline_are_of_the_revision_that_is_asked_for(stand_in, tmp_pa
         done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
         return done.stdout.splitlines()
 
-    online = read("0", "org/sums@v1", "org/sums@v2")
+    def assert_refused(errors, reasons):
+        for error, (name, reason) in zip(errors, reasons.items(), strict=True):
+            assert (
+                error.startswith(f"task.args.hub: cannot load {name!r}, split 'train': ") and reason in error
+            )
+
+    push = lambda name, sum, *refs: stand_in.push(  # noqa: E731
+        name, {"train.jsonl": b'{"question": "%s"}\n' % sum}, *refs
+    )
+    old = push("org/sums", b"1+1=", "v1")
+    push("org/sums", b"2+2=", "v2")
+    push("org/gated", b"3+3=")
+    stand_in.gated.add("org/gated")
+    of_hub = {
+        "org/sums@v9": "Revision 'v9' doesn't exist for dataset 'org/sums' on the Hub.",
+        "org/none": "Dataset 'org/none' doesn't exist on the Hub or cannot be accessed.",
+        "org/gated": "Dataset 'org/gated' is a gated dataset on the Hub.",
+    }
+    newest, *found = read("0", "org/sums", "org/sums@v1", "org/sums@v2", *of_hub)
+    assert newest == "('sums/train:0', {'question': '2+2='})"
+    assert found[0] == "('sums@v1/train:0', {'question': '1+1='})"
+    assert_refused(found[2:], of_hub)
+    other = push("org/sums", b"4+4=", "v3")
     stand_in.asked.clear()
-    assert read("1", "org/sums@v1", "org/sums@v2") == online
-    names = [f"org/sums@{old}", f"org/sums@{other}", "org/sums@v3", "org/none@v1"]
-    found, *errors = read("1", *names)
-    assert found == f"('sums@{old}/train:0', {{'question': '1+1='}})"
-    for error, name in zip(errors, names[1:], strict=True):
-        assert error.startswith(f"task.args.hub: cannot load {name!r}, split 'train': ")
-        assert "Cache directory for sums doesn't exist" in error or "Couldn't reach 'org/none'" in error
+    unknown = dict.fromkeys((f"org/sums@{other}", "org/sums@v3"), "Cache directory for sums doesn't exist")
+    unknown["org/none@v1"] = "Couldn't reach 'org/none'"
+    one, two, three, *errors = read("1", "org/sums@v1", "org/sums@v2", f"org/sums@{old}", *unknown)
+    assert [one, two] == found[:2] and three == f"('sums@{old}/train:0', {{'question': '1+1='}})"
+    assert_refused(errors, unknown)
     assert stand_in.asked == []
-
-
-def test_whether_the_hub_answers(stand_in, monkeypatch):
-    assert hub.state().startswith(f"{stand_in.url} answers")
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert hub.state().startswith("http://127.0.0.1:1 does not answer ([Errno 111] Connection refused):")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert hub.state().startswith("not asked: HF_HUB_OFFLINE is set")

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -17,27 +18,17 @@ from rljax.training.interruption import StopRequest
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    """Seconds that pass only when told."""
+    return types.SimpleNamespace(now=100.0)
 
 
 def make(clock, terminal, width=100):
     file = io.StringIO()
-    console = Console(
-        file=file, force_terminal=terminal, width=width, color_system=None, legacy_windows=False
-    )
-    return Progress(console, interval=5.0, clock=clock), file
+    how = {"force_terminal": terminal, "color_system": None, "legacy_windows": False}
+    console = Console(file=file, width=width, **how)
+    return Progress(console, interval=5.0, clock=lambda: clock.now), file
 
 
 def run_stage(progress, clock, steps=3, seconds=10.0):
@@ -69,19 +60,16 @@ def test_plain_lines(clock):
     ]
 
 
-def test_plain_lines_inside_a_step_keep_their_distance(clock):
+def test_plain_lines_keep_their_distance(clock):
+    """Inside a step, and in a stage whose steps are short, where the last one is shown."""
     progress, file = make(clock, terminal=False)
     with progress:
         progress.stage("grpo", total=1)
         for _ in range(1000):
             clock.now += 0.02
             progress.update("rollout")
-    assert (
-        len(file.getvalue().splitlines()) == 1 + 3
-    )  # 20 seconds: at 5, 10 and 15 (20 is a rounding error short)
-
-
-def test_plain_lines_of_sparse_stages_keep_their_distance_but_show_the_last(clock):
+    # 20 seconds: at 5, 10 and 15 (20 is a rounding error short)
+    assert len(file.getvalue().splitlines()) == 1 + 3
     progress, file = make(clock, terminal=False)
     with progress:
         progress.stage("warm start", total=23, sparse=True)
@@ -234,9 +222,8 @@ print(stop.signal.name, "saved", file=sys.stderr)
 def _finish_a_step(stdout):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", _STEP]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": stdout, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, env=environment, text=True)
 
 
 def test_a_reader_that_has_gone_costs_nothing():

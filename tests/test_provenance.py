@@ -24,21 +24,22 @@ def test_machine_facts():
         assert facts["accelerator"] is None
 
 
-def test_commit_and_whether_it_is_what_ran(tmp_path):
-    def git(*arguments):
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        command = ["git", "-C", str(tmp_path), *identity, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+def git(where, *arguments):
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    command = ["git", "-C", str(where), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
+
+def test_commit_and_whether_it_is_what_ran(tmp_path):
     assert git_commit(tmp_path / "nowhere") is None
-    git("init", "-q")
+    git(tmp_path, "init", "-q")
     (tmp_path / "code.py").write_text("1")
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "engine.json").write_text("1")
-    git("add", ".")
-    git("commit", "-q", "-m", "first")
-    head = git("rev-parse", "HEAD")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    head = git(tmp_path, "rev-parse", "HEAD")
     assert git_commit(tmp_path) == head
     (results / "engine.json").write_text("2")
     (tmp_path / "notes.txt").write_text("untracked")
@@ -72,13 +73,10 @@ def unknown_commits(directory, repository):
     base. Of a shallow clone, and where there is no git, those with one that is no hash: nothing else can be
     known.
     """
-
-    def git(*arguments):
-        command = ["git", "-C", str(repository), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-
-    whole = (repository / ".git").exists() and git("rev-parse", "--is-shallow-repository") == ["false"]
-    history = set(git("rev-list", "HEAD")) if whole else None
+    is_whole = (repository / ".git").exists() and git(
+        repository, "rev-parse", "--is-shallow-repository"
+    ) == "false"
+    history = set(git(repository, "rev-list", "HEAD").split()) if is_whole else None
     found = []
     for path in sorted(directory.glob("*.json")):
         for commit in commits_of(json.loads(path.read_text(encoding="utf-8"))):
@@ -94,10 +92,6 @@ def test_every_result_names_a_commit_of_this_history():
 
 
 def test_a_result_of_an_unknown_commit_is_found(tmp_path):
-    def git(where, *arguments):
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-        subprocess.run(["git", "-C", where, *identity, *arguments], check=True, capture_output=True)
-
     source, results = tmp_path / "source", tmp_path / "results"
     source.mkdir()
     results.mkdir()

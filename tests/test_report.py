@@ -59,10 +59,8 @@ def test_figures_and_plot(tmp_path, capsys):
     assert tail["rollout_seconds"] == 1.5
     assert (tail["minutes"], tail["commits"]) == (2.0, ["abc"])
     resumed = rows["two/longest response"]
-    assert (resumed["minutes"], resumed["commits"]) == (
-        None,
-        ["new", "old"],
-    )  # one process's time is not the run's
+    # One process's time is not the run's.
+    assert (resumed["minutes"], resumed["commits"]) == (None, ["new", "old"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "one/held-out reward" in out and out.endswith("report: report.html\n")

@@ -1,6 +1,7 @@
 """Environments: their episodes, the places where they run, and what happens where they fail."""
 
 import pytest
+import yaml
 
 from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
@@ -9,6 +10,7 @@ from rljax.environments.guess_number import GuessNumber
 from rljax.environments.task import environment_of
 from rljax.errors import ConfigError, UserError
 from rljax.tasks.base import SPLITS, Problem, is_heldout
+from tests.configs import table
 from tests.environments.stand_ins import Counting
 
 PATH = "tests.environments.stand_ins:Counting"
@@ -78,37 +80,33 @@ def test_a_step_that_is_none_is_the_environments_mistake(turn, says):
         Episodes(environment).step("a", environment.problem("train", 0), [turn], False)
 
 
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ({"name": "tests.environments.stand_ins:NoStep"}, "task.name: .* has no method step"),
-        ({"name": "tests.environments.stand_ins:Absent"}, "task.name: .* has no Absent"),
-        ({"name": "no_such_module:A"}, "task.name: .*importing no_such_module raised"),
-        ({"name": "a:"}, "task.name: write it as module:name"),
-        ({"args": {"second": 1}}, "task.name: .*cannot be called with its args"),
-        ({"args": {"first": -1}}, "task.name: .*first is below 0"),
-        ({"name": "guess_number", "args": {"number": 4}}, r"task.args.number: .*did you mean 'numbers'\?"),
-        ({"name": "guess_number", "args": {"numbers": 1}}, "task.args.numbers: must be an integer from 2"),
-        ({"name": "guess_numbr"}, "task.name: .*did you mean 'guess_number'"),
-        ({"name": "verifiers"}, "task.args.environment: must be set for verifiers"),
-        ({"name": "guess_number", "rewards": [{"name": "exact"}]}, "task.rewards: guess_number is an env"),
-        (
-            {"name": "mixture", "mixture": [{"name": "guess_number"}]},
-            "task.mixture.0.name: guess_number is an environment",
-        ),
-    ],
-)
+MISTAKES = """
+{name: 'tests.environments.stand_ins:NoStep'} -> task.name: .* has no method step
+{name: 'tests.environments.stand_ins:Absent'} -> task.name: .* has no Absent
+{name: 'no_such_module:A'} -> task.name: .*importing no_such_module raised
+{name: 'a:'} -> task.name: write it as module:name
+{args: {second: 1}} -> task.name: .*cannot be called with its args
+{args: {first: -1}} -> task.name: .*first is below 0
+{name: guess_number, args: {number: 4}} -> task.args.number: .*did you mean 'numbers'[?]
+{name: guess_number, args: {numbers: 1}} -> task.args.numbers: must be an integer from 2
+{name: guess_numbr} -> task.name: .*did you mean 'guess_number'
+{name: verifiers} -> task.args.environment: must be set for verifiers
+{name: guess_number, rewards: [{name: exact}]} -> task.rewards: guess_number is an env
+{name: mixture, mixture: [{name: guess_number}]} -> task.mixture.0.name: guess_number is an environment
+"""
+
+
+@pytest.mark.parametrize(("section", "says"), table(MISTAKES))
 def test_a_mistake_is_one_line_that_names_the_key(section, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        make(**section)
+        make(**yaml.safe_load(section))
     assert "\n" not in str(caught.value)
 
 
 def test_an_environment_that_raises_stops_the_run_by_default():
     task = make("guess_number")
-    with pytest.raises(
-        UserError, match=r"task.name \(guess_number\): raised .*; problem train/0, turn 1"
-    ) as e:
+    says = r"task.name \(guess_number\): raised .*; problem train/0, turn 1"
+    with pytest.raises(UserError, match=says) as e:
         task.step("a", Problem("train/0", (), "7", 0), ["7"], False)
     assert "task.reward_errors: zero" in str(e.value)
     with pytest.raises(UserError, match="rewards turns and not a text"):
@@ -127,10 +125,7 @@ def test_an_environment_in_epochs():
 def test_a_known_problem_never_changes():
     """Resume depends on these literals: a change here changes the data of every run."""
     problem = GuessNumber(0).problem("train", 0)
-    assert (problem.id, problem.messages[0]["content"], problem.answer) == KNOWN
-
-
-KNOWN = ("train/0", "guess 27-41", "36")
+    assert (problem.id, problem.messages[0]["content"], problem.answer) == ("train/0", "guess 27-41", "36")
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -146,9 +141,8 @@ def test_the_secret_is_in_the_range_and_the_splits_are_disjoint(split):
 
 def test_hints_lead_to_the_number():
     environment = GuessNumber(0, numbers=16)
-    problem = Problem(
-        "train/0", ({"role": "user", "content": "guess 20-35"},), "33", 0, None, {"low": 20, "high": 35}
-    )
+    asked = ({"role": "user", "content": "guess 20-35"},)
+    problem = Problem("train/0", asked, "33", 0, None, {"low": 20, "high": 35})
     state = environment.reset(problem)
     said = [environment.step(guess, state) for guess in ("28", "27", "x", "34", "33")]
     assert [step.observation for step in said] == ["higher", "higher", "number?", "lower", ""]

@@ -23,6 +23,7 @@ from rljax.models.huggingface import save_model
 from rljax.speculation.managers import expected as expected_manager
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.session import run as run_training
+from tests.configs import table
 from tests.scripts import load_script
 from tests.training.tiny_run import train, write_config
 
@@ -52,14 +53,8 @@ def _easy_task():
 def trained(tmp_path_factory):
     """The run directory and its last metrics."""
     directory = tmp_path_factory.mktemp("evaluate")
-    lines = train(
-        directory,
-        "training.steps=1",
-        f"evaluation.problems={PROBLEMS}",
-        f"evaluation.samples={SAMPLES}",
-        "evaluation.by_difficulty=true",
-        "task.args={max_terms: 4, tail_exponent: 0}",
-    )
+    evaluation = f"evaluation={{problems: {PROBLEMS}, samples: {SAMPLES}, by_difficulty: true}}"
+    lines = train(directory, "training.steps=1", evaluation, "task.args={max_terms: 4, tail_exponent: 0}")
     return directory / "run", lines[-1]
 
 
@@ -90,11 +85,8 @@ def assert_same_files(output, expected):
 def test_a_checkpoint_gives_the_numbers_of_the_evaluation_inside_the_run(trained, whole, capsys):
     _, line = trained
     evaluated = results(whole)
-    assert (evaluated["problems"], evaluated["samples"], evaluated["success"]) == (
-        PROBLEMS,
-        SAMPLES,
-        "correct",
-    )
+    asked = (evaluated["problems"], evaluated["samples"], evaluated["success"])
+    assert asked == (PROBLEMS, SAMPLES, "correct")
     for name in ("mean@4", "pass@2", "pass@4", "maj@2", "maj@4"):
         assert evaluated["overall"][name]["value"] == line[f"evaluation/{name}"]
         for group in evaluated["by_difficulty"]:
@@ -177,9 +169,8 @@ def test_a_hugging_face_directory_gives_what_its_run_gives(trained, whole, tmp_p
     monkeypatch.chdir(tmp_path)
     assert evaluate(tmp_path / "model", "--config", run / "config.yaml") == 0
     evaluated, expected = results(tmp_path / "evaluations" / "model"), results(whole)
-    assert (tmp_path / "evaluations/model/responses.jsonl").read_bytes() == (
-        whole / "responses.jsonl"
-    ).read_bytes()
+    responses = (tmp_path / "evaluations/model/responses.jsonl").read_bytes()
+    assert responses == (whole / "responses.jsonl").read_bytes()
     assert evaluated | {"policy": None} == expected | {"policy": None}
 
 
@@ -208,25 +199,23 @@ def test_a_digest_names_the_bits_of_the_weights():
     assert len(set(digests)) == 3
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["evaluation.success=corect"], "no part 'corect'; did you mean 'correct'"),
-        (
-            ["rollout.max_prompt_length=4", "rollout.long_prompts=stop"],
-            "max_prompt_length: 4, but the prompt of problem heldout/0",
-        ),
-        (["--step", "7"], "no checkpoint of step 7; there is 1"),
-        (["task.name=nothing"], "unknown task 'nothing'"),
-        (["mesh.data=64"], "mesh: data 64"),
-        (["speculation.drafter=nobody"], "unknown drafter 'nobody'"),
-    ],
-)
+BAD = """
+evaluation.success=corect -> no part 'corect'; did you mean 'correct'
+rollout.max_prompt_length=4 rollout.long_prompts=stop
+    -> max_prompt_length: 4, but the prompt of problem heldout/0
+--step 7 -> no checkpoint of step 7; there is 1
+task.name=nothing -> unknown task 'nothing'
+mesh.data=64 -> mesh: data 64
+speculation.drafter=nobody -> unknown drafter 'nobody'
+"""
+
+
+@pytest.mark.parametrize(("arguments", "message"), table(BAD))
 def test_bad_input_is_one_line_before_anything_compiles(
     trained, tmp_path, capsys, monkeypatch, arguments, message
 ):
     monkeypatch.setattr(evaluator, "warm_up", lambda *_: pytest.fail("compiled"))
-    assert evaluate(trained[0], "--output", tmp_path, *arguments) == 2
+    assert evaluate(trained[0], "--output", tmp_path, *arguments.split()) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1
 
@@ -255,9 +244,8 @@ def test_edited_data_are_noticed(trained, whole, tmp_path, capsys, monkeypatch):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     problem, judged = ChainArithmetic.problem, []
     monkeypatch.setattr(Evaluator, "_response", lambda *_: pytest.fail("sampled"))
-    monkeypatch.setattr(
-        ChainArithmetic, "reward", lambda *arguments: judged.append(arguments[1]) or reward(*arguments)
-    )
+    judging = lambda *arguments: judged.append(arguments[1]) or reward(*arguments)  # noqa: E731
+    monkeypatch.setattr(ChainArithmetic, "reward", judging)
 
     def edited(**changes):
         def changed(self, split, index):

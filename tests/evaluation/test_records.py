@@ -19,6 +19,7 @@ def test_a_log_survives_a_kill_in_the_middle_of_a_line(tmp_path):
     with JsonLog(tmp_path / "log") as log:
         log.append((1, 0), {"text": "b\nc"})
         log.append((0, 1), {"text": "ü"})
+        assert JsonLog(tmp_path / "log").lines == log.lines  # before it is closed
     with open(tmp_path / "log", "ab") as file:
         file.write(b'{"problem": 2, "sam')
     again = JsonLog(tmp_path / "log")
@@ -27,19 +28,9 @@ def test_a_log_survives_a_kill_in_the_middle_of_a_line(tmp_path):
         again.append((0, 0), {"text": ""})
     assert JsonLog(tmp_path / "log").lines == again.lines
     again.sort()
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert [(json.loads(line)["problem"], json.loads(line)["sample"]) for line in lines] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-    ]
+    lines = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert [(line["problem"], line["sample"]) for line in lines] == [(0, 0), (0, 1), (1, 0)]
     assert JsonLog(tmp_path / "log").lines == again.lines
-
-
-def test_what_is_appended_is_there_before_the_log_is_closed(tmp_path):
-    with JsonLog(tmp_path / "log") as log:
-        log.append((0, 0), {"text": "a"})
-        assert JsonLog(tmp_path / "log").lines == log.lines
 
 
 @pytest.mark.parametrize("line", ["no JSON", '{"sample": 1}', "[1]"])
@@ -67,12 +58,10 @@ def test_one_process_at_a_time(tmp_path):
         "import sys; from rljax.evaluation.records import EvaluationDirectory\n"
         "with EvaluationDirectory(sys.argv[1], {}): print('locked', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **pipes) as other:
         assert other.stdout.readline() == b"locked\n"
         with pytest.raises(ConfigError, match="--output: another process evaluates in"):
             EvaluationDirectory(tmp_path, {})

@@ -5,6 +5,7 @@ import pytest
 from rljax.config import load_config, to_yaml
 from rljax.errors import ConfigError
 from rljax.evaluation.settings import evaluation_config
+from tests.configs import table
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
@@ -70,28 +71,33 @@ def test_drafts_change_nothing_whatever_the_run_did(run):
     assert evaluation_config(run, None, []).engine.verification == "coupled"
 
 
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["training.steps=3"], "training.steps: not a key of an evaluation"),
-        (["policy.path=other"], "policy.path: not a key of an evaluation"),
-        (["rollout.samples_per_prompt=3"], "evaluation.samples says how many"),
-        (["rollout.prompts_per_step=3"], "evaluation.problems says how many"),
-        (["engine.verification=rejection"], "samples coupled"),
-        (["speculation.run_ahead_below=1"], "no next step"),
-        (["evaluation.every=2"], "evaluated once"),
-        (["evaluation.problems=0"], "evaluation.problems: is 0"),
-        (["evaluation.samples=0"], "evaluation.samples"),
-        (["evaluation.samples=2000"], "evaluation.samples"),
-        (["evaluation.pass_at=[4]"], "evaluation.pass_at: 4 is more than evaluation.samples 1"),
-        (["evaluation.samples=4", "evaluation.pass_at=[2,2]"], "must ascend"),
-        (["evaluation.pass_at=[0]"], "evaluation.pass_at"),
-        (["evaluation.sampels=4"], "the nearest is evaluation.samples"),
-        (["rollout.temperature=0"], "rollout.temperature"),
-        (["evaluation.samples"], "write it as key=value"),
-    ],
-)
+IMPOSSIBLE = """
+training.steps=3 -> training.steps: not a key of an evaluation
+policy.path=other -> policy.path: not a key of an evaluation
+rollout.samples_per_prompt=3 -> evaluation.samples says how many
+rollout.prompts_per_step=3 -> evaluation.problems says how many
+engine.verification=rejection -> samples coupled
+speculation.run_ahead_below=1 -> no next step
+evaluation.every=2 -> evaluated once
+evaluation.problems=0 -> evaluation.problems: is 0
+evaluation.samples=0 -> evaluation.samples
+evaluation.samples=2000 -> evaluation.samples
+evaluation.pass_at=[4] -> evaluation.pass_at: 4 is more than evaluation.samples 1
+evaluation.samples=4 & evaluation.pass_at=[2,2] -> must ascend
+evaluation.pass_at=[0] -> evaluation.pass_at
+evaluation.sampels=4 -> the nearest is evaluation.samples
+rollout.temperature=0 -> rollout.temperature
+evaluation.samples -> write it as key=value
+evaluation.temperature=-1 -> evaluation.temperature
+evaluation.temperature=1e-9 -> evaluation.temperature: 1e-09, expected 0 or 1e-4 to 1e4
+evaluation.top_p=0 -> evaluation.top_p
+evaluation.min_p=2 -> evaluation.min_p
+"""
+
+
+@pytest.mark.parametrize(("overrides", "message"), table(IMPOSSIBLE))
 def test_what_cannot_be_is_one_clear_line(run, overrides, message, capsys):
+    overrides = overrides.split(" & ")
     with pytest.raises(ConfigError, match=message) as raised:
         evaluation_config(run, None, overrides)
     assert "\n" not in str(raised.value)

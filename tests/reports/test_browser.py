@@ -16,9 +16,7 @@ from tests.reports.test_page import HOSTILE, PANELS
 from tests.synthetic_run import write_full_run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian's package chromium)"),
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian's package chromium)")
 
 # Scripts must not run in the page itself, so a page around it looks at it, at a phone's width and a desk's.
 HARNESS = """<!doctype html><body><script>
@@ -112,10 +110,8 @@ def test_the_page_on_a_phone_and_on_a_desk(server, tmp_path, folder):
     asked.clear()
     found, console = look(f"{address}/{folder}harness.html", tmp_path)
     assert console == []
-    assert {path for path in asked if "favicon" not in path} == {
-        f"/{folder}harness.html",
-        f"/{folder}report.html",
-    }
+    paths = {path for path in asked if "favicon" not in path}
+    assert paths == {f"/{folder}harness.html", f"/{folder}report.html"}
     assert found["executed"] == []
     for width in ("390", "1400"):
         seen = found[width]

@@ -69,14 +69,8 @@ def test_nothing_outside_can_be_reached(jail, source, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind("\0" + name)
         local.listen()
-        program = attempt(
-            source,
-            repository=str(ROOT),
-            secret=str(secret),
-            port=server.getsockname()[1],
-            name=name,
-            host=os.getpid(),
-        )
+        values = {"repository": str(ROOT), "secret": str(secret), "port": server.getsockname()[1]}
+        program = attempt(source, **values, name=name, host=os.getpid())
         output = jail.run(program, b"", 10).output
         assert b"tried" in output and b"ESCAPED" not in output, output
         assert [path.name for path in tmp_path.iterdir()] == ["secret"] and secret.read_text() == "secret"

@@ -11,25 +11,17 @@ from hypothesis import strategies as st
 from rljax.sandbox.code_runner import decode_arguments
 from rljax.sandbox.values import encode, same
 
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 3)
-    | st.floats(-3, 3)
-    | st.text("ab", max_size=2)
-    | st.binary(max_size=1)
-)
+numbers = st.none() | st.booleans() | st.integers(-3, 3) | st.floats(-3, 3)
+leaves = numbers | st.text("ab", max_size=2) | st.binary(max_size=1)
 keys = st.integers(-2, 2) | st.text("ab", max_size=1) | st.tuples(st.integers(0, 1))
-values = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.sets(keys, max_size=3)
-        | st.dictionaries(keys, inner, max_size=3)
-    ),
-    max_leaves=6,
-)
+
+
+def _larger(inner):
+    maps = st.sets(keys, max_size=3) | st.dictionaries(keys, inner, max_size=3)
+    return st.lists(inner, max_size=3) | st.tuples(inner, inner) | maps
+
+
+values = st.recursive(leaves, _larger, max_leaves=6)
 
 
 @settings(max_examples=150, deadline=None)

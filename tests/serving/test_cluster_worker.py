@@ -1,19 +1,18 @@
 """A server whose requests are decoded by rollout workers: the bytes of one that decodes itself."""
 
 import contextlib
-import queue
 import time
 
 import jax
-import numpy as np
 import pytest
 
 from rljax.errors import ConfigError
 from rljax.serving import policy
 from rljax.serving.cluster_worker import ClusterWorker
-from rljax.serving.jobs import Job, QueueFull
+from rljax.serving.jobs import QueueFull
 from rljax.serving.policy import Options, open_policy
 from tests.cluster.turns import Turns, in_the_middle
+from tests.serving.test_worker import Collected
 from tests.serving.tiny_server import make_run
 
 WAIT = 120.0
@@ -57,27 +56,13 @@ def alone(run):
     served.worker.close(drain=False, timeout=WAIT)
 
 
-class Asked:
-    """A job, and what came of it."""
-
-    def __init__(self, served, seed, length=40, stop=None, sampling=None, prompt="a5+47="):
-        ids = served.tokenizer.encode(prompt)
-        self.pieces = queue.SimpleQueue()
-        request = served.request(ids, seed, 0, length, sampling)
-        self.job = Job(request, self.pieces.put, stop)
-
-    def result(self):
-        tokens, logprobs, ending = [], [], None
-        while ending is None:
-            piece = self.pieces.get(timeout=WAIT)
-            if isinstance(piece, BaseException):
-                raise piece
-            tokens, logprobs, ending = tokens + piece.tokens, logprobs + piece.logprobs, piece.ending
-        return tokens, np.asarray(logprobs, np.float32).tolist(), ending
+def asked_of(served, seed, length=40, stop=None, sampling=None, prompt="a5+47="):
+    """A job, and what comes of it."""
+    return Collected(served.request(served.tokenizer.encode(prompt), seed, 0, length, sampling), stop)
 
 
 def ask(served, seeds, **how):
-    asked = [Asked(served, seed, **how) for seed in seeds]
+    asked = [asked_of(served, seed, **how) for seed in seeds]
     for each in asked:
         served.worker.submit([each.job])
     return [each.result() for each in asked]
@@ -99,13 +84,13 @@ def test_a_string_ends_a_response(served, alone):
 
 def test_what_is_cancelled_ends_and_leaves_room(served, alone, turns):
     coordinator = turns.decoders[0].coordinator
-    given_up, kept = Asked(served, 3, length=60), Asked(served, 4)
+    given_up, kept = asked_of(served, 3, length=60), asked_of(served, 4)
     served.worker.submit([given_up.job])
     served.worker.cancel([given_up.job])
     served.worker.submit([kept.job])
     assert given_up.result()[2] == "cancelled" and kept.result() == ask(alone, [4])[0]
     with pytest.raises(QueueFull):
-        served.worker.submit([Asked(served, seed).job for seed in range(13)])
+        served.worker.submit([asked_of(served, seed).job for seed in range(13)])
     assert ask(served, [5]) == ask(alone, [5])
     assert not coordinator.ledger.entries and served.worker.active == served.worker.waiting == 0
     # A rollout without end must not fill the workers' memory.

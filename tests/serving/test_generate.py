@@ -4,6 +4,7 @@ import io
 import json
 import os
 import queue
+import shlex
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from rljax.serving import policy as serving_policy
 from rljax.serving.programs import compiling_lines
 from rljax.serving.prompts import chat_ids, text_ids
 from rljax.speculation import speculator as speculation
+from tests.configs import table
 from tests.models.checkpoints import write_tokenizer
 from tests.scripts import load_script
 from tests.serving.tiny_server import make_run
@@ -125,33 +127,20 @@ def test_seed_step_and_template_decide_what_is_said(generate, run):
     assert cut.split() == said[0].split()[:5]
 
 
-def test_greedy_needs_no_seed(generate, run):
-    greedy = [generate(run, PROMPT, "--temperature", 0, "--seed", seed)[1] for seed in range(2)]
-    assert greedy[0] == greedy[1]
-
-
-def test_a_drafter_changes_no_token(generate, run, monkeypatch):
-    """Greedy decoding repeats itself, so prompt lookup is often right."""
-    monkeypatch.setattr(speculation, "PassTimes", CheapTimes)
-    arguments = ["--tokens", "--temperature", 0]
-    plain = generate(run, PROMPT, *arguments)
-    drafted = generate(run, PROMPT, *arguments, "--drafter", "prompt_lookup")
-    assert drafted[1] == plain[1]
-    assert "drafter prompt_lookup" in drafted[2] and "drafter none" in plain[2]
-    assert "accept length 1.00" in plain[2] and "accept length 1.00" not in drafted[2]
-
-
-def test_a_drafter_by_import_path(generate, run, tmp_path, monkeypatch):
-    """A class with one method, as `speculation.drafter` takes it in training (docs/drafters.md)."""
+def test_a_drafter_changes_no_token(generate, run, tmp_path, monkeypatch):
+    """Greedy decoding needs no seed and repeats itself, so prompt lookup is often right; and so is a class
+    with one method, by its import path, as `speculation.drafter` takes it in training (docs/drafters.md).
+    """
     monkeypatch.setattr(speculation, "PassTimes", CheapTimes)
     (tmp_path / "served_drafter.py").write_text(LAST_OCCURRENCE)
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ["--tokens", "--temperature", 0, "-n", 2]
-    plain = generate(run, PROMPT, *arguments)
-    drafted = generate(run, PROMPT, *arguments, "--drafter", "served_drafter:LastOccurrence")
-    assert drafted[0] == 0 and drafted[1] == plain[1], drafted[2]
-    assert "drafter served_drafter:LastOccurrence" in drafted[2]
-    assert "accept length 1.00" not in drafted[2]
+    plain = generate(run, PROMPT, *arguments, "--seed", 1)
+    assert "drafter none" in plain[2] and "accept length 1.00" in plain[2]
+    for name in ("prompt_lookup", "served_drafter:LastOccurrence"):
+        drafted = generate(run, PROMPT, *arguments, "--drafter", name)
+        assert drafted[0] == 0 and drafted[1] == plain[1], drafted[2]
+        assert f"drafter {name}" in drafted[2] and "accept length 1.00" not in drafted[2]
     status, _, said = generate(run, PROMPT, "--drafter", "served_drafter:LastOccurence")
     assert status == 2 and said.splitlines()[-1].startswith("error: --drafter: served_drafter:LastOccurence")
 
@@ -194,33 +183,34 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
     assert text == generate(run, PROMPT, "--tokens", "--top-p", 0.9, *lengths)[1]
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["nowhere", PROMPT], "nowhere"),
-        (["RUN", ""], "empty"),
-        (["RUN", "\udcff"], "not Unicode"),
-        (["RUN", PROMPT, "--file", "x"], "leave one out"),
-        (["RUN", "--file", "nowhere.txt"], "nowhere.txt"),
-        (["RUN", PROMPT, "-n", "0"], "-n"),
-        (["RUN", PROMPT, "--step", "7"], "1, 2"),
-        (["RUN", PROMPT, "--temperature", "-1"], "--temperature"),
-        (["RUN", PROMPT, "--temperature", "nan"], "--temperature"),
-        (["RUN", PROMPT, "--top-p", "0"], "--top-p"),
-        (["RUN", PROMPT, "--max-tokens", "0"], "--max-tokens"),
-        (["RUN", PROMPT, "--workers", "0"], "--workers: 0, expected at least 1"),
-        (["RUN", PROMPT, "--ray", "auto"], "--ray: without --workers"),
-        (["RUN", PROMPT, "--max-tokens", "5000"], "positions"),
-        (["RUN", PROMPT, "--drafter", "sart"], "srt"),
-        (["RUN", PROMPT, "--drafter", "nowhere:Nobody"], "nowhere:Nobody: importing nowhere raised"),
-        (["RUN", "7a" * 100], "more than the 64"),
-    ],
-)
+MISTAKES = """
+nowhere 1+1 -> nowhere
+RUN '' -> empty
+RUN HALF -> not Unicode
+RUN 1+1 --file x -> leave one out
+RUN --file nowhere.txt -> nowhere.txt
+RUN 1+1 -n 0 -> -n
+RUN 1+1 --step 7 -> 1, 2
+RUN 1+1 --temperature -1 -> --temperature
+RUN 1+1 --temperature nan -> --temperature
+RUN 1+1 --top-p 0 -> --top-p
+RUN 1+1 --max-tokens 0 -> --max-tokens
+RUN 1+1 --workers 0 -> --workers: 0, expected at least 1
+RUN 1+1 --ray auto -> --ray: without --workers
+RUN 1+1 --max-tokens 5000 -> positions
+RUN 1+1 --drafter sart -> srt
+RUN 1+1 --drafter nowhere:Nobody -> nowhere:Nobody: importing nowhere raised
+RUN LONG -> more than the 64
+"""
+
+
+@pytest.mark.parametrize(("arguments", "said"), table(MISTAKES))
 def test_mistakes_are_one_line(generate, run, arguments, said):
-    status, text, error = generate(*[run if argument == "RUN" else argument for argument in arguments])
+    words = {"RUN": run, "HALF": "\udcff", "LONG": "7a" * 100}
+    status, text, error = generate(*[words.get(word, word) for word in shlex.split(arguments)])
     assert (status, text) == (2, "")
-    assert error.startswith("error: ") or error.splitlines()[-1].startswith("error: ")
-    assert said in error.splitlines()[-1]
+    last = error.splitlines()[-1]
+    assert last.startswith("error: ") and said in last
 
 
 def test_a_length_that_is_not_set_fits_beside_one_that_is():

@@ -24,26 +24,17 @@ QUESTION = [{"role": "user", "content": "47a5b8="}]
 
 def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
     run = make_run(tmp_path)
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            str(SCRIPTS / "serve.py"),
-            str(run),
-            "--port",
-            "0",
-            "--name",
-            "served",
-            "--slots",
-            "2",
-            "--cache",
-            str(tmp_path / "cache"),
-            "--compile",
-            "behind",
-        ],
-        env=os.environ | {"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    options = ["--port", "0", "--name", "served", "--slots", "2", "--compile", "behind"]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "serve.py"),
+        str(run),
+        *options,
+        "--cache",
+        str(tmp_path / "cache"),
+    ]
+    environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         lines = []
         for line in process.stderr:
@@ -82,9 +73,8 @@ class Served:
     def __init__(self, error=None):
         self.error = error
         self.programs = None
-        self.worker = types.SimpleNamespace(
-            start=lambda: None, wait=lambda: error, close=lambda drain: True, error=error
-        )
+        does = {"start": lambda: None, "wait": lambda: error, "close": lambda drain: True}
+        self.worker = types.SimpleNamespace(**does, error=error)
 
 
 @pytest.fixture
@@ -150,15 +140,14 @@ def test_what_ends_the_worker_is_said_with_where_it_happened(serve, error, capsy
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["nowhere"], "nowhere"),
-        (["nowhere", "--queue", "0"], "--queue"),
-        (["nowhere", "--slots", "0"], "--slots"),
-        (["nowhere", "--port", "70000"], "--port"),
-        (["nowhere", "--host", "256.256.256.256"], "--host"),
+        ("", "nowhere"),
+        ("--queue 0", "--queue"),
+        ("--slots 0", "--slots"),
+        ("--port 70000", "--port"),
+        ("--host 256.256.256.256", "--host"),
     ],
 )
 def test_mistakes_are_one_line(arguments, said, capsys):
-    port = [] if "--port" in arguments else ["--port", "0"]
-    assert load_script("serve").main([*arguments, *port]) == 2
+    assert load_script("serve").main(["nowhere", "--port", "0", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1

@@ -80,18 +80,23 @@ def is_idle(served):
 
 
 def test_the_client_gets_what_generate_prints(client, run, capsys):
-    """The same seed and prompt: the same text and tokens, alone or as one of several samples."""
-    generate = load_script("generate").main
+    """The same seed, prompt and settings: the same text and tokens, alone or as one of several samples."""
+
+    def printed(*options):
+        assert load_script("generate").main([str(run), QUESTION[0]["content"], *options]) == 0
+        return capsys.readouterr().out
+
     choices = chat(client, 11, n=3).choices
-    assert generate([str(run), QUESTION[0]["content"], "--seed", "11", "--tokens", "-n", "3"]) == 0
-    printed = [line.split() for line in capsys.readouterr().out.splitlines() if "of 3" not in line]
-    assert printed == [[str(token) for token in choice.token_ids] for choice in choices]
-    assert generate([str(run), QUESTION[0]["content"], "--seed", "11"]) == 0
-    assert capsys.readouterr().out == choices[0].message.content + "\n"
-    alone = chat(client, 11)
-    assert alone.choices[0].token_ids == choices[0].token_ids
+    lines = [line.split() for line in printed("--seed", "11", "--tokens", "-n", "3").splitlines()]
+    said = [[str(token) for token in choice.token_ids] for choice in choices]
+    assert [line for line in lines if "of" not in line] == said
+    assert printed("--seed", "11") == choices[0].message.content + "\n"
+    assert chat(client, 11).choices[0].token_ids == choices[0].token_ids
     assert len({tuple(choice.token_ids) for choice in choices}) == 3
     assert chat(client, 12).choices[0].token_ids != choices[0].token_ids
+    asked = chat(client, 11, temperature=0.5, top_p=0.8).choices[0].token_ids
+    options = ["--seed", "11", "--tokens", "--temperature", "0.5", "--top-p", "0.8"]
+    assert printed(*options).split() == [str(token) for token in asked]
 
 
 def test_a_completion_continues_a_text_or_tokens_as_they_stand(client, server, run, capsys):
@@ -131,19 +136,14 @@ def test_requests_at_once_with_their_own_sampling_get_what_each_gets_alone(clien
     assert server[1].worker.error is None
 
 
-def test_greedy_requests_are_the_same_under_every_seed(client):
-    texts = {chat(client, seed, temperature=0).choices[0].message.content for seed in (1, 2, 3)}
-    assert len(texts) == 1
-    assert len({chat(client, seed).choices[0].message.content for seed in (1, 2, 3)}) == 3
-
-
-def test_the_settings_of_a_request_are_those_of_the_command_line(client, run, capsys):
-    generate = load_script("generate").main
-    options = ["--seed", "3", "--tokens", "--temperature", "0.5", "--top-p", "0.8"]
-    assert generate([str(run), QUESTION[0]["content"], *options]) == 0
-    printed = capsys.readouterr().out.split()
-    asked = chat(client, 3, temperature=0.5, top_p=0.8).choices[0].token_ids
-    assert printed == [str(token) for token in asked]
+def test_seeds(client):
+    """Greedy requests have no use for one, and without one every request is its own."""
+    said = lambda seeds, **more: {chat(client, seed, **more).choices[0].message.content for seed in seeds}  # noqa: E731
+    assert len(said((1, 2, 3), temperature=0)) == 1
+    assert len(said((1, 2, 3))) == 3
+    assert len(said((None, None, None))) == 3
+    same = client.completions.create(model=MODEL, prompt=["12a3="] * 3).choices
+    assert len({choice.text for choice in same}) == 3
 
 
 def test_max_tokens_cuts_and_says_so(client):
@@ -213,12 +213,8 @@ def test_logprobs_are_those_of_the_tokens(client, server):
     assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == len(text.logprobs.text_offset)
     streamed = list(client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0, stream=True))
     assert "".join(event.choices[0].text for event in streamed) == text.text
-    assert [
-        logprob
-        for event in streamed
-        if event.choices[0].logprobs
-        for logprob in event.choices[0].logprobs.token_logprobs
-    ] == text.logprobs.token_logprobs
+    parts = [event.choices[0].logprobs.token_logprobs for event in streamed if event.choices[0].logprobs]
+    assert list(itertools.chain(*parts)) == text.logprobs.token_logprobs
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9}])
@@ -287,17 +283,13 @@ def test_a_server_compiles_in_the_background_what_requests_need(client, server, 
     assert {("grow", 4, 128, 192), ("grow", 8, 192, 256), ("grow", 2, 256, 512)} <= made
 
 
-def test_what_filters_exclude_is_no_alternative(client):
+def test_alternatives_under_filters_and_without_a_choice(client):
+    """What filters exclude is none; those of greedy requests are of the policy, as others would have none."""
     more = {"extra_body": {"top_k": 4}, "temperature": 0.5, "logprobs": True, "top_logprobs": 20}
     for token in chat(client, 3, **more).choices[0].logprobs.content:
         assert len(token.top_logprobs) == 4
         assert sum(np.exp(other.logprob) for other in token.top_logprobs) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_alternatives_to_a_greedy_token_are_those_of_the_policy(client):
-    """Where it has probability 1, all others would have none."""
-    content = chat(client, 3, temperature=0, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    for token in content:
+    for token in chat(client, 3, temperature=0, logprobs=True, top_logprobs=2).choices[0].logprobs.content:
         assert token.logprob == token.top_logprobs[0].logprob < 0 and len(token.top_logprobs) == 2
         assert token.token == token.top_logprobs[0].token
 
@@ -317,12 +309,8 @@ def test_an_echoed_prompt_has_the_logprobs_of_decoding(client, server):
     assert known.logprobs == whole.logprobs
     assert known.logprobs.token_logprobs[0] is known.logprobs.top_logprobs[0] is None
     assert known.logprobs.token_logprobs[len(prompt) :] == sampled.logprobs.token_logprobs
-    for token, logprob, others in zip(
-        known.logprobs.tokens[1:],
-        known.logprobs.token_logprobs[1:],
-        known.logprobs.top_logprobs[1:],
-        strict=True,
-    ):
+    columns = (known.logprobs.tokens, known.logprobs.token_logprobs, known.logprobs.top_logprobs)
+    for token, logprob, others in zip(*(column[1:] for column in columns), strict=True):
         # Parts of characters have one text, under which the likeliest is shown.
         assert others[token] == logprob or "\N{REPLACEMENT CHARACTER}" in token
         assert 1 <= len(others) <= 3
@@ -338,30 +326,19 @@ def test_an_echoed_prompt_has_the_logprobs_of_decoding(client, server):
 def test_a_conversation_with_calls_goes_to_the_template(client, server, monkeypatch):
     """With the objects that OpenAI's client has made of an answer, and further variables."""
     rendered = []
-    monkeypatch.setattr(
-        server[1].tokenizer,
-        "apply_chat_template",
-        lambda *turns, **more: rendered.append((turns, more)) or "1",
-    )
+    template = lambda *turns, **more: rendered.append((turns, more)) or "1"  # noqa: E731
+    monkeypatch.setattr(server[1].tokenizer, "apply_chat_template", template)
     function = {"name": "add", "arguments": '{"a": 1}'}
     call = ChatCompletionMessageToolCall(id="c1", type="function", function=function)
     turn = ChatCompletionMessage(role="assistant", content=None, tool_calls=[call])
     messages = [*QUESTION, turn, {"role": "tool", "tool_call_id": "c1", "content": "2"}]
     more = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert client.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=1, extra_body=more
-    ).choices
+    client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1, extra_body=more)
     ((turns, variables),) = rendered
     assert variables == {"enable_thinking": False}
     written = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     assert turns[0][1] == {"role": "assistant", "content": "", "tool_calls": [written]}
     assert turns[0][2] == messages[2]
-
-
-def test_without_a_seed_every_request_is_its_own(client):
-    assert len({chat(client, None).choices[0].message.content for _ in range(3)}) == 3
-    same = client.completions.create(model=MODEL, prompt=["12a3="] * 3).choices
-    assert len({choice.text for choice in same}) == 3
 
 
 def test_an_answer_can_be_sent_back(client):
@@ -375,9 +352,8 @@ def test_an_answer_can_be_sent_back(client):
 def test_the_server_goes_on_while_a_prompt_is_tokenized(server, monkeypatch):
     address, served = server
     begun, goes_on, encode = threading.Event(), threading.Event(), served.tokenizer.encode
-    monkeypatch.setattr(
-        served.tokenizer, "encode", lambda *text: (begun.set(), goes_on.wait(60), encode(*text))[2]
-    )
+    waiting = lambda *text: (begun.set(), goes_on.wait(60), encode(*text))[2]  # noqa: E731
+    monkeypatch.setattr(served.tokenizer, "encode", waiting)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         body = {"model": MODEL, "prompt": "12a3=", "max_tokens": 1}
         asked = pool.submit(httpx2.post, f"{address}/v1/completions", json=body, timeout=120)
@@ -435,50 +411,33 @@ def test_who_leaves_frees_the_slots(server, monkeypatch, stream):
     assert served.worker.endings["cancelled"] == cancelled + SLOTS + 1
 
 
-BAD = [
-    ("a name that is not served", {"model": "gpt-4"}, 404, "gpt-4"),
-    ("a temperature below 0", {"temperature": -0.5}, 400, "temperature:"),
-    ("a temperature that overflows", {"temperature": 1e-40}, 400, "temperature: 1e-40, expected 0 or 0.0001"),
-    ("a top_p of nothing", {"top_p": 0}, 400, "top_p:"),
-    ("a top_p that rounds to nothing", {"top_p": 1e-42}, 400, "top_p: 1e-42, expected 1e-06 to 1"),
-    ("half a token", {"top_k": 1.5}, 400, "top_k:"),
-    ("a min_p above 1", {"min_p": 1.5}, 400, "min_p:"),
-    ("a response that does not fit", {"max_tokens": 49}, 400, "48"),
-    ("as it is called now", {"max_completion_tokens": 49}, 400, "max_completion_tokens: 49"),
-    ("half a character", {"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "not Unicode"),
-    ("half a character as a key", {"\ud83d": 1}, 400, "does not know"),
-    ("a prompt that does not fit", {"messages": [{"role": "user", "content": "7a" * 200}]}, 400, "tokens"),
-    ("no messages", {"messages": []}, 400, "messages"),
-    ("an unknown role", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
-    ("a key that is not known", {"tools": []}, 400, "tools"),
-    ("a penalty", {"frequency_penalty": 1}, 400, "frequency_penalty"),
-    ("likely tokens", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-    ("no samples", {"n": 0}, 400, "n:"),
-    ("an empty stop string", {"stop": [""]}, 400, "stop"),
-    ("text for a number", {"seed": "one"}, 400, "seed"),
-]
+BAD = {  # those that no policy would take are in test_protocol.py
+    "a name that is not served": ({"model": "gpt-4"}, 404, "gpt-4"),
+    "a temperature that overflows": ({"temperature": 1e-40}, 400, "temperature: 1e-40, expected 0 or 0.0001"),
+    "a top_p that rounds to nothing": ({"top_p": 1e-42}, 400, "top_p: 1e-42, expected 1e-06 to 1"),
+    "a response that does not fit": ({"max_tokens": 49}, 400, "48"),
+    "as it is called now": ({"max_completion_tokens": 49}, 400, "max_completion_tokens: 49"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "not Unicode"),
+    "half a character as a key": ({"\ud83d": 1}, 400, "does not know"),
+    "a prompt that does not fit": ({"messages": [{"role": "user", "content": "7a" * 200}]}, 400, "tokens"),
+    "no samples": ({"n": 0}, 400, "n:"),
+    "a penalty": ({"frequency_penalty": 1}, 400, "frequency_penalty"),
+}
 
 
-@pytest.mark.parametrize("change, status, said", [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_bad_requests_are_refused_with_a_reason(server, change, status, said):
+@pytest.mark.parametrize("case", BAD)
+def test_bad_requests_are_refused_with_a_reason(server, case):
     address, served = server
+    change, status, said = BAD[case]
     body = json.dumps({"model": MODEL, "messages": QUESTION} | change)
     response = httpx2.post(f"{address}/v1/chat/completions", content=body.encode())
-    assert response.status_code == status
     error = response.json()["error"]
-    assert said in error["message"] and error["type"] == "invalid_request_error"
-    assert is_idle(served)
+    assert response.status_code == status and error["type"] == "invalid_request_error"
+    assert said in error["message"] and is_idle(served)
 
 
 @pytest.mark.parametrize(
-    "prompt, said",
-    [
-        ([], "prompt"),
-        ("", "no tokens"),
-        ([5, 100_000], "vocabulary"),
-        ([-1], "vocabulary"),
-        (["a", []], "prompt"),
-    ],
+    "prompt, said", [("", "no tokens"), ([5, 100_000], "vocabulary"), ([-1], "vocabulary")]
 )
 def test_bad_prompts_are_refused_with_a_reason(server, prompt, said):
     response = httpx2.post(f"{server[0]}/v1/completions", json={"model": MODEL, "prompt": prompt})
@@ -499,8 +458,7 @@ def test_bad_prompts_are_refused_with_a_reason(server, prompt, said):
 )
 def test_what_is_no_request_at_all(server, method, path, content, status):
     response = httpx2.request(method, server[0] + path, content=content)
-    assert response.status_code == status
-    assert response.json()["error"]["message"]
+    assert response.status_code == status and response.json()["error"]["message"]
 
 
 def test_a_chat_needs_a_template(run, tmp_path):
@@ -539,33 +497,29 @@ def test_models_health_and_metrics(client, server):
 
 
 def test_a_worker_that_fails_says_so_to_all(run, monkeypatch):
+    """In the stream that has begun, to who waits for a whole answer, and to who comes later."""
     with serving(run) as (address, served):
-        client = client_of(address)
+        client, collect, begun = client_of(address), served.worker.loop._collect, threading.Event()
 
-        def fail(*_):
-            raise FloatingPointError("the device is gone")
+        def fail(*arguments):
+            if served.worker.active == 2 and begun.is_set():
+                raise FloatingPointError("the device is gone")
+            collect(*arguments)
 
         monkeypatch.setattr(served.worker.loop, "_collect", fail)
-        with pytest.raises(openai.InternalServerError, match="the device is gone"):
-            chat(client, 1)
+        slow_down(served, monkeypatch)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            events = iter(chat(client, 1, stream=True))
+            next(events)
+            whole = pool.submit(chat, client, 2)
+            begun.set()
+            with pytest.raises(openai.APIError, match="the device is gone"):
+                list(events)
+            with pytest.raises(openai.InternalServerError, match="the device is gone"):
+                whole.result()
         assert httpx2.get(f"{address}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="the device is gone"):
             chat(client, 1)
-
-
-def test_a_failure_inside_a_stream_is_said_in_the_stream(run, monkeypatch):
-    with serving(run) as (address, served):
-        collect, seen = served.worker.loop._collect, []
-
-        def fail(*arguments):
-            if seen:
-                raise FloatingPointError("the device is gone")
-            seen.append(collect(*arguments))
-
-        monkeypatch.setattr(served.worker.loop, "_collect", fail)
-        with pytest.raises(openai.APIError, match="the device is gone"):
-            list(chat(client_of(address), 1, stream=True))
-        assert seen
 
 
 def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, monkeypatch):
@@ -579,18 +533,13 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
     trainer = HeadTrainer(
         head, training, head_optimizer(1e-3), rope, numerics, BufferSettings(), 64, 1, 0, trained_head
     )
-    learned = {f"eagle/{name}": array for name, array in trainer.state().items()} | {
-        "eagle/step": np.array(3)
-    }
+    learned = {f"eagle/{name}": array for name, array in trainer.state().items()}
+    learned["eagle/step"] = np.array(3)
     args = "{variant: eagle, depths: [2], save_dir: %s}" % (tmp_path / "heads")
     overrides = [f"speculation.args={{path: {tmp_path / 'small'}}}", f"speculation.others={{eagle: {args}}}"]
-    overrides += [
-        "rollout.max_prompt_length=16",
-        "engine.cache_buckets=[64]",
-        "engine.decode_steps_per_sync=4",
-    ]
-    few_programs = ["speculation.verify_buckets=[16]", *overrides, "speculation.drafter=small_model"]
-    run = make_run(tmp_path, *few_programs, drafter=learned)
+    overrides += ["speculation.drafter=small_model", "rollout.max_prompt_length=16"]
+    overrides += ["engine.cache_buckets=[64]", "engine.decode_steps_per_sync=4"]
+    run = make_run(tmp_path, *overrides, drafter=learned)
     accepted, turns, promise = collections.Counter(), itertools.cycle((0, 1, 1, 0)), DeviceProposer.promise
     monkeypatch.setattr(DeviceProposer, "promise", lambda *asked: next(turns) * promise(*asked))
     for kind in (EagleDrafter, SmallModelDrafter):

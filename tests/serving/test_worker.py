@@ -107,14 +107,22 @@ def endless(sample):
 
 
 def test_requests_that_come_together_get_their_own_tokens(make_worker, requests, expected):
+    """Also where the worker is closed behind them: it finishes what there is."""
     worker = make_worker()
     collected = [Collected(request) for request in requests]
-    worker.submit([job_result.job for job_result in collected])
-    for job_result, completion in zip(collected, expected, strict=True):
-        assert_same(job_result.result(), completion)
+    worker.submit([each.job for each in collected])
+    for each, completion in zip(collected, expected, strict=True):
+        assert_same(each.result(), completion)
     assert worker.active == worker.waiting == 0
     assert sum(worker.endings.values()) == len(requests)
     assert worker.statistics.tokens == sum(len(completion.response_ids) for completion in expected)
+    collected = [Collected(request) for request in requests]
+    worker.submit([each.job for each in collected])
+    assert worker.close(timeout=WAIT) and not worker.alive and worker.wait() is None
+    for each, completion in zip(collected, expected, strict=True):
+        assert_same(each.result(), completion)
+    with pytest.raises(Closed, match="shutting down"):
+        worker.submit([Collected(requests[0]).job])
 
 
 def test_requests_that_come_one_by_one_while_others_run(make_worker, requests, expected):
@@ -248,22 +256,15 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(make_worker):
     worker.submit([each.job for each in fits])
 
 
-@pytest.mark.parametrize("request_", [((), 5), ((1, 2), 0), ((1,) * 100, 29)])
-def test_impossible_requests_are_refused(make_worker, request_):
-    prompt, limit = request_
-    with pytest.raises(ValueError):
-        make_worker().submit([Collected(Request(prompt, request_key(0, 0), limit)).job])
-
-
-def test_closing_finishes_what_there_is(make_worker, requests, expected):
+def test_impossible_requests_are_refused_before_the_thread(make_worker, requests):
     worker = make_worker()
-    collected = [Collected(request) for request in requests]
-    worker.submit([each.job for each in collected])
-    assert worker.close(timeout=WAIT) and not worker.alive and worker.wait() is None
-    for each, completion in zip(collected, expected, strict=True):
-        assert_same(each.result(), completion)
-    with pytest.raises(Closed, match="shutting down"):
-        worker.submit([Collected(requests[0]).job])
+    for prompt, limit in ((), 5), ((1, 2), 0), ((1,) * 100, 29):
+        with pytest.raises(ValueError):
+            worker.submit([Collected(Request(prompt, request_key(0, 0), limit)).job])
+    with pytest.raises(ValueError, match="samples all requests alike"):
+        cold = dataclasses.replace(requests[0], sampling=SamplingParams(temperature=0.5))
+        worker.submit([Job(cold, print)])
+    assert worker.waiting == 0
 
 
 def test_closing_without_draining_cancels(make_worker):
@@ -301,13 +302,11 @@ def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
     drafter, learned = make_drafter(name), [Outcome(prompts[0], np.arange(9, dtype=np.int32), 0.0)] * 5
     drafter.learn(learned)
     speculator = Speculator(greedy, {name: drafter}, max_batch=4, times=CheapTimes())
-    worker = EngineWorker(
-        greedy, params, SLOTS, speculator, steps_per_sync=2, learned_together={prompts[0]: 5}
-    )
+    together = {prompts[0]: 5}
+    worker = EngineWorker(greedy, params, SLOTS, speculator, steps_per_sync=2, learned_together=together)
     steps, generate = [], greedy.generate
-    monkeypatch.setattr(
-        greedy, "generate", lambda *arguments: (steps.append(arguments[2]), generate(*arguments))[1]
-    )
+    counted = lambda *arguments: (steps.append(arguments[2]), generate(*arguments))[1]  # noqa: E731
+    monkeypatch.setattr(greedy, "generate", counted)
     worker.start()
     second_came = threading.Event()
     try:
@@ -423,11 +422,3 @@ def test_a_drafter_beside_the_slots_is_told_who_comes_and_goes(engine, params):
     for each in collected[1:]:  # a response's last token comes by itself
         assert each.job.accepted + 1 >= each.job.drafted > 1
     assert worker.statistics.accepted > 40
-
-
-def test_settings_that_the_engine_does_not_take_are_refused_before_the_thread(engine, params, requests):
-    worker = EngineWorker(engine, params, SLOTS)
-    job = Job(dataclasses.replace(requests[0], sampling=SamplingParams(temperature=0.5)), print)
-    with pytest.raises(ValueError, match="samples all requests alike"):
-        worker.submit([job])
-    assert worker.waiting == 0

@@ -27,6 +27,7 @@ from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter, aimd
 from rljax.simulation.outcome import outcome_of
 from rljax.simulation.scenario import Scenario, Workload, epochs, recorded_lengths
 from rljax.simulation.worker import Job, SimulatedWorker
+from tests.configs import table
 
 SECOND = RooflineCosts(0.0, 0.0, 0.0, 1.0)  # every pass takes a second
 
@@ -390,26 +391,24 @@ def test_figures_of_an_outcome():
     assert outcome.first_idle == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["worker=3"], "worker=3: is not key=value; did you mean 'workers'?"),
-        (["workers=many"], "workers: 'many' is no int"),
-        (["order=random"], "order: 'random' is none of on-policy, one-off, pipe"),
-        (["router=ranked"], "router: a worker with long responses would be waited for"),
-        (["migration=true"], "migration: outliers are those of ranking groups"),
-        (["race=2"], "race: copies need another drafter"),
-        (["model=qwen"], "model: unknown model 'qwen'"),
-        (["drafters=srt"], "drafters: srt should be name:acceptance"),
-        (["steps=3"], "warm_up: 8 leaves nothing of 3 steps"),
-    ],
-)
-def test_bad_input_is_one_line(overrides, said, capsys):
-    assert main(overrides) == 2
+BAD = """
+worker=3 -> worker=3: is not key=value; did you mean 'workers'?
+workers=many -> workers: 'many' is no int
+order=random -> order: 'random' is none of on-policy, one-off, pipe
+router=ranked -> router: a worker with long responses would be waited for
+migration=true -> migration: outliers are those of ranking groups
+race=2 -> race: copies need another drafter
+model=qwen -> model: unknown model 'qwen'
+drafters=srt -> drafters: srt should be name:acceptance
+steps=3 -> warm_up: 8 leaves nothing of 3 steps
+"""
+
+
+@pytest.mark.parametrize(("override", "said"), table(BAD))
+def test_bad_input_is_one_line(override, said, capsys):
+    assert main([override]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert said in error
-    assert error.count("\n") == 1
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, capsys):

@@ -32,12 +32,9 @@ def steps_of(solution: str) -> list[tuple[str, int, int, int]]:
     return [(name, int(total), int(term), int(result)) for name, term, total, result in steps]
 
 
-def test_is_a_task():
-    assert isinstance(ChainArithmetic(seed=0), Task)
-
-
 def test_a_known_problem_never_changes():
     """Resume depends on these literals: a change here changes the data of every run."""
+    assert isinstance(ChainArithmetic(seed=0), Task)
     problem = ChainArithmetic(seed=3).problem("heldout", 10)
     assert problem == Problem(
         id="heldout/10",
@@ -103,9 +100,8 @@ def test_solutions_are_right_step_by_step(max_number):
 
 def test_both_sides_of_the_split_have_the_same_lengths_and_a_long_tail():
     task = ChainArithmetic(seed=0)
-    lengths = {
-        s: np.array([len(task.problem(s, i).solution) for i in range(2000)]) for s in ("train", "heldout")
-    }
+    solutions = lambda split: [task.problem(split, index).solution for index in range(2000)]  # noqa: E731
+    lengths = {split: np.array([*map(len, solutions(split))]) for split in ("train", "heldout")}
     for values in lengths.values():
         p75 = np.percentile(values, 75)
         assert 40 <= p75 <= 90
@@ -222,12 +218,7 @@ def test_a_megabyte_of_garbage_is_judged_without_blowing_up(piece):
     assert parts["format"] == 0.0
 
 
-@pytest.mark.parametrize("split", ["test", "", None])
-def test_an_unknown_split_is_refused(split):
-    with pytest.raises(ValueError, match="split"):
-        ChainArithmetic(seed=0).problem(split, 0)
-
-
-def test_a_negative_index_is_refused():
-    with pytest.raises(ValueError, match="index"):
-        ChainArithmetic(seed=0).problem("train", -1)
+@pytest.mark.parametrize(("split", "index"), [("test", 0), ("", 0), (None, 0), ("train", -1)])
+def test_an_unknown_split_and_a_negative_index_are_refused(split, index):
+    with pytest.raises(ValueError, match="index" if index < 0 else "split"):
+        ChainArithmetic(seed=0).problem(split, index)

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import yaml
 
 from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError
 from rljax.tasks.base import Task, is_heldout
 from rljax.tasks.dataset import Dataset
+from tests.configs import table
 
 ROWS = [
     {
@@ -53,13 +55,11 @@ def test_a_row_becomes_a_problem(path):
 
 
 def test_prompts_may_be_conversations(tmp_path):
-    turns = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "2+2?"},
-    ]
-    task = Dataset(0, write(tmp_path / "a.jsonl", [{"prompt": turns, "answer": 4}]), template="{prompt}!",
-                   heldout_path=write(tmp_path / "b.jsonl", [{"prompt": "1+1?", "answer": 2}]))  # fmt: skip
+    said = (("user", "Hi"), ("assistant", "Hello"), ("user", "2+2?"))
+    turns = [{"role": role, "content": text} for role, text in said]
+    heldout = write(tmp_path / "b.jsonl", [{"prompt": "1+1?", "answer": 2}])
+    trained = write(tmp_path / "a.jsonl", [{"prompt": turns, "answer": 4}])
+    task = Dataset(0, trained, template="{prompt}!", heldout_path=heldout)
     problem = task.problem("train", 0)
     assert [message["content"] for message in problem.messages] == ["Hi", "Hello", "2+2?!"]
     assert problem.answer == "4"
@@ -165,43 +165,42 @@ def test_a_hugging_face_dataset(tmp_path, monkeypatch):
 
 
 GOOD = '{"prompt": "1+1?", "answer": "2"}\n'
+BAD_LINES = r"""
+{'prompt': 1} -> bad.jsonl:2: is not valid JSON
+{"prompt": "3 -> bad.jsonl:2: is not valid JSON
+[1, 2] -> bad.jsonl:2: should be a JSON object, not a list
+{"question": "x", "answer": 1} -> bad.jsonl:2: -> no column 'prompt' -> 'question'
+{"prompt": "x"} -> bad.jsonl:2: -> no column 'answer'
+{} -> bad.jsonl:2: -> an empty object
+{"prompt": null, "answer": 1} -> bad.jsonl:2: 'prompt' is null
+{"prompt": "  ", "answer": 1} -> bad.jsonl:2: the prompt is empty
+{"prompt": [], "answer": 1} -> bad.jsonl:2: the prompt should be text
+{"prompt": ["x"], "answer": 1} -> bad.jsonl:2: a message should have a role
+{"prompt": [{"role": "boss", "content": "x"}], "answer": 1} -> bad.jsonl:2: -> 'boss'
+{"prompt": [{"role": "assistant", "content": "x"}], "answer": 1} -> :2: the last message should be the user's
+{"prompt": "x", "answer": {"value": 1}} -> bad.jsonl:2: the answer should be text
+{"prompt": "x", "answer": NaN} -> bad.jsonl:2: the answer is nan, which is no number
+{"prompt": "x", "answer": Infinity} -> bad.jsonl:2: the answer is inf
+{"prompt": "x", "answer": null} -> bad.jsonl:2: 'answer' is null
+"""
+LINES = [
+    *((GOOD + line, {}, *says) for line, *says in table(BAD_LINES)),
+    (GOOD + "\n[1]", {}, "bad.jsonl:3: should be a JSON object"),
+    (GOOD + "[" * 100_000, {}, "bad.jsonl:2: is not valid JSON"),
+    (GOOD.encode() + b'{"prompt": "\xff"}\n', {}, "bad.jsonl:2: is not UTF-8"),
+    (GOOD, {"answer": "answer.right"}, "bad.jsonl:1: there is no column 'answer.right', only 'prompt'"),
+    ('{"prompt": "x", "a": {"b": null}}', {"answer": "a.b"}, "bad.jsonl:1: 'a.b' is null"),
+    (GOOD, {"answer_marker": "####"}, "bad.jsonl:1: there is nothing after '####' in 'answer'"),
+    (GOOD, {"difficulty": "answer", "difficulties": [3, 4]}, "task.args.path:", "has no problem"),
+    (GOOD, {"difficulty": "prompt"}, "bad.jsonl:1: the difficulty should be one whole number"),
+    (GOOD, {"solution": "worked"}, "bad.jsonl:1: there is no column 'worked'"),
+    ("", {}, "task.args.path:", "has no problem"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "args", "says"),
-    [
-        (GOOD + "{'prompt': 1}\n", {}, ["bad.jsonl:2: is not valid JSON"]),
-        (GOOD + '{"prompt": "3', {}, ["bad.jsonl:2: is not valid JSON"]),
-        (GOOD + "\n[1, 2]\n", {}, ["bad.jsonl:3: should be a JSON object, not a list"]),
-        (GOOD + "[" * 100_000, {}, ["bad.jsonl:2: is not valid JSON"]),
-        (GOOD.encode() + b'{"prompt": "\xff"}\n', {}, ["bad.jsonl:2: is not UTF-8"]),
-        (GOOD + '{"question": "x", "answer": 1}', {}, ["bad.jsonl:2:", "no column 'prompt'", "'question'"]),
-        (GOOD + '{"prompt": "x"}', {}, ["bad.jsonl:2:", "no column 'answer'"]),
-        (GOOD + "{}", {}, ["bad.jsonl:2:", "an empty object"]),
-        (GOOD + '{"prompt": null, "answer": 1}', {}, ["bad.jsonl:2: 'prompt' is null"]),
-        (GOOD + '{"prompt": "  ", "answer": 1}', {}, ["bad.jsonl:2: the prompt is empty"]),
-        (GOOD + '{"prompt": [], "answer": 1}', {}, ["bad.jsonl:2: the prompt should be text"]),
-        (GOOD + '{"prompt": ["x"], "answer": 1}', {}, ["bad.jsonl:2: a message should have a role"]),
-        (GOOD + '{"prompt": [{"role": "boss", "content": "x"}], "answer": 1}', {}, ["bad.jsonl:2:",
-        "'boss'"]), (
-            GOOD + '{"prompt": [{"role": "assistant", "content": "x"}], "answer": 1}',
-            {},
-            ["bad.jsonl:2: the last message should be the user's"],
-        ),
-        (GOOD + '{"prompt": "x", "answer": {"value": 1}}', {}, ["bad.jsonl:2: the answer should be text"]),
-        (GOOD + '{"prompt": "x", "answer": NaN}', {}, ["bad.jsonl:2: the answer is nan, which is no number"]),
-        (GOOD + '{"prompt": "x", "answer": Infinity}', {}, ["bad.jsonl:2: the answer is inf"]),
-        (GOOD + '{"prompt": "x", "answer": null}', {}, ["bad.jsonl:2: 'answer' is null"]),
-        (GOOD, {"answer": "answer.right"}, ["bad.jsonl:1: there is no column 'answer.right', only 'prompt'"]),
-        ('{"prompt": "x", "a": {"b": null}}', {"answer": "a.b"}, ["bad.jsonl:1: 'a.b' is null"]),
-        (GOOD, {"answer_marker": "####"}, ["bad.jsonl:1: there is nothing after '####' in 'answer'"]),
-        (GOOD, {"difficulty": "answer", "difficulties": [3, 4]}, ["task.args.path:", "has no problem"]),
-        (GOOD, {"difficulty": "prompt"}, ["bad.jsonl:1: the difficulty should be one whole number"]),
-        (GOOD, {"solution": "worked"}, ["bad.jsonl:1: there is no column 'worked'"]),
-        ("", {}, ["task.args.path:", "has no problem"]),
-    ],
-)  # fmt: skip
-def test_a_bad_line_is_one_error_that_names_it(tmp_path, text, args, says):
+@pytest.mark.parametrize("case", LINES, ids=lambda case: str(case[-1])[:40])
+def test_a_bad_line_is_one_error_that_names_it(tmp_path, case):
+    text, args, *says = case
     path = tmp_path / "bad.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
@@ -211,35 +210,29 @@ def test_a_bad_line_is_one_error_that_names_it(tmp_path, text, args, says):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ({}, "task.args.path: give the path of a file, or hub"),
-        ({"path": "a.jsonl", "hub": "b"}, "task.args.path: give"),
-        ({"path": "missing.jsonl"}, "task.args.path: there is no file missing.jsonl"),
-        ({"path": "data.csv"}, "task.args.path: data.csv should end in .jsonl"),
-        ({"path": 3}, "task.args.path: should be text"),
-        ({"path": "a.jsonl", "subset": "main"}, "task.args.subset: belongs to task.args.hub"),
-        ({"path": "a.jsonl", "template": "no place"}, "task.args.template: should hold {prompt}"),
-        ({"path": "a.jsonl", "prompt": None}, "task.args.prompt: should be"),
-        ({"path": "a.jsonl", "difficulties": [1, 2]}, "task.args.difficulties: needs task.args.difficulty"),
-        ({"path": "a.jsonl", "difficulty": "x", "difficulties": [2, 1]}, "task.args.difficulties: should be"),
-        ({"path": "a.jsonl", "longest_prompt": 0}, "task.args.longest_prompt: should be"),
-        (
-            {"path": "{here}", "heldout_path": "none.jsonl"},
-            "task.args.heldout_path: there is no file none.jsonl",
-        ),
-        ({"path": "{broken}"}, "is not a readable Parquet file"),
-    ],
-)
+ARGUMENTS = """
+{} -> task.args.path: give the path of a file, or hub
+{path: a.jsonl, hub: b} -> task.args.path: give
+{path: missing.jsonl} -> task.args.path: there is no file missing.jsonl
+{path: data.csv} -> task.args.path: data.csv should end in .jsonl
+{path: 3} -> task.args.path: should be text
+{path: a.jsonl, subset: main} -> task.args.subset: belongs to task.args.hub
+{path: a.jsonl, template: no place} -> task.args.template: should hold {prompt}
+{path: a.jsonl, prompt: null} -> task.args.prompt: should be
+{path: a.jsonl, difficulties: [1, 2]} -> task.args.difficulties: needs task.args.difficulty
+{path: a.jsonl, difficulty: x, difficulties: [2, 1]} -> task.args.difficulties: should be
+{path: a.jsonl, longest_prompt: 0} -> task.args.longest_prompt: should be
+{path: SUMS, heldout_path: none.jsonl} -> task.args.heldout_path: there is no file none.jsonl
+{path: BROKEN} -> is not a readable Parquet file
+"""
+
+
+@pytest.mark.parametrize(("args", "says"), table(ARGUMENTS))
 def test_bad_arguments_are_named(tmp_path, path, args, says):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing else")
-    places = {"{here}": path, "{broken}": str(tmp_path / "broken.parquet")}
-    args = {
-        name: places.get(value, value) if isinstance(value, str) else value for name, value in args.items()
-    }
+    args = args.replace("SUMS", path).replace("BROKEN", str(tmp_path / "broken.parquet"))
     with pytest.raises(ConfigError) as caught:
-        Dataset(0, **args, **({"prompt": "question"} if "prompt" not in args else {}))
+        Dataset(0, **{"prompt": "question"} | yaml.safe_load(args))
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

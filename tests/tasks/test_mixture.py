@@ -3,13 +3,14 @@
 import collections
 
 import pytest
+import yaml
 
 from rljax.assembly.task import configured_task
 from rljax.config import MixtureConfig, TaskConfig
 from rljax.errors import ConfigError
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.mixture import Mixture
-from tests.configs import experiment
+from tests.configs import table
 
 
 def mixture(*items, seed=0):
@@ -75,23 +76,12 @@ def test_every_evaluation_asks_the_same():
 
 
 def test_each_problem_is_judged_by_its_own_task():
-    section = TaskConfig.model_validate(
-        {
-            "name": "mixture",
-            "mixture": [
-                {"name": "chain_arithmetic", "label": "own", "args": {"max_terms": 2}},
-                {
-                    "name": "chain_arithmetic",
-                    "label": "length",
-                    "args": {"max_terms": 3},
-                    "rewards": [
-                        {"name": "length", "weight": 2, "args": {"target": 0, "limit": 10}},
-                        {"name": "task"},
-                    ],
-                },
-            ],
-        }
-    )
+    rewards = [{"name": "length", "weight": 2, "args": {"target": 0, "limit": 10}}, {"name": "task"}]
+    parts = [
+        {"name": "chain_arithmetic", "label": "own", "args": {"max_terms": 2}},
+        {"name": "chain_arithmetic", "label": "length", "args": {"max_terms": 3}, "rewards": rewards},
+    ]
+    section = TaskConfig.model_validate({"name": "mixture", "mixture": parts})
     task = configured_task(section, 0)
     problems = [task.problem("heldout", i) for i in range(4)]
     judged = task.rewards([(problem, problem.solution) for problem in problems])
@@ -115,26 +105,18 @@ def test_problems_that_come_back():
     assert task.rewards([(problem, problem.solution)])[0]["correct"] == 1.0
 
 
-def test_a_schedule_that_comes_back_before_it_has_begun_is_refused():
-    parts = [{"name": "chain_arithmetic", "schedule": [[0, 1], [4000, 2]]}]
-    task = {"name": "mixture", "problems": 64, "mixture": parts}
-    with pytest.raises(ValueError, match=r"task\.problems: must be 0 with a schedule"):
-        experiment(task=task)
+MISTAKES = """
+{name: chain_arithmetics} -> task.mixture.0.name: -> did you mean 'chain_arithmetic'?
+{name: chain_arithmetic, args: {max_terms: 1}} -> task.mixture.0.args.max_terms:
+{name: chain_arithmetic, rewards: [{name: exactly}]}
+    -> task.mixture.0.rewards.0.name: -> did you mean 'exact'?
+"""
 
 
-@pytest.mark.parametrize(
-    ("mixture", "says"),
-    [
-        ([{"name": "chain_arithmetics"}], ["task.mixture.0.name:", "did you mean 'chain_arithmetic'?"]),
-        ([{"name": "chain_arithmetic", "args": {"max_terms": 1}}], ["task.mixture.0.args.max_terms:"]),
-        (
-            [{"name": "chain_arithmetic", "rewards": [{"name": "exactly"}]}],
-            ["task.mixture.0.rewards.0.name:", "did you mean 'exact'?"],
-        ),
-    ],
-)
-def test_mistakes_in_a_part_are_named(mixture, says):
+@pytest.mark.parametrize("row", table(MISTAKES), ids=lambda row: row[0])
+def test_mistakes_in_a_part_are_named(row):
+    part, *says = row
     with pytest.raises(ConfigError) as caught:
-        configured_task(TaskConfig.model_validate({"name": "mixture", "mixture": mixture}), 0)
+        configured_task(TaskConfig(name="mixture", mixture=[yaml.safe_load(part)]), 0)
     for part in says:
         assert part in str(caught.value)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
@@ -17,6 +18,7 @@ from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.rewards import failures, text
 from rljax.tasks.rewards.extraction import answer_finder, last_code_block, last_formula
 from rljax.tasks.rewards.pool import CheckerPool
+from tests.configs import table
 from tests.sandbox.processes import namespaces
 
 HERE = "tests.tasks.reward_functions"
@@ -69,11 +71,9 @@ def test_where_an_answer_stands(place, answer):
     assert answer_finder(place)("") is None
     twice = RESPONSE.replace("7", "8").replace("9", "3").replace("1}", "5}") + RESPONSE
     assert answer_finder(place)(twice) == (twice.strip() if place == "response" else answer)
-
-
-@pytest.mark.parametrize("text", ["\\boxed{1", "<answer>7", "7</answer>", "####", "</answer><answer>"])
-def test_an_answer_that_is_cut_off_is_none(text):
-    assert [answer_finder(place)(text) for place in ("boxed", "tag", "marker")] == [None] * 3
+    if place in ("boxed", "tag", "marker"):
+        for cut_off in ("\\boxed{1", "<answer>7", "7</answer>", "####", "</answer><answer>"):
+            assert answer_finder(place)(cut_off) is None
 
 
 def test_finding_an_answer_takes_linear_time():
@@ -216,17 +216,26 @@ def test_rewards_add_up_by_weight(make):
 def test_many_responses_keep_their_order_and_are_computed_in_parallel(make):
     task = make({"name": f"{HERE}:everything"}, {"name": f"{HERE}:where"}, reward_workers=2)
     problems = [task.problem("train", i % 3) for i in range(60)]
-    right = [i % 7 == 0 for i in range(60)]
-    judged = task.rewards(
-        [(each, each.answer if good else "no") for each, good in zip(problems, right, strict=True)]
-    )
-    assert [parts["everything"] for parts in judged] == [float(good) for good in right]
+    texts = [each.answer if i % 7 == 0 else "no" for i, each in enumerate(problems)]
+    judged = task.rewards(list(zip(problems, texts, strict=True)))
+    assert [parts["everything"] for parts in judged] == [float(i % 7 == 0) for i in range(60)]
     processes = {parts["where"] for parts in judged}
     assert len(processes) <= 2 and os.getpid() not in processes
 
 
-def test_a_functions_keywords_are_what_it_names(make):
-    assert make({"name": f"{HERE}:anything"}).reward(problem("1"), "x")["anything"] == 4
+def test_a_worker_is_used_again_and_ends_with_its_task(make, monkeypatch):
+    """And a function is called with the keywords that it names."""
+    pools, real = [], CheckerPool.__init__
+    monkeypatch.setattr(
+        CheckerPool, "__init__", lambda self, *given: (real(self, *given), pools.append(self))[0]
+    )
+    task = make({"name": f"{HERE}:calls_so_far"}, {"name": f"{HERE}:anything"}, reward_workers=1)
+    judged = [task.reward(problem("1"), "x") for _ in range(3)]
+    assert [(parts["calls_so_far"], parts["anything"]) for parts in judged] == [(1, 4), (2, 4), (3, 4)]
+    (pool,) = pools
+    assert pool.close.alive
+    task.close()
+    assert not pool.close.alive
 
 
 FAILURES = {
@@ -305,12 +314,6 @@ def test_a_function_of_a_file_by_its_path(make, tmp_path, monkeypatch):
     assert (parts["f"], parts["same"]) == (0.25, 0.25)
 
 
-def test_reports_end_where_they_would_be_noise(make):
-    task = make({"name": f"{HERE}:moody"}, reward_errors="zero")
-    task.rewards([(task.problem("train", 0), "raise")] * 30)
-    assert len(task.reports) == failures.REPORTED + 1 and "only counted" in task.reports[-1]
-
-
 def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):
     task = make({"name": f"{HERE}:moody"})
     asked = task.problem("train", 0)
@@ -322,6 +325,9 @@ def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):
     assert message.startswith("task.rewards.0 (moody): raised KeyError('a bug'); problem path.jsonl:")
     for part in (f'prompt {prompt}, response "raise xxx', "task.reward_errors: zero"):
         assert part in message
+    task = make({"name": f"{HERE}:moody"}, reward_errors="zero")
+    task.rewards([(asked, "raise")] * 30)  # reports end where they would be noise
+    assert len(task.reports) == failures.REPORTED + 1 and "only counted" in task.reports[-1]
 
 
 def test_a_response_that_a_reward_takes_too_long_over_does_not_end_the_run(make):
@@ -344,19 +350,10 @@ def test_a_catastrophic_pattern_is_bounded(make):
     assert [(parts["format"], parts["timeouts"]) for parts in judged] == [(0.0, 1.0), (1.0, 0.0)]
 
 
-def test_a_worker_is_used_again_and_the_run_is_not_its_parent_for_long(make):
-    task = make({"name": f"{HERE}:calls_so_far"}, reward_workers=1)
-    asked = task.problem("train", 0)
-    assert [task.reward(asked, "x")["calls_so_far"] for _ in range(3)] == [1, 2, 3]
-
-
 def test_code(make):
     rows = [{"prompt": "add", "answer": "", "tests": ["assert add(1, 2) == 3", "assert add(1, -1) == 0"]}]
-    task = make(
-        {"name": "code"},
-        {"name": "code", "label": "share", "args": {"partial": True, "seconds": 0.5}},
-        rows=rows,
-    )
+    share = {"name": "code", "label": "share", "args": {"partial": True, "seconds": 0.5}}
+    task = make({"name": "code"}, share, rows=rows)
     asked = task.problem("train", 0)
     good, half = "def add(a, b): return a + b", "def add(a, b): return a + abs(b)"
     forged = "print('all tests passed')\nimport os; os._exit(0)"
@@ -431,35 +428,33 @@ def test_reasoning_gym(tmp_path):
         task.close()
 
 
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        ({"name": "exactly"}, ["task.rewards.0.name: unknown reward 'exactly'", "did you mean 'exact'?"]),
-        ({"name": "exact", "args": {"answer": "tag"}}, ["task.rewards.0.args.answer:", "no such argument"]),
-        ({"name": "exact", "args": {"answer_in": "head"}}, ["task.rewards.0.args.answer_in:", "'head'"]),
-        ({"name": "numeric", "args": {"tolerance": -1}}, ["task.rewards.0.args.tolerance:", "-1"]),
-        ({"name": "length", "args": {"target": 5}}, ["task.rewards.0.args.limit: must be set"]),
-        ({"name": "length", "args": {"target": 5, "limit": 5}}, ["task.rewards.0.args.limit: 5"]),
-        ({"name": "format", "args": {"pattern": "(a"}}, ["task.rewards.0.args.pattern: is no regular"]),
-        ({"name": "code"}, ["path.jsonl:1: there is no column 'tests'", "task.rewards.0"]),
-        ({"name": "code", "args": {"seconds": 0}}, ["task.rewards.0.args.seconds:"]),
-        ({"name": "task"}, ["task.rewards.0.name: task dataset has no reward of its own"]),
-        ({"name": ":f"}, ["task.rewards.0.name: write a function as module:function"]),
-        (
-            {"name": "no_such_module:f"},
-            ["task.rewards.0.name: no_such_module:f: importing", "ModuleNotFound"],
-        ),
-        ({"name": f"{HERE}:absent"}, ["task.rewards.0.name:", f"{HERE} has no absent"]),
-        ({"name": "./absent.py:f"}, ["task.rewards.0.name: ./absent.py:f: there is no file ./absent.py in"]),
-        ({"name": f"{HERE}:NOT_A_FUNCTION"}, ["task.rewards.0.name:", "is a int, not a function"]),
-        ({"name": f"{HERE}:no_response"}, ["task.rewards.0.name:", "takes no keyword `response`"]),
-        ({"name": f"{HERE}:too_many"}, ["task.rewards.0.name:", "cannot be called", "'what'"]),
-        ({"name": f"{HERE}:brevity", "args": {"scal": 3}}, ["task.rewards.0.name:", "'scal'"]),
-    ],
-)
-def test_a_reward_that_cannot_be_is_one_error_at_the_start(make, reward, says):
+IMPOSSIBLE = """
+{name: exactly} -> task.rewards.0.name: unknown reward 'exactly' -> did you mean 'exact'?
+{name: exact, args: {answer: tag}} -> task.rewards.0.args.answer: -> no such argument
+{name: exact, args: {answer_in: head}} -> task.rewards.0.args.answer_in: -> 'head'
+{name: numeric, args: {tolerance: -1}} -> task.rewards.0.args.tolerance: -> -1
+{name: length, args: {target: 5}} -> task.rewards.0.args.limit: must be set
+{name: length, args: {target: 5, limit: 5}} -> task.rewards.0.args.limit: 5
+{name: format, args: {pattern: (a}} -> task.rewards.0.args.pattern: is no regular
+{name: code} -> path.jsonl:1: there is no column 'tests' -> task.rewards.0
+{name: code, args: {seconds: 0}} -> task.rewards.0.args.seconds:
+{name: task} -> task.rewards.0.name: task dataset has no reward of its own
+{name: ':f'} -> task.rewards.0.name: write a function as module:function
+{name: 'no_such_module:f'} -> task.rewards.0.name: no_such_module:f: importing -> ModuleNotFound
+{name: 'HERE:absent'} -> task.rewards.0.name: -> HERE has no absent
+{name: './absent.py:f'} -> task.rewards.0.name: ./absent.py:f: there is no file ./absent.py in
+{name: 'HERE:NOT_A_FUNCTION'} -> task.rewards.0.name: -> is a int, not a function
+{name: 'HERE:no_response'} -> task.rewards.0.name: -> takes no keyword `response`
+{name: 'HERE:too_many'} -> task.rewards.0.name: -> cannot be called -> 'what'
+{name: 'HERE:brevity', args: {scal: 3}} -> task.rewards.0.name: -> 'scal'
+""".replace("HERE", HERE)
+
+
+@pytest.mark.parametrize("row", table(IMPOSSIBLE), ids=lambda row: row[0])
+def test_a_reward_that_cannot_be_is_one_error_at_the_start(make, row):
+    reward, *says = row
     with pytest.raises(ConfigError) as caught:
-        make(reward)
+        make(yaml.safe_load(reward))
     assert "\n" not in str(caught.value)
     for part in says:
         assert part in str(caught.value)
@@ -471,26 +466,18 @@ def test_a_dataset_needs_a_reward_and_numbers_where_numbers_are_judged(make):
     rows = [{"prompt": "a", "answer": "2"}, {"prompt": "b", "answer": "two"}]
     with pytest.raises(ConfigError, match=r"path.jsonl:2: the answer 'two' is not a number, which task"):
         make({"name": "numeric"}, rows=rows)
-    part = {
-        "name": "dataset",
-        "args": make({"name": "exact"}, rows=rows).args,
-        "rewards": [{"name": "numeric"}],
-    }
-    with pytest.raises(
-        ConfigError, match=r"the answer 'two' is not a number, which task\.mixture\.0\.rewards\.0"
-    ):
+    args = make({"name": "exact"}, rows=rows).args
+    part = {"name": "dataset", "args": args, "rewards": [{"name": "numeric"}]}
+    says = r"the answer 'two' is not a number, which task\.mixture\.0\.rewards\.0"
+    with pytest.raises(ConfigError, match=says):
         make(rows=rows, name="mixture", args={}, mixture=[part])
     rows[1]["answer"] = " "
-    with pytest.raises(
-        ConfigError, match=r"path.jsonl:2: the answer is empty, and task.rewards.0 judges by it"
-    ):
+    says = r"path.jsonl:2: the answer is empty, and task.rewards.0 judges by it"
+    with pytest.raises(ConfigError, match=says):
         make({"name": "exact"}, rows=rows)
     bad = [{"prompt": "a", "answer": "", "tests": ["assert f(x) == 1"]}]
     with pytest.raises(ConfigError, match=r"jsonl:1: 'tests': .* is not of the form"):
         make({"name": "code"}, rows=bad)
-
-
-def test_a_sandbox_in_which_nothing_passes_is_one_error_at_the_start(make):
     rows = [{"prompt": "add", "answer": "", "tests": ["assert add(1, 2) == 3"]}]
     with pytest.raises(SandboxError, match="file_mb 0 not even a correct program passes"):
         make({"name": "code"}, rows=rows, sandbox={**SANDBOX, "file_mb": 0})
@@ -510,33 +497,18 @@ def test_a_missing_package_names_its_extra(make, monkeypatch):
         assert f"install the extra (pip install {says})" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ({}, "task.args.environment: must be set for reasoning_gym"),
-        ({"environment": "leg_count"}, "did you mean 'leg_counting'?"),
-        ({"environment": "leg_counting", "config": {"animals": 3}}, "task.args.config.animals:"),
-        ({"environment": "leg_counting", "config": {"min_animals": 0}}, "leg_counting refuses"),
-        ({"environment": "leg_counting", "tag": "<a>"}, "task.args.tag: should be a name"),
-    ],
-)
+ENVIRONMENTS = """
+{} -> task.args.environment: must be set for reasoning_gym
+{environment: leg_count} -> did you mean 'leg_counting'?
+{environment: leg_counting, config: {animals: 3}} -> task.args.config.animals:
+{environment: leg_counting, config: {min_animals: 0}} -> leg_counting refuses
+{environment: leg_counting, tag: <a>} -> task.args.tag: should be a name
+"""
+
+
+@pytest.mark.parametrize(("args", "says"), table(ENVIRONMENTS))
 def test_an_environment_that_cannot_be(args, says):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError) as caught:
-        configured_task(TaskConfig(name="reasoning_gym", args=args), 0)
+        configured_task(TaskConfig(name="reasoning_gym", args=yaml.safe_load(args)), 0)
     assert says in str(caught.value)
-
-
-def test_workers_end_when_the_task_is_garbage(make, monkeypatch):
-    ended = []
-    real = CheckerPool.__init__
-
-    def remember(self, *args):
-        real(self, *args)
-        ended.append(self.close)
-
-    monkeypatch.setattr(CheckerPool, "__init__", remember)
-    task = make({"name": f"{HERE}:anything"})
-    assert task.reward(problem("1"), "x")["anything"] == 4 and ended[0].alive
-    task.close()
-    assert not ended[0].alive

@@ -1,12 +1,14 @@
-"""What tasks that are made of tasks pass on."""
+"""Tasks that are made of tasks: what they pass on, and problems that come back epoch after epoch."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from rljax.config import MixtureConfig, TaskConfig
-from rljax.tasks.base import Problem
+from rljax.tasks.base import SPLITS, Problem, Task
+from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.epochs import EpochTask
+from rljax.tasks.judging import own_reward
 from rljax.tasks.mixture import Mixture
 from rljax.tasks.rewards.combined import RewardedTask
 from rljax.tasks.wrapper import Wrapper, close, fingerprint, finite_problems
@@ -26,15 +28,14 @@ EXACT = TaskConfig.model_validate({"name": "dataset", "rewards": [{"name": "exac
 )
 def test_what_a_task_may_have_is_passed_on(wrap):
     ended = []
-    task = wrap(
-        SimpleNamespace(
-            problem=lambda split, index: PROBLEM,
-            reward=lambda problem, text: {"reward": float(text == problem.answer)},
-            finite_problems=lambda: [PROBLEM],
-            fingerprint=lambda: {"data.jsonl": "digest"},
-            close=lambda: ended.append(True),
-        )
+    inner = SimpleNamespace(
+        problem=lambda split, index: PROBLEM,
+        reward=lambda problem, text: {"reward": float(text == problem.answer)},
+        finite_problems=lambda: [PROBLEM],
+        fingerprint=lambda: {"data.jsonl": "digest"},
+        close=lambda: ended.append(True),
     )
+    task = wrap(inner)
     assert finite_problems(task) == [PROBLEM] and fingerprint(task) == {"data.jsonl": "digest"}
     asked = task.problem("train", 0)
     assert [task.reward(asked, text)["reward"] for text in ("4", "5")] == [1.0, 0.0]
@@ -58,3 +59,19 @@ def test_a_wrapper_that_forgets_something_cannot_be_made():
 
     with pytest.raises(TypeError, match="rewards"):
         Forgetful(SimpleNamespace())
+
+
+@pytest.mark.parametrize("problems", [1, 2, 7])
+def test_training_problems_come_back_and_others_are_untouched(problems):
+    task = ChainArithmetic(seed=0)
+    epochs = EpochTask(task, problems)
+    assert isinstance(epochs, Task)
+    seen = [epochs.problem("train", index) for index in range(3 * problems)]
+    assert seen == [task.problem("train", index) for index in range(problems)] * 3
+    assert len({problem.id for problem in seen}) == problems
+    assert epochs.problem("train", 10**9 * problems) == seen[0]
+    for split in set(SPLITS) - {"train"}:
+        assert [epochs.problem(split, i) for i in range(8)] == [task.problem(split, i) for i in range(8)]
+    for text in (seen[0].solution, "nonsense", ""):
+        assert epochs.reward(seen[0], text) == own_reward(task, seen[0], text)
+    assert epochs.reward(seen[0], seen[0].solution)["reward"] > epochs.reward(seen[0], "nonsense")["reward"]

@@ -8,8 +8,8 @@ from rljax.models.tokenizer import Tokenizer
 from rljax.tasks.tokenizer_training import train_tokenizer
 from rljax.tools.calculator import Calculator
 from rljax.tools.markup import make_markup
-from rljax.tools.registry import TOOLS
 from rljax.tools.use import make_tool_use
+from tests.configs import table
 
 MARKERS = (("<{name}>", "</{name}>"), ("<answer>", "</answer>"))
 
@@ -91,9 +91,8 @@ def test_a_solution_is_tokenized_as_a_rollout_would_have_it(markup, tokenizer):
     assert ids[: len(first)] == first
     answer = markup.answer_ids("15")
     assert ids[len(first) : len(first) + len(answer)] == answer
-    assert sampled[: len(first)] == [True] * len(first) and not any(
-        sampled[len(first) : len(first) + len(answer)]
-    )
+    by_policy = [True] * len(first) + [False] * len(answer)
+    assert sampled[: len(by_policy)] == by_policy
 
 
 def test_the_markers_of_an_answer_are_text_where_nothing_was_called(markup, tokenizer):
@@ -106,27 +105,11 @@ def test_the_markers_of_an_answer_are_text_where_nothing_was_called(markup, toke
         ids, sampled = markup.encode_response(text)
         assert tokenizer.decode(ids) == text and all(sampled)
     ids, sampled = markup.encode_response("<look>1</look><answer>2</answer><answer>3</answer>")
-    assert (
-        tokenizer.decode([i for i, by_policy in zip(ids, sampled, strict=True) if not by_policy])
-        == "<answer>2</answer>"
-    )
+    answers = [token for token, by_policy in zip(ids, sampled, strict=True) if not by_policy]
+    assert tokenizer.decode(answers) == "<answer>2</answer>"
 
 
 # -- the config ------------------------------------------------------------------------------------------
-
-CONFIG = """
-run_dir: runs/x
-policy:
-  shape: {hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 128}
-task: {name: tool_arithmetic}
-"""
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text(CONFIG)
-    return path
 
 
 def test_tools_are_off_unless_named(config_file, tokenizer):
@@ -137,39 +120,32 @@ def test_tools_are_off_unless_named(config_file, tokenizer):
     assert use.markup.calls == {"calculator": ("<calculator>", "</calculator>")}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["tools={names: []}"], "tools.names"),
-        (["tools={max_calls: 2}"], "tools.names: must be set"),
-        (["tools={names: [calculator], max_cals: 2}"], "tools.max_cals.*tools.max_calls"),
-        (["tools={names: [calculator, calculator]}"], "tools.names.*twice"),
-        (["tools={names: [calculator, look], closing: '</call>'}"], r"tools.closing.*\{name\}"),
-        (["tools={names: [calculator], opening: '|', closing: '|'}"], "tools.closing.*differ"),
-        (["tools={names: [calculator], answer_opening: '|', answer_closing: '|'}"], "tools.answer_closing"),
-        (["tools={names: [calculator], opening: ''}"], "tools.opening.*not empty"),
-        (["tools={names: [calculator], time_limit: 0}"], "tools.time_limit"),
-        (["tools={names: [calculator], max_calls: 0}"], "tools.max_calls"),
-        (
-            [
-                "tools={names: [calculator], answer_opening: <answer>}",
-                "task.rewards=[{name: exact, args: {answer_in: tag}}]",
-            ],
-            "tools.answer_opening: .*task.rewards.0",
-        ),
-        (["tools={names: [calculator]}", "rollout.stop=['/calculator>']"], "rollout.stop.*tools.closing"),
-    ],
-)
+IMPOSSIBLE = r"""
+tools={names: []} -> tools.names
+tools={max_calls: 2} -> tools.names: must be set
+tools={names: [calculator], max_cals: 2} -> tools.max_cals.*tools.max_calls
+tools={names: [calculator, calculator]} -> tools.names.*twice
+tools={names: [calculator, look], closing: '</call>'} -> tools.closing.*\{name\}
+tools={names: [calculator], opening: '|', closing: '|'} -> tools.closing.*differ
+tools={names: [calculator], answer_opening: '|', answer_closing: '|'} -> tools.answer_closing
+tools={names: [calculator], opening: ''} -> tools.opening.*not empty
+tools={names: [calculator], time_limit: 0} -> tools.time_limit
+tools={names: [calculator], max_calls: 0} -> tools.max_calls
+tools={names: [calculator], answer_opening: <answer>} & task.rewards=[{name: exact, args: {answer_in: tag}}]
+    -> tools.answer_opening: .*task.rewards.0
+tools={names: [calculator]} & rollout.stop=['/calculator>'] -> rollout.stop.*tools.closing
+"""
+
+
+@pytest.mark.parametrize(("overrides", "says"), table(IMPOSSIBLE))
 def test_impossible_tools_are_refused_in_one_line(config_file, overrides, says):
     with pytest.raises(ConfigError, match=says) as raised:
-        load_config(config_file, overrides)
+        load_config(config_file, overrides.split(" & "))
     assert "\n" not in str(raised.value)
 
 
 def test_an_unknown_tool_is_refused_with_the_nearest_one(config_file, tokenizer):
     tools = load_config(config_file, ["tools={names: [calculater]}"]).tools
-    with pytest.raises(
-        ConfigError, match=r"tools\.names: unknown tool 'calculater'; did you mean 'calculator'"
-    ):
+    says = r"tools\.names: unknown tool 'calculater'; did you mean 'calculator'"
+    with pytest.raises(ConfigError, match=says):
         make_tool_use(tools, tokenizer)
-    assert "calculator" in TOOLS
