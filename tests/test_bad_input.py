@@ -22,6 +22,7 @@ from rljax.models.transformer import param_shapes
 from rljax.progress import Progress
 from rljax.run_directory import RunDirectory
 from rljax.training import loop, saving, session
+from tests.configs import table
 from tests.models.checkpoints import write_tokenizer
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
@@ -29,7 +30,6 @@ from tests.training.tiny_run import write_config
 ROOT = Path(__file__).parents[1]
 POLICY = ModelConfig("qwen3", 384, 32, 1, 2, 1, 16, 32, tie_embeddings=True, qk_norm=True, max_positions=256)
 OVERRIDES = ("warm_start=null", "training.steps=9", "speculation.args={}")
-FROM_POLICY = ("policy={path: POLICY}",)
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,8 @@ def world(tmp_path_factory):
     config = load_config(write_config(directory), [*OVERRIDES, "speculation.drafter=srt"])
     write_tokenizer(directory / "tokenizer")
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda shape: rng.standard_normal(shape, np.float32),
-        param_shapes(POLICY),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+    fill = lambda shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    params = jax.tree.map(fill, param_shapes(POLICY), is_leaf=lambda node: isinstance(node, tuple))
     save_model(directory / "policy", POLICY, params, "float32", tokenizer_source=directory / "tokenizer")
     files = RunDirectory(config.run_dir)
     files.write_config(config)
@@ -61,12 +58,11 @@ def world(tmp_path_factory):
 
 
 def contents(directory):
-    return {
-        str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()
-    }
+    files = (file for file in directory.rglob("*") if file.is_file())
+    return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 
 
-def refusal(directory, monkeypatch, capsys, arguments, options=()) -> str:
+def refusal(directory, monkeypatch, capsys, arguments) -> str:
     """What training with a config in `directory` says; no file that was there may be gone or another one."""
 
     def never(*_):
@@ -76,7 +72,7 @@ def refusal(directory, monkeypatch, capsys, arguments, options=()) -> str:
     before = contents(directory)
     config = directory / "config.yaml"
     overrides = [each.replace("POLICY", str(directory / "policy")) for each in (*OVERRIDES, *arguments)]
-    status = load_script("train").main(["--config", str(config), *overrides, *options])
+    status = load_script("train").main(["--config", str(config), *overrides])
     errors = capsys.readouterr().err
     assert status == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
     after = contents(directory)
@@ -88,76 +84,53 @@ def refusal(directory, monkeypatch, capsys, arguments, options=()) -> str:
 # -- the config --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "config.yaml: no such config file"),
-        (b"\xff\xfe\x00", "config.yaml: cannot read the config: it is not UTF-8 text"),
-        (b"run_dir: [unclosed\n", "config.yaml"),
-        (b"- a\n- b\n", "config.yaml: a config is a mapping of keys to values"),
-        (b"run_dir: a\nrun_dir: b\n", "run_dir"),
-        (b"run_dir: a\n", "policy: must be set."),
-    ],
-    ids=["missing", "not text", "not YAML", "a list", "a key twice", "no policy"],
-)
-def test_a_config_file(tmp_path, monkeypatch, capsys, content, says):
-    if content is not None:
-        (tmp_path / "config.yaml").write_bytes(content)
-    monkeypatch.setattr(sys.modules[__name__], "OVERRIDES", ())
-    assert says in refusal(tmp_path, monkeypatch, capsys, ())
+KEYS = """
+rollout.temprature=1 -> rollout.temprature: unknown key; the nearest is rollout.temperature
+checkpoint.keep=0 -> checkpoint.keep: should be greater than or equal to 1, got 0
+checkpoint.on_failure=retry -> checkpoint.on_failure: should be 'stop' or 'go_on'
+checkpoint.keep_best=1 -> checkpoint.keep_best: needs evaluation.every
+mesh.data=4096 -> mesh: data 4096 * fsdp 1 * tensor 1 = 4096 devices, but there
+task.name=chain_arithmatic -> did you mean 'chain_arithmetic'?
+task.args={max_term: 3} -> max_term
+run_dir=config.yaml -> run_dir: cannot create
+run_dir=/proc/self -> cannot be written
+speculation.drafter=str -> speculation.drafter: unknown drafter 'str'; did you mean 'srt'?
+speculation.drafter=srt & speculation.args={depth: 3} -> speculation.args
+speculation.drafter=quantized & speculation.choice=roofline & speculation.calibration_dir=none
+    -> speculation.choice: roofline finds no constants
+speculation.drafter=eagle & speculation.args={path: nowhere} -> nowhere
+speculation.drafter=small_model & speculation.args={path: nowhere} -> nowhere
+speculation.drafter=small_model & speculation.args={path: POLICY} -> vocab
+speculation.drafter=small_model & speculation.args={path: POLICY}
+    & speculation.decoupled={window: 3, devices: [99]}
+    -> speculation.decoupled.devices: number 99 is needed, and there
+rollout.max_prompt_length=8 & rollout.long_prompts=stop
+    -> rollout.max_prompt_length: 8, but the prompt of problem train/0
+policy={path: POLICY} & tools={names: [calcuator]}
+    -> tools.names: unknown tool 'calcuator'; did you mean 'calculator'?
+policy={path: POLICY} & tools={names: [calculator, calculator]} -> names a tool twice
+"""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("rollout.temprature=1",), "rollout.temprature: unknown key; the nearest is rollout.temperature"),
-        (("checkpoint.keep=0",), "checkpoint.keep: should be greater than or equal to 1, got 0"),
-        (("checkpoint.on_failure=retry",), "checkpoint.on_failure: should be 'stop' or 'go_on'"),
-        (("checkpoint.keep_best=1",), "checkpoint.keep_best: needs evaluation.every"),
-        (("mesh.data=4096",), "mesh: data 4096 * fsdp 1 * tensor 1 = 4096 devices, but there "),
-        (("task.name=chain_arithmatic",), "did you mean 'chain_arithmetic'?"),
-        (("task.args={max_term: 3}",), "max_term"),
-        (("run_dir=config.yaml",), "run_dir: cannot create"),
-        (("run_dir=/proc/self",), "cannot be written"),
-        (("speculation.drafter=str",), "speculation.drafter: unknown drafter 'str'; did you mean 'srt'?"),
-        (("speculation.drafter=srt", "speculation.args={depth: 3}"), "speculation.args"),
-        (
-            (
-                "speculation.drafter=quantized",
-                "speculation.choice=roofline",
-                "speculation.calibration_dir=none",
-            ),
-            "speculation.choice: roofline finds no constants",
-        ),
-        (("speculation.drafter=eagle", "speculation.args={path: nowhere}"), "nowhere"),
-        (("speculation.drafter=small_model", "speculation.args={path: nowhere}"), "nowhere"),
-        (("speculation.drafter=small_model", "speculation.args={path: POLICY}"), "vocab"),
-        (
-            (
-                "speculation.drafter=small_model",
-                "speculation.args={path: POLICY}",
-                "speculation.decoupled={window: 3, devices: [99]}",
-            ),
-            "speculation.decoupled.devices: number 99 is needed, and there ",
-        ),
-        (
-            ("rollout.max_prompt_length=8", "rollout.long_prompts=stop"),
-            "rollout.max_prompt_length: 8, but the prompt of problem train/0",
-        ),
-    ],
-    ids=lambda given: given[0] if isinstance(given, tuple) else None,
-)
+def test_no_config_file(tmp_path, monkeypatch, capsys):
+    assert "config.yaml: no such config file" in refusal(tmp_path, monkeypatch, capsys, ())
+    (tmp_path / "config.yaml").write_bytes(b"- a\n- b\n")
+    assert "config.yaml: a config is a mapping of keys to" in refusal(tmp_path, monkeypatch, capsys, ())
+
+
+@pytest.mark.parametrize(("arguments", "says"), table(KEYS))
 def test_a_key(world, tmp_path, monkeypatch, capsys, arguments, says):
     shutil.copytree(world / "policy", tmp_path / "policy")
     write_config(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert says in refusal(tmp_path, monkeypatch, capsys, arguments)
+    assert says in refusal(tmp_path, monkeypatch, capsys, arguments.split(" & "))
 
 
-# -- problems, rewards and tools ---------------------------------------------------------------------------
+# -- problems and rewards ----------------------------------------------------------------------------------
 
 ROWS = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(20))
 DATASET = "task={name: dataset, args: {path: ROWS}, rewards: [REWARD]}"
+NO_NUMBER = "rows.jsonl:8: the answer 'seven' is not a number, which task.rewards.0 needs"
 DATA = {
     "not JSON": (ROWS + '{"prompt": \n', "{name: exact}", "rows.jsonl:21: is not valid JSON: "),
     "not an object": (ROWS + "[1]\n", "{name: exact}", "rows.jsonl:21: should be a JSON object, not a list"),
@@ -165,10 +138,10 @@ DATA = {
     "an empty prompt": (ROWS.replace("7?", " "), "{name: exact}", "rows.jsonl:8: the prompt is empty"),
     "an empty file": ("", "{name: exact}", "rows.jsonl has no problem"),
     "nothing held out": (ROWS.splitlines()[0], "{name: exact}", "no problem is held out; give more problems"),
-    "a word for a number": (
+    "a word": (
         ROWS.replace('"7"', '"seven"'),
         "{name: numeric}",
-        "rows.jsonl:8: the answer 'seven' is not a number, which task.rewards.0 needs",
+        "rows.jsonl:8: the answer 'seven' is not a n",
     ),
     "no tests": (ROWS, "{name: code}", "there is no column 'tests', which task.rewards.0 needs"),
     "no reward": (ROWS, "", "task.rewards: task dataset has no reward of its own; list at least one"),
@@ -177,7 +150,7 @@ DATA = {
     "another place": (
         ROWS,
         "{name: exact, args: {answer_in: box}}",
-        "task.rewards.0.args.answer_in: should be one of response, ",
+        "answer_in: should be one of response, ",
     ),
 }
 
@@ -191,49 +164,36 @@ def test_data(tmp_path, monkeypatch, capsys, case):
     assert says in refusal(tmp_path, monkeypatch, capsys, (task,))
 
 
-@pytest.mark.parametrize(
-    ("tools", "says"),
-    [
-        ("{names: [calcuator]}", "tools.names: unknown tool 'calcuator'; did you mean 'calculator'?"),
-        ("{names: [calculator, calculator]}", "names a tool twice"),
-        ("{names: [calculator], opening: x, closing: x}", "tools.closing: 'x' is tools.opening, too"),
-        ("{names: [calculator], max_calls: 0}", "tools.max_calls: should be greater than or equal to 1, got"),
-    ],
-)
-def test_a_tool(world, tmp_path, monkeypatch, capsys, tools, says):
-    shutil.copytree(world / "policy", tmp_path / "policy")
-    write_config(tmp_path)
-    assert says in refusal(tmp_path, monkeypatch, capsys, (*FROM_POLICY, f"tools={tools}"))
-
-
 # -- the policy and its tokenizer --------------------------------------------------------------------------
 
 
 def edit_json(name, **changes):
     def edit(policy):
         content = json.loads((policy / name).read_text()) | changes
-        (policy / name).write_text(
-            json.dumps({key: value for key, value in content.items() if value is not None})
-        )
+        content = {key: value for key, value in content.items() if value is not None}
+        (policy / name).write_text(json.dumps(content))
 
     return edit
 
 
-def edit_tensors(edit):
-    def edited(policy):
+def with_norm(norm):
+    """Replaces the last norm, or takes it away."""
+
+    def edit(policy):
         tensors = safetensors.numpy.load_file(policy / "model.safetensors")
-        edit(tensors)
+        tensors = {name: tensor for name, tensor in tensors.items() if name != NORM}
+        tensors |= {} if norm is None else {NORM: norm}
         safetensors.numpy.save_file(tensors, policy / "model.safetensors")
 
-    return edited
+    return edit
 
 
 def cut(name):
-    def edit(policy):
-        content = (policy / name).read_bytes()
-        (policy / name).write_bytes(content[: len(content) // 2])
+    return lambda of: os.truncate(of / name, (of / name).stat().st_size // 2)
 
-    return edit
+
+def gone(name):
+    return lambda of: (of / name).unlink()
 
 
 def no_eos(policy):
@@ -249,41 +209,36 @@ def larger_vocabulary(policy):
 
 
 NORM = "model.norm.weight"
+WEIGHTS, TOKENIZER, CHAT = "model.safetensors", "tokenizer.json", "tokenizer_config.json"
 POLICIES = {
     "missing directory": (shutil.rmtree, "does not exist"),
-    "no config": (lambda policy: (policy / "config.json").unlink(), "config.json does not exist"),
+    "no config": (gone("config.json"), "config.json does not exist"),
     "cut config": (cut("config.json"), "config.json"),
     "another architecture": (edit_json("config.json", model_type="gpt2"), "gpt2"),
-    "no weights": (lambda policy: (policy / "model.safetensors").unlink(), "model.safetensors"),
-    "cut weights": (cut("model.safetensors"), "model.safetensors"),
-    "empty weights": (lambda policy: (policy / "model.safetensors").write_bytes(b""), "(0 bytes)"),
-    "a missing tensor": (edit_tensors(lambda tensors: tensors.pop(NORM)), f"missing tensor {NORM} [32]"),
+    "no weights": (gone(WEIGHTS), WEIGHTS),
+    "cut weights": (cut(WEIGHTS), WEIGHTS),
+    "empty weights": (lambda policy: os.truncate(policy / WEIGHTS, 0), "(0 bytes)"),
+    "a missing tensor": (with_norm(None), f"missing tensor {NORM} [32]"),
     "a misshapen tensor": (
-        edit_tensors(lambda tensors: tensors.update({NORM: np.zeros(31, np.float32)})),
+        with_norm(np.zeros(31, np.float32)),
         f"tensor {NORM} has shape [31], but config.json asks for [32]",
     ),
-    "integer weights": (
-        edit_tensors(lambda tensors: tensors.update({NORM: np.zeros(32, np.int8)})),
-        f"tensor {NORM} is stored as I8",
-    ),
+    "integer weights": (with_norm(np.zeros(32, np.int8)), f"tensor {NORM} is stored as I8"),
     "another vocabulary": (edit_json("config.json", vocab_size=448), "embed_tokens"),
     "short positions": (
         edit_json("config.json", max_position_embeddings=64),
         "policy: it is made for sequences of 64 tokens, less than rollout.max_prompt_length + max_",
     ),
-    "no tokenizer": (lambda policy: (policy / "tokenizer.json").unlink(), "tokenizer.json does not exist"),
-    "cut tokenizer": (cut("tokenizer.json"), "tokenizer.json cannot be read"),
-    "cut tokenizer config": (cut("tokenizer_config.json"), "tokenizer_config.json is not readable JSON"),
-    "no chat template": (edit_json("tokenizer_config.json", chat_template=None), "has no chat template"),
-    "a broken chat template": (
-        edit_json("tokenizer_config.json", chat_template="{% for %}"),
-        "chat template, line 1: not valid jinja",
-    ),
-    "a chat template that refuses": (
-        edit_json("tokenizer_config.json", chat_template="{{ raise_exception('only in French') }}"),
+    "no tokenizer": (gone(TOKENIZER), "tokenizer.json does not exist"),
+    "cut tokenizer": (cut(TOKENIZER), "tokenizer.json cannot be read"),
+    "cut tokenizer config": (cut(CHAT), "tokenizer_config.json is not readable JSON"),
+    "no chat template": (edit_json(CHAT, chat_template=None), "has no chat template"),
+    "a broken template": (edit_json(CHAT, chat_template="{% for %}"), "template, line 1: not valid jinja"),
+    "a template that refuses": (
+        edit_json(CHAT, chat_template="{{ raise_exception('only in French') }}"),
         "the chat template refuses these messages: only in French",
     ),
-    "an unknown eos": (edit_json("tokenizer_config.json", eos_token="<|no|>"), "eos_token is '<|no|>'"),
+    "an unknown eos": (edit_json(CHAT, eos_token="<|no|>"), "eos_token is '<|no|>'"),
     "no eos": (no_eos, "no EOS token"),
     "a tokenizer larger than the embedding": (larger_vocabulary, "has id 999, but the policy's vocab_size"),
 }
@@ -295,7 +250,7 @@ def test_a_policy(world, tmp_path, monkeypatch, capsys, case):
     shutil.copytree(world / "policy", tmp_path / "policy")
     write_config(tmp_path)
     damage(tmp_path / "policy")
-    assert says in refusal(tmp_path, monkeypatch, capsys, FROM_POLICY)
+    assert says in refusal(tmp_path, monkeypatch, capsys, ["policy={path: POLICY}"])
 
 
 def test_a_tokenizer_that_finds_no_room(tmp_path, monkeypatch, capsys):
@@ -314,17 +269,13 @@ def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monke
     assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
     assert not (tmp_path / "run" / "config.yaml").exists()
     shutil.copytree(tmp_path / "policy", tmp_path / "polizy")
-    (tmp_path / "polizy" / "model.safetensors").unlink()
+    (tmp_path / "polizy" / WEIGHTS).unlink()
     assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
     assert (tmp_path / "run" / "config.yaml").exists()
     monkeypatch.setattr(loop, "compile_programs", lambda _: None)
     monkeypatch.setattr(session, "train", lambda *_: None)
-    assert (
-        load_script("train").main(
-            ["--config", str(tmp_path / "config.yaml"), *OVERRIDES, f"policy={{path: {tmp_path}/policy}}"]
-        )
-        == 0
-    )
+    overrides = [*OVERRIDES, f"policy={{path: {tmp_path}/policy}}"]
+    assert load_script("train").main(["--config", str(tmp_path / "config.yaml"), *overrides]) == 0
 
 
 # -- a run that is resumed ---------------------------------------------------------------------------------
@@ -350,11 +301,7 @@ def edit_seal(**changes):
 
 
 def garbage_lines(name, line=b"garbage\n"):
-    def edit(run):
-        path = run / name
-        path.write_bytes(line + path.read_bytes())
-
-    return edit
+    return lambda run: (run / name).write_bytes(line + (run / name).read_bytes())
 
 
 def checkpoints_as_a_file(run):
@@ -366,59 +313,36 @@ def nothing(run):
     pass
 
 
-GO_BACK = "to go on from step 1"
-SHAPE = "policy.shape.hidden_size=32"
-RUNS = {
-    "another seed": (nothing, ("seed=5",), (), "seed: is 5, but the run in "),
-    "several keys": (
-        nothing,
-        ("rollout.temperature=0.5", "optimizer.learning_rate=1e-5"),
-        (),
-        "has 1.0 (and optimizer.learning_rate: 0.001 -> 1e-05); choose another run_dir, set it back to resume"
-        " that run, or go on with --allow-changes",
-    ),
-    "another task": (nothing, ("task.args.max_terms=4",), (), "task.args.max_terms: is 4, but the run"),
-    "another policy": (nothing, (SHAPE,), (), "policy.shape.hidden_size: is 32, but the run in "),
-    "another policy, allowed": (
-        nothing,
-        (SHAPE,),
-        ("--allow-changes",),
-        "in this run; give the run the policy and optimizer it was saved with, or another run_dir",
-    ),
-    "an unreadable config": (
-        lambda run: (run / "config.yaml").write_text("nonsense: 1\n"),
-        (),
-        (),
-        "holds a run with an unreadable config (nonsense: unknown key",
-    ),
-    "a missing array file": (lambda run: array_file(run).unlink(), (), (), GO_BACK),
-    "a cut array file": (lambda run: os.truncate(array_file(run), 10), (), (), "bytes were saved"[6:]),
-    "a flipped bit": (lambda run: flip(array_file(run)), (), (), "differs from what was saved (CRC-32)"),
+NO_METRICS = "metrics.jsonl:1: not a metrics line"
+SEVERAL = (
+    "has 1.0 (and optimizer.learning_rate: 0.001 -> 1e-05); choose another run_dir, set it back to resume"
+    " that run, or go on with --allow-changes"
+)
+OF_ANOTHER = "in this run; give the run the policy and optimizer it was saved with, or another run_dir"
+UNREADABLE = "holds a run with an unreadable config (nonsense: unknown key"
+RUNS = {  # what is done to the run, what is said, and arguments of the resuming command
+    "another seed": (nothing, "seed: is 5, but the run in ", "seed=5"),
+    "several keys": (nothing, SEVERAL, "rollout.temperature=0.5", "optimizer.learning_rate=1e-5"),
+    "another task": (nothing, "task.args.max_terms: is 4, but the run", "task.args.max_terms=4"),
+    "another policy": (nothing, "hidden_size: is 32, but the run in ", "policy.shape.hidden_size=32"),
+    "another, allowed": (nothing, OF_ANOTHER, "policy.shape.hidden_size=32", "--allow-changes"),
+    "an unreadable config": (lambda run: (run / "config.yaml").write_text("nonsense: 1\n"), UNREADABLE),
+    "a missing array file": (lambda run: array_file(run).unlink(), "to go on from step 1"),
+    "a cut array file": (lambda run: os.truncate(array_file(run), 10), " were saved"),
+    "a flipped bit": (lambda run: flip(array_file(run)), "differs from what was saved (CRC-32)"),
     "a missing host file": (
-        lambda run: (run / "checkpoints" / "2" / "host_arrays.npz").unlink(),
-        (),
-        (),
+        gone("checkpoints/2/host_arrays.npz"),
         "host_arrays.npz: cannot be read (No such file or directory)",
     ),
-    "a cut seal": (cut("checkpoints/2/checkpoint.json"), (), (), "checkpoint.json: damaged; delete "),
-    "a seal of nothing": (edit_seal(files=None), (), (), "checkpoint.json: damaged; delete "),
-    "no data position": (edit_seal(host_state={}), (), (), "data_position"),
-    "checkpoints as a file": (checkpoints_as_a_file, (), (), "cannot be read (Not a directory)"),
-    "garbage metrics": (garbage_lines("metrics.jsonl"), (), (), "metrics.jsonl:1: not a metrics line"),
-    "metrics without step": (
-        garbage_lines("metrics.jsonl", b'{"reward": 1}\n'),
-        (),
-        (),
-        "metrics.jsonl:1: not a metrics line",
-    ),
-    "garbage decisions": (
-        garbage_lines("decisions.jsonl"),
-        (),
-        (),
-        "decisions.jsonl:1: not a decisions line",
-    ),
-    "garbage sessions": (garbage_lines("sessions.jsonl"), (), (), "sessions.jsonl:1: not a line of JSON"),
-    "a cut tokenizer": (cut("tokenizer/tokenizer.json"), (), (), "tokenizer.json cannot be read"),
+    "a cut seal": (cut("checkpoints/2/checkpoint.json"), "checkpoint.json: damaged; delete "),
+    "a seal of nothing": (edit_seal(files=None), "checkpoint.json: damaged; delete "),
+    "no data position": (edit_seal(host_state={}), "data_position"),
+    "checkpoints as a file": (checkpoints_as_a_file, "cannot be read (Not a directory)"),
+    "garbage metrics": (garbage_lines("metrics.jsonl"), NO_METRICS),
+    "metrics without step": (garbage_lines("metrics.jsonl", b'{"reward": 1}\n'), NO_METRICS),
+    "garbage decisions": (garbage_lines("decisions.jsonl"), "decisions.jsonl:1: not a decisions line"),
+    "garbage sessions": (garbage_lines("sessions.jsonl"), "sessions.jsonl:1: not a line of JSON"),
+    "a cut tokenizer": (cut("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
 }
 
 
@@ -434,10 +358,9 @@ def run(world, tmp_path):
 
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run(run, tmp_path, monkeypatch, capsys, case):
-    damage, arguments, options, says = RUNS[case]
+    damage, says, *arguments = RUNS[case]
     damage(run)
-    arguments = ("speculation.drafter=srt", *arguments)
-    assert says in refusal(tmp_path, monkeypatch, capsys, arguments, options)
+    assert says in refusal(tmp_path, monkeypatch, capsys, ["speculation.drafter=srt", *arguments])
 
 
 def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys):
@@ -445,12 +368,9 @@ def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys)
         "import sys; from rljax.run_directory import RunDirectory\n"
         "with RunDirectory(sys.argv[1]).locked(): print('locked', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(run)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
+    command, environment = [sys.executable, "-c", code, str(run)], os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **pipes) as other:
         assert other.stdout.readline() == b"locked\n"
         says = refusal(tmp_path, monkeypatch, capsys, ("speculation.drafter=srt",))
         assert says.startswith(f"run_dir: another process works on the run in {run}; let it end")

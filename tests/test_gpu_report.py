@@ -46,18 +46,11 @@ def report(tmp_path):
         nvidia_smi = tmp_path / "bin" / "nvidia-smi"
         nvidia_smi.write_text(_NVIDIA_SMI.format(gpu))
         nvidia_smi.chmod(0o755)
-        done = subprocess.run(
-            [sys.executable, "scripts/gpu_report.py", *arguments],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-                "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]),
-                "XLA_FLAGS": "",
-            },
-            capture_output=True,
-            text=True,
-        )
+        paths = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": ""}
+        environment["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        command = [sys.executable, "scripts/gpu_report.py", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
     run.output = tmp_path / "benchmarks" / "results" / "gpu-nvidia-h100-80gb-hbm3"
@@ -86,11 +79,8 @@ def test_all_parts_run_in_order_and_their_files_are_few(report):
 
 def test_time_is_shared_and_what_is_left_goes_to_the_parts_behind(report):
     _, printed, _ = report("--parts", "verify,kernels,update", "--budget", "353")
-    limits = [
-        (line.split()[1].rstrip(","), float(line.split("at most ")[1].split()[0]))
-        for line in printed.splitlines()
-        if "at most" in line
-    ]
+    begun = [line.split() for line in printed.splitlines() if "at most" in line]
+    limits = [(words[1].rstrip(","), float(words[words.index("most") + 1])) for words in begun]
     # 3 s are to end the last one: 350 s for 60, 45 and 70 s of the table.
     assert [name for name, _ in limits] == ["kernels", "verify", "update"]
     for (_, limit), expected in zip(limits, (350 * 60 / 175, 350 * 45 / 115, 350), strict=True):
@@ -98,18 +88,17 @@ def test_time_is_shared_and_what_is_left_goes_to_the_parts_behind(report):
 
 
 def test_a_part_that_fails_leaves_its_rows_and_the_others_run(report):
-    status, printed, _ = report("--parts", "kernels,decode,update", kernels="sys.exit(3)", decode="1 / 0")
+    """One that writes nothing has a file that says so."""
+    nothing = {"verify": "os.remove(output); sys.exit(1)"}
+    parts = ("--parts", "kernels,verify,decode,update")
+    status, printed, _ = report(*parts, kernels="sys.exit(3)", decode="1 / 0", **nothing)
     assert status == 1
     kernels, decode = content(report.output, "kernels"), content(report.output, "decode")
     assert kernels["outcome"] == "failed with status 3" and len(kernels["rows"]) == 1
     assert "failed with status 1" in decode["outcome"] and "ZeroDivisionError" in printed
     assert content(report.output, "update")["outcome"] == "complete"
-
-
-def test_a_part_that_writes_nothing_has_a_file_that_says_so(report):
-    assert report("--parts", "kernels", kernels="os.remove(output); sys.exit(1)")[0] == 1
-    assert content(report.output, "kernels")["rows"] == []
-    assert content(report.output, "kernels")["outcome"] == "failed with status 1"
+    verify = content(report.output, "verify")
+    assert (verify["outcome"], verify["rows"]) == ("failed with status 1", [])
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path):
