@@ -66,7 +66,10 @@ class StoredPrograms:
         path = self._path(key, args, options)
         if path is None:
             return
-        serialized, _, out_tree = serialize_executable.serialize(program)
+        try:
+            serialized, _, out_tree = serialize_executable.serialize(program)
+        except (AttributeError, TypeError, pickle.PicklingError):  # it calls Python: interpreted kernels do
+            return
         # A tree definition with our own node types cannot be pickled, but a tree can.
         out = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         payload = pickle.dumps((serialized, out))

@@ -12,10 +12,12 @@ from drafters.eagle import drafter as module
 from drafters.eagle import saving, time_budget
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.drafter import EagleDrafter
+from drafters.eagle.model import HeadConfig
 from drafters.eagle.slots import HeadSlots, PrefilledHead
 from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError, DrafterError
 from rljax.numerics.rows import Numerics
+from tests.drafters.eagle.tiny import POLICY
 
 TOKEN = 3 * 2 * 4  # bytes of its states here: float32 [3, 2]
 
@@ -94,7 +96,7 @@ def make(clock, **args):
     drafter.engine = types.SimpleNamespace(config=types.SimpleNamespace(tie_embeddings=True))
     drafter.trainer = drafter.collector.trainer = Trainer(clock)
     drafter.slots = Slots(drafter.collector)
-    drafter.config = types.SimpleNamespace(variant="eagle", layers=(), vocabulary=None, block=None)
+    drafter.config = HeadConfig("eagle", POLICY)
     drafter.refresh(policy())
     return drafter
 
@@ -149,7 +151,8 @@ def test_the_share_of_the_step_before_reaches_the_buffer(monkeypatch):
     monkeypatch.setattr(module, "rope_table", lambda *args: None)
     drafter = EagleDrafter(EagleArguments(previous_share=0.25))
     nothing = types.SimpleNamespace(config=None, numerics=Numerics(), mesh=None, sampling=None)
-    drafter.config = drafter.engine = drafter.slots = nothing
+    drafter.engine = drafter.slots = nothing
+    drafter.config = HeadConfig("eagle", POLICY)
     drafter.make_trainer({})
     assert settings[0].previous_share == 0.25
 
