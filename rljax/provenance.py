@@ -93,7 +93,8 @@ def machine_facts(packages: Sequence[str] = ()) -> dict[str, Any]:
 def git_commit(directory: str | os.PathLike[str] = _REPOSITORY) -> str | None:
     """The commit checked out in `directory`; None where that is no git checkout, as for an installed wheel.
 
-    It ends in "-dirty" if tracked files differ from it, results aside: measuring twice changes no code.
+    It ends in "-dirty" if tracked files differ from it, results and pages aside: measuring twice changes no
+    code.
     """
 
     def git(*arguments: str) -> str:
@@ -103,11 +104,9 @@ def git_commit(directory: str | os.PathLike[str] = _REPOSITORY) -> str | None:
     if not (Path(directory) / ".git").exists():  # git would find the checkout of whoever has installed it
         return None
     try:
-        return git("rev-parse", "HEAD") + (
-            "-dirty"
-            if git("status", "--short", "--untracked-files=no", "--", ".", ":!benchmarks/results")
-            else ""
-        )
+        code = (".", ":!benchmarks/results", ":!docs")
+        changed = git("status", "--short", "--untracked-files=no", "--", *code)
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

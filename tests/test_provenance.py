@@ -37,11 +37,14 @@ def test_commit_and_whether_it_is_what_ran(tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "engine.json").write_text("1")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "engine.md").write_text("1")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "first")
     head = git(tmp_path, "rev-parse", "HEAD")
     assert git_commit(tmp_path) == head
     (results / "engine.json").write_text("2")
+    (tmp_path / "docs" / "engine.md").write_text("2")
     (tmp_path / "notes.txt").write_text("untracked")
     assert git_commit(tmp_path) == head
     (tmp_path / "code.py").write_text("2")
