@@ -6,11 +6,14 @@ Files that use these policies and buckets share compiled programs.
 import dataclasses
 import functools
 import os
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from rljax.engine.background import BackgroundCompiler
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
@@ -39,6 +42,20 @@ def stored_pool():
     Not for tests that put functions of their own into programs, whose names do not tell.
     """
     return ExecutablePool(directory=os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Nothing is compiled in the background before this event is set."""
+    go_on, compile_shape = threading.Event(), BackgroundCompiler.compile
+
+    def wait(self, shape):
+        assert go_on.wait(60)
+        compile_shape(self, shape)
+
+    monkeypatch.setattr(BackgroundCompiler, "compile", wait)
+    yield go_on
+    go_on.set()
 
 
 @functools.lru_cache

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rljax.engine.background import BackgroundCompiler, CompilerThread
+from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.plain_programs import PlainPrograms
@@ -58,20 +58,6 @@ def requests():
 def plain(params):
     engine = make_engine()
     return lambda requests: Scheduler(engine, SLOTS).run(params, requests)[0]
-
-
-@pytest.fixture
-def held_back(monkeypatch):
-    """Nothing is compiled in the background before this event is set."""
-    go_on, compile_shape = threading.Event(), BackgroundCompiler.compile
-
-    def wait(self, shape):
-        assert go_on.wait(60)
-        compile_shape(self, shape)
-
-    monkeypatch.setattr(BackgroundCompiler, "compile", wait)
-    yield go_on
-    go_on.set()
 
 
 def test_a_state_stays_wide_until_smaller_ones_are_compiled(params, short, plain, held_back, monkeypatch):

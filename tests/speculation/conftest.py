@@ -1,3 +1,4 @@
 """The policy, its requests, the responses of plain decoding, and programs that come late."""
 
-from tests.speculation.speculators import expected, held_back, params, requests  # noqa: F401  fixtures
+from tests.engines import held_back  # noqa: F401  a fixture
+from tests.speculation.speculators import expected, params, requests  # noqa: F401  fixtures

@@ -1,7 +1,6 @@
 """Speculators of a tiny policy, drafters that know what they should, and what holds of every manager."""
 
 import dataclasses
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from drafters.base import Drafter
 from drafters.registry import make_drafter, states_read
 from drafters.training import Training
-from rljax.engine.background import BackgroundCompiler
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.rollout.scheduler import Scheduler
@@ -56,20 +54,6 @@ def make_engine(hidden_layers=None, buckets=BUCKETS):
 def expected(params, requests):
     """The responses of plain decoding, whatever the buckets."""
     return Scheduler(make_engine(), SLOTS).run(params, requests)[0]
-
-
-@pytest.fixture
-def held_back(monkeypatch):
-    """Nothing is compiled in the background before this event is set."""
-    go_on, compile_shape = threading.Event(), BackgroundCompiler.compile
-
-    def wait(self, shape):
-        assert go_on.wait(60)
-        compile_shape(self, shape)
-
-    monkeypatch.setattr(BackgroundCompiler, "compile", wait)
-    yield go_on
-    go_on.set()
 
 
 def make_speculator(names, choice, buckets=BUCKETS, **arguments):

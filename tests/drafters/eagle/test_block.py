@@ -164,12 +164,25 @@ def test_shapes_are_those_documented():
         HeadConfig("eagle3", POLICY, block=SHAPE)
 
 
-def make_speculator(numerics, buckets, **args):
-    drafters = {"block": make_drafter("block", **(ARGUMENTS | args))}
+def make_speculator(numerics, buckets, name, arguments):
+    drafters = {name: make_drafter(name, **arguments)}
     layers = states_read(drafters, CONFIG)
     pool = stored_pool()
     engine = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, pool, hidden_layers=layers)
     return Speculator(engine, drafters, SLOTS, times=CheapTimes())
+
+
+def decode_and_learn(speculator, params, requests, expected):
+    """Two rollouts with the expected responses, the head's training behind each; returns what they count."""
+    (head,) = speculator.drafters.values()
+    head._budget.allows, counted = lambda: True, []  # however slow this machine is
+    for _ in range(2):
+        completions, statistics = Scheduler(speculator.engine, SLOTS, None, speculator).run(params, requests)
+        assert_same(completions, expected)
+        assert statistics.drafted > 0
+        speculator.learn(outcomes(requests, completions))
+        counted.append(statistics)
+    return counted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -180,17 +193,15 @@ def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
     params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
     plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, stored_pool())
     expected = Scheduler(plain, SLOTS).run(params, requests)[0]
-    speculator = make_speculator(numerics, buckets, save_dir=str(tmp_path / "head"), draft_vocabulary=48)
+    saved = {"save_dir": str(tmp_path / "head"), "draft_vocabulary": 48}
+    speculator = make_speculator(numerics, buckets, "block", ARGUMENTS | saved)
     head = speculator.drafters["block"]
-    head._budget.allows = lambda: True  # however slow this machine is
-    for _ in range(2):
-        completions, statistics = Scheduler(speculator.engine, SLOTS, None, speculator).run(params, requests)
-        assert_same(completions, expected)
-        assert statistics.drafted > 0 and statistics.accepted > 0
-        speculator.learn(outcomes(requests, completions))
+    counted = decode_and_learn(speculator, params, requests, expected)
+    assert all(statistics.accepted > 0 for statistics in counted)
     assert head.trainer.updates == 4
     head._saver.wait()
-    loaded = make_speculator(numerics, buckets, path=str(tmp_path / "head"), train=False)
+    from_there = {"path": str(tmp_path / "head"), "train": False}
+    loaded = make_speculator(numerics, buckets, "block", ARGUMENTS | from_there)
     completions, statistics = Scheduler(loaded.engine, SLOTS, None, loaded).run(params, requests)
     assert_same(completions, expected)
     assert statistics.accepted > 0 and loaded.drafters["block"].config == head.config

@@ -15,14 +15,13 @@ from drafters.eagle.objective import head_training
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.training import head_loss
 from drafters.eagle.unrolling import unroll
-from drafters.registry import make_drafter, states_read
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import CheckpointError
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
-from rljax.speculation.speculator import Speculator
 from tests.drafters.eagle.published import greedy_chain, write_eagle3
+from tests.drafters.eagle.test_block import decode_and_learn, make_speculator
 from tests.drafters.eagle.test_training import ROWS, train
 from tests.drafters.eagle.tiny import (
     NUMERICS,
@@ -35,16 +34,14 @@ from tests.drafters.eagle.tiny import (
     rollouts,
     shared,
 )
+from tests.engines import stored_pool
 from tests.exactness import exact_numerics
 from tests.tiny_policy import (
     CONFIG,
     EOS,
     SLOTS,
-    CheapTimes,
-    assert_same,
     make_params,
     make_requests,
-    outcomes,
 )
 
 TOKENS = np.sort(np.random.default_rng(1).permutation(POLICY.vocab_size)[:40])
@@ -277,19 +274,11 @@ def test_the_tokens_are_those_of_plain_decoding(drafter, train, tmp_path):
     buckets = Buckets((4,), (128,), (16,), 7)
     numerics = exact_numerics(CONFIG, "float32", buckets)
     params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
-    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16)
+    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, stored_pool())
     expected = Scheduler(plain, SLOTS).run(params, requests)[0]
-    drafters = {drafter: make_drafter(drafter, **args)}
-    layers = states_read(drafters, CONFIG)
-    engine = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, hidden_layers=layers)
-    speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes())
-    drafters[drafter]._budget.allows = lambda: True  # however slow this machine is
-    for _ in range(2):
-        completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
-        assert_same(completions, expected)
-        assert statistics.drafted > 0
-        speculator.learn(outcomes(requests, completions))
-    assert drafters[drafter].trainer.updates == (4 if train else 0)
+    speculator = make_speculator(numerics, buckets, drafter, args)
+    decode_and_learn(speculator, params, requests, expected)
+    assert speculator.drafters[drafter].trainer.updates == (4 if train else 0)
 
 
 def changed(directory, layer=None, **own):
