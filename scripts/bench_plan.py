@@ -4,6 +4,9 @@
 `run` the memory of a whole run of one step: rollout, update and checkpoint. The config is SmolLM2's unless
 another is named, and weights that are not here are random. Figures of the CPU are measured right before
 (`rljax/planning/hardware.py`).
+
+`--break-even FILE` draws what drafts must bring and measures nothing: `--results` names what `--only passes`
+and `plan.py --json` wrote.
 """
 
 import functools
@@ -11,14 +14,18 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from planning_benchmarks.break_even import plot
 from planning_benchmarks.comparisons import decoding_rows, update_rows
 from planning_benchmarks.whole_run import run_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.config import ExperimentConfig
 from rljax.engine.number_type import with_number_type
+from rljax.errors import UserError, exit_status
 from rljax.planning.planner import Plan, default_lengths, make_plan
 from rljax.planning.topologies import parse_topology
 from workloads import REAL_CONFIG
@@ -46,7 +53,31 @@ def _plan(arguments: Namespace) -> list[Measurement]:
     ]
 
 
-BENCHMARK = Benchmark("plan", __doc__, _plan, packages=("jax",), config=REAL_CONFIG)
+BENCHMARK = Benchmark(
+    "plan",
+    __doc__,
+    _plan,
+    packages=("jax",),
+    config=REAL_CONFIG,
+    options={
+        "--break-even": {"type": Path, "metavar": "FILE", "help": "draw, and measure nothing"},
+        "--results": {"type": Path, "nargs": "+", "metavar": "JSON", "help": "to draw from, a panel each"},
+    },
+)
+
+
+@exit_status("interrupted")
+def _draw(arguments: Namespace) -> None:
+    if not arguments.results:
+        raise UserError("--break-even: name what to draw by --results")
+    plot(arguments.results, arguments.break_even)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = BENCHMARK.parser().parse_intermixed_args(argv)
+    return BENCHMARK.run(arguments) if arguments.break_even is None else _draw(arguments)
+
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(main())

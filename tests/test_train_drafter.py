@@ -16,6 +16,7 @@ from drafters.eagle.checkpoint import load_head
 from drafters.eagle.model import head_shapes
 from drafters.eagle.objective import HeadTraining, head_training
 from drafters.eagle.spot_trainer import HeadTrainer
+from rljax.config import load_config
 from rljax.models.config import ModelConfig
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
@@ -84,6 +85,8 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(world, tmp_path, monkeypa
         assert warm_up(config, tmp_path / "head") == 128 + signal.SIGTERM
     assert "the same command continues" in capsys.readouterr().err
     assert not (tmp_path / "head").exists()
+    # `auto` is measured, and a resumed run keeps what it began with.
+    assert load_config(tmp_path / "head.partial" / "config.yaml").policy.compute_dtype == "float32"
     # What was begun with other settings is not gone on with.
     assert warm_up(config, tmp_path / "head", "--variant", "hass") == 2
     assert "variant: is hass" in capsys.readouterr().err

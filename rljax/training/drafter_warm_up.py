@@ -26,9 +26,10 @@ from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimi
 from drafters.eagle.states import StateReader, States
 from drafters.eagle.variant import Variant
 from rljax.assembly.checkpoint import RunCheckpoints
-from rljax.config import ExperimentConfig
+from rljax.config import ExperimentConfig, load_config
 from rljax.durable_files import sync_directory, write_durably
 from rljax.engine.executables import enable_compilation_cache
+from rljax.engine.number_type import with_number_type
 from rljax.errors import Interrupted, UserError
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
@@ -223,8 +224,11 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
     partial = output.with_name(f"{output.name}.partial")
     # Any drafter gives the same rollouts, and the configured one may be the head that is to be trained.
     speculation = config.speculation.model_copy(update={"drafter": None, "run_ahead_below": 0})
-    config = config.model_copy(update={"run_dir": str(partial), "speculation": speculation})
     directory = RunDirectory(partial)
+    begun = directory.config_path.exists()
+    dtype = load_config(directory.config_path).policy.compute_dtype if begun else None
+    config = with_number_type(config, dtype)
+    config = config.model_copy(update={"run_dir": str(partial), "speculation": speculation})
     directory.write_config(config)
     _check_settings(partial / _SETTINGS, settings)
     checkpoints = RunCheckpoints(directory.checkpoints_path, config.checkpoint.keep)

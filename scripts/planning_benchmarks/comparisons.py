@@ -29,9 +29,9 @@ def _peak_during(run: Callable[[], None]) -> int:
     return 1024 * memory_kilobytes("VmHWM")
 
 
-def _compared(name: str, predicted: float, measured: float, unit: str) -> Row:
+def _compared(name: str, predicted: float, measured: float, unit: str, **details: int) -> Row:
     """A row of what was measured against what the plan says."""
-    return Row(f"plan/{name}", measured, unit, "planned", predicted, predicted / measured)
+    return Row(f"plan/{name}", measured, unit, "planned", predicted, predicted / measured, details)
 
 
 def decoding_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
@@ -54,7 +54,8 @@ def decoding_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
                 else f"verifying pass, {slots} slots, {timed.rows} tokens"
             )
             seconds = statistics.median(measured[0 if plain else timed.rows])
-            rows.append(_compared(name, 1e3 * timed.seconds, 1e3 * seconds, "ms"))
+            shape = {"slots": slots, "rows": timed.rows}
+            rows.append(_compared(name, 1e3 * timed.seconds, 1e3 * seconds, "ms", **shape))
     return rows
 
 
