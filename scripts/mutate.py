@@ -109,11 +109,10 @@ def first_failure(copy: Path, tests: Sequence[str], limit: float) -> str | None:
         return f"pytest ended with {status}"
 
 
-def copy_repository(into: Path) -> None:
-    """Copies what tests read."""
-    left_out = shutil.ignore_patterns("__pycache__", ".*")
+def copy_repository(into: Path, left_out: Sequence[str] = ("__pycache__", ".*")) -> None:
+    """Copies what tests read, but for files and folders of such names."""
     for name in _COPIED:
-        shutil.copytree(ROOT / name, into / name, ignore=left_out)
+        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns(*left_out))
     for name in _FILES:
         shutil.copy(ROOT / name, into / name)
 
