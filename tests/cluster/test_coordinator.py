@@ -60,7 +60,7 @@ def started(workers=2, slots=4, limits=LIMITS):
 
 
 def begun(workers=2, slots=4, count=8):
-    """One with a rollout under way, and the requests of each worker."""
+    """One with a rollout in progress, and the requests of each worker."""
     coordinator = started(workers, slots)
     loads = coordinator.on(Begin(1, 0, make_requests(count)), 0.0)
     assert loads == [Load(name, 0) for name in coordinator.workers()]

@@ -71,7 +71,7 @@ def check_tokens(router, seed, workers, *trouble):
 
 
 def begun(router, workers=2, slots=4, count=8, first=0):
-    """A coordinator with a rollout under way, and what each worker was given."""
+    """A coordinator with a rollout in progress, and what each worker was given."""
     coordinator = Coordinator(workers, FACTS, LIMITS, NUMERICS, router=router)
     coordinator.on(Tick(), 0.0)
     coordinator.build(0.0)

@@ -126,7 +126,7 @@ def test_batches_in_the_order_of_arrival_are_repeated_from_their_schedule(world,
     turns = iter(range(10**9))
 
     def listening(self):
-        for _ in range(12):  # a part of what is under way, whatever the time
+        for _ in range(12):  # a part of what is in progress, whatever the time
             self.listen()
         return loop.failures.contextlib.nullcontext()
 
