@@ -114,7 +114,7 @@ class AheadDrafting(Protocol):
         """
 
     def draft_ahead(self, slots: np.ndarray) -> None:
-        """A pass over `slots` is under way: drafts behind their drafts, and does not wait."""
+        """A pass over `slots` is in progress: drafts behind their drafts, and does not wait."""
 
     def step_seconds(self) -> list[float]:
         """Returns the seconds of a drafted token of every slot, of all new measurements."""

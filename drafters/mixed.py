@@ -140,7 +140,7 @@ def mix(
     return Mixture(drafts, probability, origins, strongest, pooled, places)
 
 
-def credit(mixture: Mixture, nodes: np.ndarray) -> np.ndarray:
+def nodes_by_drafter(mixture: Mixture, nodes: np.ndarray) -> np.ndarray:
     """Counts how many of the nodes, bool [n, nodes], each drafter proposed: int32 [D, n], for
     `Sampled.drafted` and `Sampled.accepted`.
     """

@@ -1,4 +1,4 @@
-"""Records of decoding: requests, responses under way, completions, and counts of the work that they took."""
+"""Records of decoding: requests, responses in progress, completions, and counts of their work."""
 
 import dataclasses
 import itertools

@@ -9,7 +9,7 @@
     sessions.jsonl   a line a process that worked on the run: when, with which command, commit, machine and
                      changes to the config
     tokenizer/       of a policy that is made on the spot (`rljax.assembly.policy`)
-    warm_start/      a warm start that is under way (`rljax.training.warm_start`)
+    warm_start/      a warm start that is in progress (`rljax.training.warm_start`)
     checkpoints/     written by `rljax.assembly.checkpoint`
     .lock            held by the process that works on the run
 

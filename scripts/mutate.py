@@ -1,6 +1,6 @@
 """Breaks one mechanism at a time in a copy of the code, and says which breakages no test notices.
 
-    python scripts/mutate.py                            # all of tests/mutations.yaml
+    python scripts/mutate.py                            # all, of every mutations.yaml in tests
     python scripts/mutate.py --only race,tests/cluster  # those with such a text in name, file or tests
 
 Tests of a mutation run until the first one fails, which is what should happen and is said; a mutation whose
@@ -26,7 +26,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTATIONS = ROOT / "tests" / "mutations.yaml"
+MUTATIONS = "mutations.yaml"
 _COPIED = ("rljax", "drafters", "scripts", "configs", "tests", "colab", "docs", "benchmarks")
 _FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml")
 
@@ -57,9 +57,10 @@ class Mutation:
         return text.replace(self.replace, self.by)
 
 
-def read_mutations(path: Path = MUTATIONS) -> list[Mutation]:
-    """Returns the mutations of a file."""
-    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+def read_mutations() -> list[Mutation]:
+    """Returns the mutations of all files."""
+    paths = sorted((ROOT / "tests").rglob(MUTATIONS))
+    entries = [entry for path in paths for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
     return [Mutation(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
@@ -108,11 +109,10 @@ def first_failure(copy: Path, tests: Sequence[str], limit: float) -> str | None:
         return f"pytest ended with {status}"
 
 
-def copy_repository(into: Path) -> None:
-    """Copies what tests read."""
-    left_out = shutil.ignore_patterns("__pycache__", ".*")
+def copy_repository(into: Path, left_out: Sequence[str] = ("__pycache__", ".*")) -> None:
+    """Copies what tests read, but for files and folders of such names."""
     for name in _COPIED:
-        shutil.copytree(ROOT / name, into / name, ignore=left_out)
+        shutil.copytree(ROOT / name, into / name, ignore=shutil.ignore_patterns(*left_out))
     for name in _FILES:
         shutil.copy(ROOT / name, into / name)
 
@@ -120,7 +120,7 @@ def copy_repository(into: Path) -> None:
 def digest(copy: Path) -> str:
     """Returns a digest of a copy's Python files and mutations."""
     found = hashlib.sha256()
-    for path in sorted([*copy.rglob("*.py"), copy / MUTATIONS.relative_to(ROOT)]):
+    for path in sorted([*copy.rglob("*.py"), *copy.rglob(MUTATIONS)]):
         found.update(path.relative_to(copy).as_posix().encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 

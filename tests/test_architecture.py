@@ -87,7 +87,7 @@ def positions():
 
 def test_no_package_imports_from_one_above_it():
     sources, order = modules(), positions()
-    assert {package(name) for name in sources} == set(order)
+    assert {"papers", *map(package, sources)} == set(order)  # that wing may be taken away
     found = imports(sources)
     assert len(found) > 1000
     assert violations(found, order) == []

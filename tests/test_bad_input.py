@@ -96,14 +96,9 @@ run_dir=config.yaml -> run_dir: cannot create
 run_dir=/proc/self -> cannot be written
 speculation.drafter=str -> speculation.drafter: unknown drafter 'str'; did you mean 'srt'?
 speculation.drafter=srt & speculation.args={depth: 3} -> speculation.args
-speculation.drafter=quantized & speculation.choice=roofline & speculation.calibration_dir=none
-    -> speculation.choice: roofline finds no constants
 speculation.drafter=eagle & speculation.args={path: nowhere} -> nowhere
 speculation.drafter=small_model & speculation.args={path: nowhere} -> nowhere
 speculation.drafter=small_model & speculation.args={path: POLICY} -> vocab
-speculation.drafter=small_model & speculation.args={path: POLICY}
-    & speculation.decoupled={window: 3, devices: [99]}
-    -> speculation.decoupled.devices: number 99 is needed, and there
 rollout.max_prompt_length=8 & rollout.long_prompts=stop
     -> rollout.max_prompt_length: 8, but the prompt of problem train/0
 policy={path: POLICY} & tools={names: [calcuator]}

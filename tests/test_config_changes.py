@@ -154,3 +154,8 @@ def test_a_start_that_left_something_does(run, begun):
     (run.path / begun).write_text('{"step": 0}\n')
     with pytest.raises(ConfigError, match="seed: is 3, but the run in"):
         run.begin(make_config(seed=3))
+
+
+def test_a_run_directory_of_an_earlier_release_is_read(config_file):
+    """Each holds all keys, defaults included, so that nothing could be resumed otherwise."""
+    assert load_config(config_file, ["engine.compile=behind"]) == load_config(config_file)

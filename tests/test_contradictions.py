@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from rljax.config import check_over_processes, check_with_workers, load_config
+from rljax.config import check_over_processes, load_config
 from rljax.config.contradictions import CONTRADICTIONS, OVER_PROCESSES, WITH_WORKERS
 from rljax.config.keys import KEYS, SUCCESSORS
 from rljax.config.section import Rule, both, broken_rule
@@ -170,9 +170,3 @@ def test_what_one_process_decides_is_not_for_several(config_file):
         config = load_config(config_file, ["mesh.data=4", *overrides])
         with pytest.raises(ConfigError, match=f"^{message}"):
             check_over_processes(config, 4, 2, {"eagle"})
-
-
-def test_groups_are_left_to_the_next_step_where_there_is_one(config_file):
-    config = load_config(config_file, ["cluster.into_next_step=true", "cluster.workers=2"])
-    with pytest.raises(ConfigError, match=r"^cluster.into_next_step: .* set rollout.max_staleness to 2"):
-        check_with_workers(config)

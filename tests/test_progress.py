@@ -203,7 +203,7 @@ def test_steps_need_a_stage(clock):
         progress.step(1, {})
 
 
-# A run, as far as its output goes: a signal while a step is under way, whose message nobody can take.
+# A run, as far as its output goes: a signal while a step is in progress, whose message nobody can take.
 _STEP = """
 import signal, sys
 from rljax.training.interruption import StopRequest

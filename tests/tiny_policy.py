@@ -128,7 +128,7 @@ def by_rows(choose_rows, **keys):
 
 
 class FavouriteRows(CheapTimes):
-    """Rows of passes in turn, whatever they promise; 0 is a plain step."""
+    """Rows of passes in turn, whatever is expected of them; 0 is a plain step."""
 
     def __init__(self, rows):
         super().__init__()

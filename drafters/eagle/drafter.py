@@ -213,7 +213,7 @@ class EagleDrafter(Drafter, Training):
             self._slices, self._learned = 0, True
 
     def state(self) -> dict[str, np.ndarray]:
-        if self._saver is not None:  # wait for the save under way: the last step ends with a checkpoint
+        if self._saver is not None:  # wait for the save in progress: the last step ends with a checkpoint
             with _saving():
                 self._saver.wait()
         position = {"step": np.asarray(self._step, np.int64), "learned": np.asarray(self._learned)}

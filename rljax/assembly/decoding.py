@@ -258,7 +258,7 @@ def warm_up(
     if processes.several():  # a thread compiles by the clock, and all processes must run the same programs
         in_background = False
     engine.close()
-    engine.behind = None
+    engine.background = None
     if longest is not None and not in_background:
         first_prompts = [1]  # nothing that shorter prompts need is left out
     kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}
@@ -270,13 +270,15 @@ def warm_up(
                 engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
             )
             if in_background:
-                engine.behind = plain
+                engine.background = plain
             else:
                 plain.finish()
         else:
             warm_up_plain(engine, params, slots, prompt_length, **kinds)
     rehearsed.result()
     if in_background:
-        speculator.warm_up_behind(params, slots, prompt_length, requests_join, first_prompts, longest, thread)
+        speculator.warm_up_in_background(
+            params, slots, prompt_length, requests_join, first_prompts, longest, thread
+        )
     else:
         speculator.warm_up(params, prompt_length, requests_join, slots, longest)

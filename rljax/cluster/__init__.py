@@ -1,7 +1,7 @@
 """Rollout workers in processes of their own; not a bit of a run changes. See docs/cluster.md.
 
 coordinator.py   which worker decodes what: a pure state machine. Read this one first
-rollouts.py      the rollouts under way, and which one a worker works on
+rollouts.py      the rollouts in progress, and which one a worker works on
 router.py        who decodes what of one
 routing.py       makes the router of a run; what papers add comes in here
 idle_work.py     the same for what workers do that have nothing to decode

@@ -10,7 +10,7 @@ it by hand. A worker's life:
 Nothing that it decides can change a token (`ledger.py`), except of rollouts that are `renewed`. What a worker
 does not confirm is sent again; a worker that is silent for longer than its lease is given up, and its
 requests go on elsewhere from the tokens in the ledger. A lost worker's name is never used again. Several
-rollouts may be under way (`rollouts.py`).
+rollouts may be in progress (`rollouts.py`).
 """
 
 import dataclasses
@@ -78,8 +78,8 @@ class _Worker:
 
     Attributes:
       heard: when it last gave a sign of life, or was started.
-      told: when it was last told to build or to load.
-      wants: the version that it was last told to load.
+      ordered: when it was last asked to build or to load.
+      wants: the version that it was last asked to load.
       rollout: number of the rollout that it works on; that of all its requests.
       holds: its requests, with the time of the last progress or question.
       more: whether it believes that further requests may follow.
@@ -87,7 +87,7 @@ class _Worker:
     """
 
     heard: float
-    told: float
+    ordered: float
     arrived: bool = False
     slots: int = 0
     version: int | None = None
@@ -133,8 +133,8 @@ class Coordinator:
     Attributes:
       ledger: what has been sampled.
       counts: see `Counts`.
-      rollouts: those under way.
-      building: whether workers that arrive are told to build.
+      rollouts: those in progress.
+      building: whether workers that arrive are asked to build.
       ready: number of workers that have their engine.
       next_start: time before which no further worker is started, since several have ended at once.
       idle_plan: lets workers without requests do something else; None for never.
@@ -261,7 +261,7 @@ class Coordinator:
         self.building = True
         arrived = [(name, worker) for name, worker in self._workers.items() if worker.arrived]
         for _, worker in arrived:
-            worker.told = now
+            worker.ordered = now
         return [Build(name) for name, _ in arrived]
 
     # -- a worker's life -----------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Coordinator:
         if worker.arrived or not self.building:
             worker.arrived = True
             return []
-        worker.arrived, worker.told = True, now
+        worker.arrived, worker.ordered = True, now
         return [Build(event.worker)]
 
     def _status(self, event: Status, worker: _Worker, now: float) -> list[Command]:
@@ -311,7 +311,7 @@ class Coordinator:
     def _load(self, name: str, worker: _Worker, version: int, now: float) -> Load:
         if worker.wants != version:
             worker.fetch_failures = 0
-        worker.told, worker.wants = now, version
+        worker.ordered, worker.wants = now, version
         carry = bool(worker.holds) and self.rollouts.open[worker.rollout].renewed
         return Load(name, version, carry)
 
@@ -496,7 +496,7 @@ class Coordinator:
             for rollout in candidates:
                 if rollout.version != worker.version:
                     worker.rollout = rollout.number
-                    if worker.wants != rollout.version or now - worker.told >= self.limits.retry:
+                    if worker.wants != rollout.version or now - worker.ordered >= self.limits.retry:
                         commands.append(self._load(name, worker, rollout.version, now))
                     break
                 share = -(-rollout.unfinished // self.ready)
@@ -647,9 +647,9 @@ class Coordinator:
             )
             return [*commands, Fail("ClusterError", message)]
         for name, worker in self._workers.items():
-            overdue = now - worker.told >= limits.retry
+            overdue = now - worker.ordered >= limits.retry
             if worker.arrived and not worker.slots and self.building and overdue:
-                worker.told = now
+                worker.ordered = now
                 commands.append(Build(name))
             quiet = [key for key, since in worker.holds.items() if now - since >= limits.retry]
             if quiet:

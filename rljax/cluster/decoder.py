@@ -5,7 +5,7 @@
     completions, statistics = cluster.run(params, requests) # as `Scheduler.run`
     cluster.learn(outcomes)                                 # drafters of all workers learn what came of it
 
-    begun = cluster.begin(params, requests, version=3)      # several rollouts may be under way
+    begun = cluster.begin(params, requests, version=3)      # several rollouts may be in progress
     with cluster.listening():                               # workers go on while the trainer updates
         ...
     completions, statistics = cluster.finish(begun)
@@ -84,7 +84,7 @@ class BegunRollout:
       params: the weights that they began with.
       began: `time.perf_counter()` then.
       running: number of running responses over time.
-      told: number of ended responses that were handed on.
+      handed_on: number of ended responses that were.
     """
 
     number: int
@@ -93,7 +93,7 @@ class BegunRollout:
     params: Params
     began: float
     running: RunningRequests
-    told: int = 0
+    handed_on: int = 0
 
 
 @dataclasses.dataclass
@@ -426,9 +426,9 @@ class ClusterDecoder:
         if on_finished is None:
             return
         ended = self.coordinator.rollouts.open[begun.number].ended
-        for key in ended[begun.told :]:
+        for key in ended[begun.handed_on :]:
             on_finished(key - begun.keys[0], self._completion(key))
-        begun.told = len(ended)
+        begun.handed_on = len(ended)
 
     def _completion(self, key: Key) -> Completion:
         return self.coordinator.ledger[key].completion(self._scheduler.tools is not None)

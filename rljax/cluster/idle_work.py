@@ -24,7 +24,7 @@ from rljax.speculation.speculator import Speculator
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSnapshot:
-    """What is under way.
+    """What is in progress.
 
     Attributes:
       workers: all that are not lost.

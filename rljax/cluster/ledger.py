@@ -1,4 +1,4 @@
-"""The ledger: every token that any worker has sampled in the rollouts under way.
+"""The ledger: every token that any worker has sampled in the rollouts in progress.
 
 A token is a function of the run's seed, its request, its position, the tokens before it and the weights. So
 pieces of responses may come twice, late, in any order and from any worker: what is known already must be the
@@ -87,7 +87,7 @@ class Entry:
 
 
 class Ledger:
-    """The responses of the rollouts under way.
+    """The responses of the rollouts in progress.
 
     Args:
       strict: whether tokens or logprobs that differ are an error; False counts them, and keeps those that

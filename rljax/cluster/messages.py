@@ -165,7 +165,7 @@ class Died:
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """The driver begins a rollout, or adds requests to one that is `renewed`. Others may be under way.
+    """The driver begins a rollout, or adds requests to one that is `renewed`. Others may be in progress.
 
     Attributes:
       rollout: its number, ascending.

@@ -1,7 +1,7 @@
 """The fabric on Ray: processes, placement, failure detection and objects. The only import of Ray.
 
 A worker is an actor with two threads of Ray's and one of its own. Orders come by `receive`; what it has to
-say is fetched by `news`, one call of which is always under way, and comes back after a quarter of the lease
+say is fetched by `news`, one call of which is always in progress, and comes back after a quarter of the lease
 at the latest. So a process that hangs falls silent, although to Ray nothing has happened. An actor is never
 restarted: a lost worker's name ends with it.
 
@@ -252,7 +252,7 @@ class RayFabric:
             concurrency_groups={"orders": 1, "news": 1},
         )(_grouped(ray))
         self._actors: dict[str, Any] = {}
-        self._calls: dict[Any, tuple[str, str]] = {}  # what is under way: (worker, method)
+        self._calls: dict[Any, tuple[str, str]] = {}  # what is in progress: (worker, method)
         self._nodes: dict[str, str] = {}
         self.facts: dict[str, Facts] = {}
         self._head = ray.get_runtime_context().gcs_address

@@ -1,4 +1,4 @@
-"""The rollouts under way, and which of them a worker works on.
+"""The rollouts in progress, and which of them a worker works on.
 
 A rollout is a set of requests that begin under one version of the weights. Where a run has staleness, the
 next one begins while the present one is still decoded, on workers that it has left free. A worker works on
@@ -16,7 +16,7 @@ from rljax.requests import DecodeStatistics, Request
 
 @dataclasses.dataclass
 class Rollout:
-    """A rollout under way.
+    """A rollout in progress.
 
     Attributes:
       number: its number, ascending.
@@ -55,7 +55,7 @@ class Rollouts:
       router: decides which worker decodes what; each rollout has a copy that follows the last one's.
 
     Attributes:
-      open: rollouts under way, by number, in the order in which they began.
+      open: rollouts in progress, by number, in the order in which they began.
       router: that of the newest one.
     """
 
@@ -65,7 +65,7 @@ class Rollouts:
         self._number_of: dict[Key, int] = {}
 
     def begin(self, event: Begin) -> None:
-        """A rollout begins; or one under way has further requests."""
+        """A rollout begins; or one in progress has further requests."""
         rollout = self.open.get(event.rollout)
         if rollout is None:
             self.router = copy.copy(self.router)

@@ -71,7 +71,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class QueueState:
-    """What is under way.
+    """What is in progress.
 
     Attributes:
       workers: those that have the weights.
@@ -108,8 +108,8 @@ class Router(Protocol):
     catch_up: int
 
     def begin(self, requests: Mapping[Key, Request]) -> None:
-        """A rollout begins with these requests, those of one prompt together. Rollouts under way have copies
-        of the router that go on apart: nothing of an earlier rollout's may be changed in place.
+        """A rollout begins with these requests, those of one prompt together. Rollouts in progress have
+        copies of the router that go on apart: nothing of an earlier rollout's may be changed in place.
         """
 
     def add(self, requests: Mapping[Key, Request]) -> None:
@@ -297,7 +297,7 @@ def halves(held: Mapping[str, Sequence[int]], idle: Sequence[str], least: int) -
     most, as long as these have at least `least`.
 
     Args:
-      held: requests under way by worker.
+      held: requests in progress by worker.
       idle: workers without any.
       least: below so many requests a worker's pass is not faster with half of them.
     """

@@ -94,15 +94,15 @@ class SharedDecoder:
 
 def _telling_others(on_progress: OnProgress | None) -> OnProgress:
     """Returns a callback that, from time to time, also tells the processes that wait to go on waiting."""
-    told = time.monotonic()
+    reported = time.monotonic()
 
     def tell(tokens: int, ended: int) -> None:
-        nonlocal told
+        nonlocal reported
         if on_progress is not None:
             on_progress(tokens, ended)
-        if time.monotonic() - told >= _LONGEST_WAIT:
+        if time.monotonic() - reported >= _LONGEST_WAIT:
             processes.copied_from_first(lambda: None)
-            told = time.monotonic()
+            reported = time.monotonic()
 
     return tell
 

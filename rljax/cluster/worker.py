@@ -191,7 +191,7 @@ class RolloutWorker:
         return [*events, self._status()]
 
     def _unfinished(self) -> list[tuple[Key, Request, PartialResponse]]:
-        """Takes the responses under way out of the loop, for one with other weights to go on with: keys and
+        """Takes the responses in progress out of the loop, for one with other weights to go on with: keys and
         values are computed again, so that a token depends on those before it and on its weights alone.
         """
         found = []

@@ -44,8 +44,8 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--compile",
-        choices=("before", "behind"),
-        help="when programs are compiled that the first answer does not need: behind it, in a thread, or"
+        choices=("before", "background"),
+        help="when programs are compiled that the first answer does not need: in the background, or"
         " before the server is up [the run's engine.compile]",
     )
     parser.add_argument(

@@ -113,6 +113,11 @@ class RolloutConfig(Section):
         return self
 
 
+def _present_word(value: Any) -> Any:
+    """What `engine.compile` is called now: run directories of earlier releases have `behind`."""
+    return "background" if value == "behind" else value
+
+
 class EngineConfig(Section):
     """The decode engine. Nothing here changes a sampled token while row_invariant is on."""
 
@@ -161,11 +166,11 @@ class EngineConfig(Section):
         " multiplied with faster, where that was measured to be so. The tokens are the same. Set false to"
         " save the memory.",
     )
-    compile: Literal["before", "behind"] = Field(
-        "behind",
-        description="When programs are compiled that the first step does not begin with. behind compiles them"
-        " in a thread: decode states shrink and drafts are verified once theirs are ready; before waits for"
-        " all of them and measures passes undisturbed, as benchmarks need.",
+    compile: Annotated[Literal["before", "background"], BeforeValidator(_present_word)] = Field(
+        "background",
+        description="When programs are compiled that the first step does not begin with. background compiles"
+        " them in a thread: decode states shrink and drafts are verified once theirs are ready; before waits"
+        " for all of them and measures passes undisturbed, as benchmarks need.",
     )
     compilation_cache: PathText | None = Field(
         "cache/compilation",

@@ -410,7 +410,7 @@ class Companion:
 
     def _settle(self) -> None:
         """Takes over what the newest drafting wrote. A chain that was drafted before stays where there is
-        none of the newest: its slot's tokens may be under way.
+        none of the newest: its slot's tokens may be in progress.
         """
         if self._drafted is not None:
             drafted, self._drafted = np.asarray(self._drafted), None

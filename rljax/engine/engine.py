@@ -71,14 +71,14 @@ class DecodeEngine:
         and each pass gathers a layer at a time. The tokens are the same.
 
     Attributes:
-      behind: compiles programs of plain decoding in the background (`PlainPrograms`). Prefill and `grow` then
+      background: compiles programs of plain decoding in a thread (`PlainPrograms`). Prefill and `grow` then
         wait for what is not compiled. None where programs are compiled before, or when they are first used.
 
     Raises:
       ConfigError: `per_slot_sampling` with a rule of verification that does not know it.
     """
 
-    behind: Compiling | None = None
+    background: Compiling | None = None
 
     def __init__(
         self,
@@ -194,14 +194,16 @@ class DecodeEngine:
 
     def start_state(self, slots: int, length: int) -> DecodeState:
         """`init_state` in a shape whose programs are compiled; the cache may be longer."""
-        if self.behind is not None:
-            length = self.behind.start_length(self.buckets.batch_for(slots), self.buckets.cache_for(length))
+        if self.background is not None:
+            length = self.background.start_length(
+                self.buckets.batch_for(slots), self.buckets.cache_for(length)
+            )
         return self.init_state(slots, length)
 
     def close(self) -> None:
         """Ends the compilation in the background."""
-        if self.behind is not None:
-            self.behind.close()
+        if self.background is not None:
+            self.background.close()
 
     def _empty_state(self, batch: int, size: int) -> DecodeState:
         vocab_size, settings = padded_vocab_size(self.config, self.mesh), self._settings([], batch)
@@ -278,8 +280,8 @@ class DecodeEngine:
             raise ValueError("prefill needs at least one prompt, and no empty ones")
         rows = next(rows for rows in self.prefill_rows if rows >= len(prompts))
         length = self.prefill_length(max(map(len, prompts)))
-        if self.behind is not None:
-            rows, length = self.behind.prefill_shape(rows, length)
+        if self.background is not None:
+            rows, length = self.background.prefill_shape(rows, length)
         tokens = np.zeros((rows, length), np.int32)
         lengths = np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
@@ -559,8 +561,8 @@ class DecodeEngine:
 
     def grow(self, state: DecodeState) -> DecodeState:
         """Moves the slots to the next larger cache bucket."""
-        if self.behind is not None:
-            self.behind.wait_for((state.batch, self.buckets.next_cache(state.cache.length)))
+        if self.background is not None:
+            self.background.wait_for((state.batch, self.buckets.next_cache(state.cache.length)))
         program, args = self._growing(state)
         return program(*args)
 
@@ -597,9 +599,9 @@ class DecodeEngine:
         """Returns the smallest batch bucket, `batch` or larger, that a state can be compacted into without
         compiling.
         """
-        if self.behind is None:
+        if self.background is None:
             return batch
-        return self.behind.smallest_batch((state.batch, state.cache.length), batch)
+        return self.background.smallest_batch((state.batch, state.cache.length), batch)
 
     def widen(self, state: DecodeState, slots: int) -> DecodeState:
         """Moves the slots to the smallest batch bucket that holds `slots`, with free ones behind them."""

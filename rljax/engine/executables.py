@@ -129,8 +129,8 @@ class ExecutablePool:
       compilations: number of programs compiled so far.
       loaded: number of programs loaded from the directory so far.
       seconds: time in which some thread compiled or loaded, in the background excluded.
-      behind: number of programs compiled or loaded `in_background` so far.
-      seconds_behind: time spent on these.
+      background_programs: number of programs compiled or loaded `in_background` so far.
+      background_seconds: time spent on these.
     """
 
     def __init__(self, row_invariant: bool = True, directory: str | os.PathLike[str] | None = None) -> None:
@@ -143,8 +143,8 @@ class ExecutablePool:
         self._stored = None if directory is None else StoredPrograms(directory)
         self.compilations = self.loaded = 0
         self.seconds = 0.0
-        self.behind = 0
-        self.seconds_behind = 0.0
+        self.background_programs = 0
+        self.background_seconds = 0.0
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._programs
@@ -165,7 +165,7 @@ class ExecutablePool:
 
     def summary(self) -> str:
         """Returns one line for the user: number of programs, time, and the largest one's memory."""
-        largest, count = max(self.bytes().values(), default=0), len(self) - self.behind
+        largest, count = max(self.bytes().values(), default=0), len(self) - self.background_programs
         return (
             f"programs: {count} in {self.seconds:.0f} s, {self.loaded} of them from disk; the largest takes"
             f" {largest / 1e6:.0f} MB while it runs"
@@ -213,7 +213,7 @@ class ExecutablePool:
             end = time.perf_counter()
             with self._lock:
                 if background:
-                    self.seconds_behind += end - start
+                    self.background_seconds += end - start
                 else:
                     self._compiling -= 1
                     self.seconds += end - self._since
@@ -241,7 +241,7 @@ class ExecutablePool:
             raise
         with self._lock:
             self._programs[key] = program
-            self.behind += _is_in_background()
+            self.background_programs += _is_in_background()
             del self._under_way[key]
         future.set_result(program)
         return program

@@ -1,6 +1,6 @@
 """Plain decoding with programs that a thread compiles: prefill, insertion, decode steps, changes of shape.
 
-    engine.behind = PlainPrograms(engine, params, thread, slots=64, prompt_length=128, longest=512, ...)
+    engine.background = PlainPrograms(engine, params, thread, slots=64, prompt_length=128, longest=512, ...)
 
 The shape that decoding begins with is compiled at once, and all others by the thread. The decoding thread
 compiles nothing: it waits where the decode state must grow (`wait_for`), stays in a larger shape where the

@@ -1,7 +1,7 @@
 """Drafters with weights of their own in a plan: what they hold, and their programs.
 
 EAGLE heads and small models keep their depth whatever the policy's, so they are planned once. Their programs
-are recorded by the methods that compile them behind a rollout (`HeadSlots.compile`,
+are recorded by the methods that compile them during a rollout (`HeadSlots.compile`,
 `CompanionEngine.programs`), and the largest of each kind is compiled.
 """
 

@@ -188,9 +188,9 @@ def open_policy(
       options: changes to the config.
       say: called with a line about each part that is loaded or left out.
       max_waiting, steps_per_sync: see `EngineWorker`.
-      compile_first: compile programs before they are used: all of them now, or with `engine.compile: behind`
-        those of the first request now and the others in a thread. False compiles each at its first use; with
-        drafters all are compiled now, since the choice of drafts depends on measured times of passes.
+      compile_first: compile programs before they are used: all of them now, or with `engine.compile:
+        background` those of the first request now and the others in a thread. False compiles each at its
+        first use; with drafters all are compiled now, since the choice of drafts depends on measured times.
       plays: whether responses are episodes of the run's environment.
 
     Raises:
@@ -233,8 +233,8 @@ def open_policy(
     programs = None
     if options.workers is None:
         with compiling_lines(pool, say):
-            if compile_first and config.engine.compile == "behind" and mesh is None:
-                programs = _compile_behind(scheduler, params, config)
+            if compile_first and config.engine.compile == "background" and mesh is None:
+                programs = _compile_in_background(scheduler, params, config)
             elif compile_first or drafters:  # the programs of all shapes that requests may need
                 warm_up(scheduler, params, config, requests_join=True)
         worker = EngineWorker(
@@ -257,7 +257,7 @@ def open_policy(
     )
 
 
-def _compile_behind(scheduler: Scheduler, params: Params, config: ExperimentConfig) -> JoiningPrograms:
+def _compile_in_background(scheduler: Scheduler, params: Params, config: ExperimentConfig) -> JoiningPrograms:
     """Compiles what the first request needs, and begins with the rest in a thread: plain decoding, and what
     drafts and verifies. Where drafters on the device follow the slots, their programs are compiled now.
     """
@@ -265,7 +265,7 @@ def _compile_behind(scheduler: Scheduler, params: Params, config: ExperimentConf
     thread = CompilerThread(engine.buckets, (engine.buckets.batch[0], engine.buckets.cache[0]))
     programs = JoiningPrograms(engine, params, thread, slots, prompt_length)
     rehearse_drafters(config.speculation)
-    scheduler.speculator.warm_up_behind(params, slots, prompt_length, True, thread=thread)
+    scheduler.speculator.warm_up_in_background(params, slots, prompt_length, True, thread=thread)
     thread.start()
     return programs
 

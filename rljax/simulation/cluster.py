@@ -8,7 +8,7 @@ The trainer and the order of steps are simulated here:
     one-off     s - 2                                           these are there, and rollout s - 1 has ended
     pipe        s - 2                                           these are there; a worker, when it is free
 
-In a pipe two rollouts are under way at once; a worker works on one of them at a time.
+In a pipe two rollouts are in progress at once; a worker works on one of them at a time.
 """
 
 import contextlib
@@ -188,7 +188,7 @@ class Cluster:
         self._trained_steps = 0
         self._trainer_free = 0.0
         self._most_open = 2 if order == "pipe" else 1
-        self._responses: dict[int, dict[messages.Key, Response]] = {}  # of the rollouts under way
+        self._responses: dict[int, dict[messages.Key, Response]] = {}  # of the rollouts in progress
         self._counted_migrations = 0
         self._slow = 1.0
         self.coordinator = Coordinator(
@@ -443,7 +443,7 @@ class Cluster:
             self._schedule(place)
 
     def _look(self, step: int) -> None:
-        """All workers report what is under way, and the router may move it."""
+        """All workers report what is in progress, and the router may move it."""
         version = self._needed(step)
         for place in list(self.places.values()):
             worker, pieces = place.worker, []

@@ -45,8 +45,8 @@ class Count:
 
 
 class CountingLedger(Ledger):
-    """The responses of the rollouts under way, as `Ledger`, without what they say. A piece that leaves a gap
-    is an error: a simulated network loses nothing.
+    """The responses of the rollouts in progress, as `Ledger`, without what they say. A piece that leaves a
+    gap is an error: a simulated network loses nothing.
     """
 
     def open(

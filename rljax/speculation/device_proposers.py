@@ -36,7 +36,7 @@ from rljax.speculation.proposals import (
 from rljax.speculation.strategies import Strategy
 from rljax.speculation.warm_up import time_drafts, time_trees
 
-_DRAFT_DELAY = 2  # in buckets: drafting is compiled behind the verifying passes of the same shape
+_DRAFT_DELAY = 2  # in buckets: drafting is compiled after the verifying passes of the same shape
 
 
 class _OnDevice:
@@ -90,7 +90,7 @@ class SelfProposer(_OnDevice):
 
     def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes) -> None:
         super().__init__(name, drafter, engine, times)
-        self._length = 0  # length of the chains that were promised last
+        self._length = 0  # length of the chains that were chosen last
         self._start = WorthStarting()
 
     def refresh(self, params: Params) -> None:
@@ -102,7 +102,7 @@ class SelfProposer(_OnDevice):
         for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
             self._times.add_draft(batch, length, self.name, seconds)
 
-    def compile_behind(self, params: Params, plan: CompilationPlan) -> None:
+    def compile_in_background(self, params: Params, plan: CompilationPlan) -> None:
         shapes = self._engine.param_shapes(params)
 
         def compile_shape(shape: Shape, should_stop: Callable[[], bool]) -> None:
@@ -124,17 +124,17 @@ class SelfProposer(_OnDevice):
     def is_ready(self, shape: tuple[int, int]) -> bool:
         return self._compiler is None or self._compiler.is_ready(shape, near=False)
 
-    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+    def expected_rate(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         if not self.is_ready(shape):
             return 0.0
         current = int(active.current.sum())
         self._length, rate = self.choose_length(shape, len(active.slots), current)
-        plain = self._times.plain_rate(current + active.standing_by, *shape)
+        plain = self._times.plain_rate(current + active.inactive, *shape)
         saving = 1.0 - plain / rate if rate > plain else 0.0
         return rate if self._start.allows(self.drafter.policy_weights.pending_seconds, saving) else 0.0
 
     def choose_length(self, shape: tuple[int, int], slots: int, current: int) -> tuple[int, float]:
-        """Draft steps before the next pass, and the tokens per second that they promise."""
+        """Draft steps before the next pass, and the tokens per second that they may yield."""
         buckets, acceptance = self._engine.buckets, self._acceptance.rate
         return best_length(self.name, acceptance, slots, current, buckets, self._times, *shape)
 
@@ -165,7 +165,7 @@ class SelfProposer(_OnDevice):
         parents = np.broadcast_to(np.arange(-1, tokens.shape[1] - 1, dtype=np.int32), tokens.shape)
         return state, Proposal(self, tokens, parents, usable, probability, bins, seconds)
 
-    def credit(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
+    def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
         # A margin says something of its own token only: drafts behind the first refused one were not judged.
         taken = correct.sum(axis=1)
         judged = verified & (np.arange(verified.shape[1]) <= taken[:, None])
@@ -188,14 +188,14 @@ class DeviceProposer(_OnDevice):
         super().__init__(name, drafter, engine, times)
         self._group, self.slots = group, group.on_device[name]
         self.trees = self.slots.strategies
-        self._strategy = self.trees[0]  # the tree that was promised last
+        self._strategy = self.trees[0]  # the tree that was chosen last
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         for strategy in self.trees:
             for seconds in time_trees(self._engine, self.slots, strategy, batch, length, repeats):
                 self._times.add_draft(batch, length, self.name, seconds, strategy)
 
-    def compile_behind(self, params: Params, plan: CompilationPlan) -> None:
+    def compile_in_background(self, params: Params, plan: CompilationPlan) -> None:
         batches, longest = plan.shapes.batches, plan.lengths[-1]
         training = self.drafter.training
         compile_update = None if training is None else training.compile_later()
@@ -226,7 +226,7 @@ class DeviceProposer(_OnDevice):
     def is_ready(self, shape: tuple[int, int]) -> bool:
         return self.name in self._group.active
 
-    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+    def expected_rate(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         if not self.is_ready(shape):
             return 0.0
         self._strategy, rate = best_strategy(
@@ -274,7 +274,7 @@ class DeviceProposer(_OnDevice):
             drafts, usable = chains(drafts, usable)
         return state, calibrated_proposal(self, drafts, usable, self._calibration, seconds)
 
-    def credit(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
+    def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
         judged, taken = proposal.judged(verified, correct)
         self._acceptance.add(int(judged.sum()), int(taken.sum()))
         self._calibration.add(bins_of(proposal, verified), correct[verified])

@@ -1,6 +1,6 @@
 """Draft lengths, where drafting takes time.
 
-The length is chosen before anything is known of the tokens: the one that promises the most tokens per second,
+The length is chosen before anything is known of the tokens: the one with the most expected tokens per second,
 from the share of drafts accepted so far and from the times of drafting and of passes. Where that is less than
 plain decoding yields, nothing is drafted: EfficientRollout's toggle (section 3.2).
 """
@@ -83,7 +83,7 @@ def best_length(
     batch: int,
     length: int,
 ) -> tuple[int, float]:
-    """Draft steps before the next pass, and the tokens per second that they promise; (0, 0.0) if none fit.
+    """Draft steps before the next pass, and the tokens per second that they may yield; (0, 0.0) if none fit.
 
     Args:
       acceptance: probability that a draft is accepted, given that its predecessors are.
@@ -113,7 +113,7 @@ def best_strategy(
     batch: int,
     length: int,
 ) -> tuple[DraftStrategy, float]:
-    """The tree of a drafter that promises the most tokens per second, and that rate.
+    """The tree of a drafter with the most expected tokens per second, and that rate.
 
     Two assumptions: a level is right as often as levels were so far, given that the level above is; and the
     pass has rows for the best nodes of as many levels as fit, one a level on average.

@@ -113,7 +113,7 @@ class DrafterSlots:
             slots.widen(batch)
 
     def draft_ahead(self, slots: np.ndarray) -> None:
-        """A pass over `slots` is under way, beside which drafters with devices of their own may draft."""
+        """A pass over `slots` is in progress, beside which drafters with devices of their own may draft."""
         for each in self._following():
             if each.ahead is not None:
                 each.ahead.draft_ahead(slots)

@@ -37,7 +37,7 @@ class HostProposer:
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         """Does nothing: there is nothing to compile."""
 
-    def compile_behind(self, params: Params, plan: CompilationPlan) -> None:
+    def compile_in_background(self, params: Params, plan: CompilationPlan) -> None:
         """Does nothing, as `warm_up`."""
 
     def is_ready(self, shape: tuple[int, int]) -> bool:
@@ -46,7 +46,7 @@ class HostProposer:
     def forget(self) -> None:
         self._calibration.forget()
 
-    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+    def expected_rate(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         return float("inf")
 
     def propose(
@@ -74,7 +74,7 @@ class HostProposer:
             drafts, usable = chains(drafts, usable)
         return state, calibrated_proposal(self, drafts, usable, self._calibration)
 
-    def credit(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
+    def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
         self._calibration.add(bins_of(proposal, verified), correct[verified])
 
     def state(self) -> dict[str, np.ndarray]:

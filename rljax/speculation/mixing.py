@@ -1,4 +1,4 @@
-"""Several proposals as one tree (`drafters/mixed.py`), and back: credit for each drafter's own nodes.
+"""Several proposals as one tree (`drafters/mixed.py`), and back: the outcome of each drafter's own nodes.
 
 Mixer           mixes proposals that were made anyway
 MixedProposer   presents several drafters as one that strategies can name
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from drafters.base import Drafts
-from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, credit, mix
+from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, mix, nodes_by_drafter
 from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.requests import DecodeStatistics
@@ -103,14 +103,14 @@ class MixedProposal(Proposal):
         """Only cut to the strategy's nodes: its depth and width are those of the parts."""
         return self.usable & (np.cumsum(self.usable, axis=1) <= strategy.nodes)
 
-    def credit(self, verified: np.ndarray, correct: np.ndarray) -> None:
+    def record_outcome(self, verified: np.ndarray, correct: np.ndarray) -> None:
         width = self.tokens.shape[1]
         verified, correct = _widen(verified, width), _widen(correct, width)
         # Agreement is judged where the parent was right.
         parent_correct = np.take_along_axis(correct, np.maximum(self.parents, 0), axis=1) | (self.parents < 0)
         self.agreement.observe(self.mixture, verified & parent_correct, correct)
         for part, part_verified, part_correct in self._fates(verified, correct):
-            part.credit(part_verified, part_correct)
+            part.record_outcome(part_verified, part_correct)
 
     def by_drafter(
         self, verified: np.ndarray, correct: np.ndarray
@@ -133,7 +133,9 @@ class MixedProposal(Proposal):
 
     def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         width = self.tokens.shape[1]
-        drafted, taken = (credit(self.mixture, _widen(nodes, width)) for nodes in (verified, accepted))
+        drafted, taken = (
+            nodes_by_drafter(self.mixture, _widen(nodes, width)) for nodes in (verified, accepted)
+        )
         return {part.name: (drafted[number], taken[number]) for number, part in self.parts.items()}
 
 

@@ -47,7 +47,7 @@ class NoDrafts:
     def __enter__(self) -> Self:
         return self
 
-    def warm_up_behind(
+    def warm_up_in_background(
         self,
         params: Params,
         slots: int,

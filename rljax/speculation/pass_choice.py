@@ -33,7 +33,7 @@ class Candidates:
       probability: float [n, N], the probability of being accepted; 0 for invalid nodes. It does not increase
         along a row.
       current: bool [n], False for slots whose requests are only sampled ahead.
-      standing_by: slots with a current request that this pass leaves out and a plain step would compute.
+      inactive: slots with a current request that this pass leaves out and a plain step would compute.
       draft_seconds: time that drafting took. A sunk cost for a plain step, a recurring cost between passes.
       ahead_weight: the value of a token that is sampled ahead, as a share of a current one's; see
         `SamplingAhead.weight`.
@@ -41,7 +41,7 @@ class Candidates:
 
     probability: np.ndarray
     current: np.ndarray
-    standing_by: int = 0
+    inactive: int = 0
     draft_seconds: float = 0.0
     ahead_weight: float = 0.0
 
@@ -51,14 +51,14 @@ class Candidates:
         usable: np.ndarray,
         probability: np.ndarray,
         current: np.ndarray,
-        standing_by: int = 0,
+        inactive: int = 0,
         draft_seconds: float = 0.0,
         ahead_weight: float = 0.0,
     ) -> Self:
         """Candidates from a drafter's nodes: usable bool [n, N], and their probability, float [n, N]."""
         # A node's ancestors stand before it, so it is never more likely than those.
         falling = np.minimum.accumulate(np.where(usable, probability, 1.0), axis=1)
-        return cls(np.where(usable, falling, 0.0), current, standing_by, draft_seconds, ahead_weight)
+        return cls(np.where(usable, falling, 0.0), current, inactive, draft_seconds, ahead_weight)
 
     def expected(self, rows: int, nodes: int) -> float:
         """Expected tokens of current requests from a pass of so many rows; 0 if no node fits.
@@ -83,13 +83,13 @@ class Candidates:
         if not self.ahead_weight or self.current.all():
             return self.expected(rows, nodes)
         accepted = (self._weighted() * self.take(rows, nodes)).sum()
-        return float(self.plain_value - self.standing_by + accepted) if accepted > 0 else 0.0
+        return float(self.plain_value - self.inactive + accepted) if accepted > 0 else 0.0
 
     @property
     def plain_value(self) -> float:
-        """Tokens from a plain step, slots standing by included; those sampled ahead count by their weight."""
+        """Tokens from a plain step, inactive slots included; those sampled ahead count by their weight."""
         current = int(self.current.sum())
-        return current + self.standing_by + self.ahead_weight * (len(self.current) - current)
+        return current + self.inactive + self.ahead_weight * (len(self.current) - current)
 
     def _weighted(self) -> np.ndarray:
         """Expected value of each node, float [n, N]."""
@@ -116,7 +116,7 @@ RowsChoice = Callable[[Candidates, Buckets, PassTimes, int, int], int]
 
 
 def best_rows(candidates: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int) -> int:
-    """Rows of the pass that promises the most tokens per second; 0 is a plain step.
+    """Rows of the pass that is expected to yield the most tokens per second; 0 is a plain step.
 
     Tokens that are sampled ahead count by their weight.
 
@@ -147,8 +147,8 @@ class Choice:
       candidates: the proposal's nodes that may be verified; None for a plain step.
       rows: rows of the pass; 0 for a plain step.
       reason: a sentence for the log.
-      expected_rate: tokens per second that this choice promises, drafting included; 0 where nothing is known.
-      plain_rate: tokens per second that plain decoding promises; 0 where nothing is known.
+      expected_rate: tokens per second expected of this choice, drafting included; 0 where nothing is known.
+      plain_rate: tokens per second expected of plain decoding; 0 where nothing is known.
       arm: the arm of the bandit; None for its plain step, and for other managers.
       draft_seconds: time that drafting took, whether the drafts are verified or not.
       events: sentences for the log on what begins or ends with this choice.
@@ -175,7 +175,7 @@ class Choice:
         draft_seconds: float = 0.0,
         events: Sequence[str] = (),
     ) -> Self:
-        """A plain step. It promises `plain_rate`, unless the manager expects something else of its arm."""
+        """A plain step. Expects `plain_rate`, unless the manager expects something else of its arm."""
         expected = plain_rate if expected_rate is None else expected_rate
         return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds, events)
 

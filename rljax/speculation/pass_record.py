@@ -61,7 +61,7 @@ class PassRecord:
       responses: responses that decoded.
       tokens: tokens that they got.
       seconds: time of the forward passes, without drafting.
-      standing_by: further responses that waited for a verifying pass over half of the slots.
+      inactive: further responses that waited for a verifying pass over half of the slots.
       requests: int32 [n], the request in each row of `nodes`; None for plain steps.
       nodes: the fate of the drafts; None for plain steps.
       verified_by_depth, accepted_by_depth: numbers of draft nodes, by depth from 1 on.
@@ -72,7 +72,7 @@ class PassRecord:
     responses: int
     tokens: int
     seconds: float
-    standing_by: int = 0
+    inactive: int = 0
     requests: np.ndarray | None = None
     nodes: VerifiedNodes | None = None
     verified_by_depth: Sequence[int] = ()
@@ -80,8 +80,8 @@ class PassRecord:
 
     @property
     def waiting(self) -> int:
-        """Responses that the passes held up: those that decoded, and those standing by."""
-        return self.responses + self.standing_by
+        """Responses that the passes held up: those that decoded, and inactive ones."""
+        return self.responses + self.inactive
 
 
 @dataclasses.dataclass
@@ -99,8 +99,8 @@ class Decision:
       turns: responses that decoded, summed over the visits.
       tokens: tokens sampled and kept.
       seconds: time taken, drafting included.
-      expected: tokens that were promised for that time; 0 where nothing was promised.
-      plain: tokens that plain decoding promised for that time; 0 where nothing is known of it.
+      expected: tokens that were expected in that time; 0 where nothing was.
+      plain: tokens that plain decoding was expected to yield in that time; 0 where nothing is known of it.
       verified: draft nodes that were verified, by depth from 1 on.
       accepted: draft nodes among them that a token came from.
       events: sentences on what began or ended meanwhile: the ladder's races.

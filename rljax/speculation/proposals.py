@@ -32,7 +32,7 @@ class ActiveSlots:
       requests: int32 [n], the request that each decodes.
       positions: int32 [n], the position of its next token.
       current: bool [n], False for requests of the next rollout, which are only sampled ahead.
-      standing_by: further slots that decode a current request and do not take part.
+      inactive: further slots that decode a current request and do not take part.
       ahead_weight: the value of a token that is sampled ahead, as a share of a current one's.
     """
 
@@ -40,13 +40,13 @@ class ActiveSlots:
     requests: np.ndarray
     positions: np.ndarray
     current: np.ndarray
-    standing_by: int = 0
+    inactive: int = 0
     ahead_weight: float = 0.0
 
     @property
     def responses(self) -> int:
-        """Responses of the rollout that a plain step would continue, those of slots standing by included."""
-        return int(self.current.sum()) + self.standing_by
+        """Responses of the rollout that a plain step would continue, those of inactive slots included."""
+        return int(self.current.sum()) + self.inactive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,29 +120,30 @@ class Proposal:
     def judged(self, verified: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Levels of each slot that were judged, and how many of them were right: int [n] each.
 
-        A level is judged if it has a verified node and the level above was right. Arguments as of `credit`.
+        A level is judged if it has a verified node and the level above was right. Arguments as of
+        `record_outcome`.
         """
         offered = np.where(verified, self.levels[:, : verified.shape[1]], 0).max(axis=1, initial=0)
         taken = correct.sum(axis=1)
         return np.minimum(taken + 1, offered), taken
 
-    def credit(self, verified: np.ndarray, correct: np.ndarray) -> None:
-        """Tells the proposer which nodes were verified, and which of these were sampled.
+    def record_outcome(self, verified: np.ndarray, correct: np.ndarray) -> None:
+        """Lets the proposer learn which nodes were verified, and which of these were sampled.
 
         Both are bool [n, V], V <= N: later nodes were not verified.
         """
-        self.proposer.credit(self, verified, correct)
+        self.proposer.record_outcome(self, verified, correct)
 
     def by_drafter(
         self, verified: np.ndarray, correct: np.ndarray
     ) -> "list[tuple[Proposal, np.ndarray, np.ndarray]]":
-        """The proposals of the single drafters, and the fate of their nodes; arguments as of `credit`."""
+        """The proposals of the single drafters, and the fate of their nodes, as of `record_outcome`."""
         return [(self, verified, correct)]
 
     def counts(self, verified: np.ndarray, accepted: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """By drafter, how many of its nodes were verified for each slot, and accepted: int32 [n] each.
 
-        Arguments as of `credit`.
+        Arguments as of `record_outcome`.
         """
         return {self.name: (verified.sum(axis=1, dtype=np.int32), accepted.sum(axis=1, dtype=np.int32))}
 
@@ -150,9 +151,10 @@ class Proposal:
 class Proposer(Protocol):
     """A drafter as managers see it.
 
-    Before it drafts, a proposer that takes time predicts what its drafts are worth (`promise`), from their
-    acceptance so far and from measured times; afterwards it is told what became of them (`credit`).
-    Checkpoints keep the acceptance and not the times: the warm-up measures those, on whatever machine.
+    Before it drafts, a proposer that takes time predicts what its drafts are worth (`expected_rate`), from
+    their acceptance so far and from measured times; afterwards it learns what became of them
+    (`record_outcome`). Checkpoints keep the acceptance and not the times: the warm-up measures those, on
+    whatever machine.
 
     Attributes:
       on_host: whether it drafts on the host, where drafts of any shape cost next to nothing.
@@ -172,7 +174,7 @@ class Proposer(Protocol):
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         """Compiles drafting over a state of this batch and cache length, and measures its time."""
 
-    def compile_behind(self, params: Params, plan: "CompilationPlan") -> None:
+    def compile_in_background(self, params: Params, plan: "CompilationPlan") -> None:
         """Leaves the programs that `warm_up` compiles to a thread. The proposer drafts nothing for a decode
         state whose programs are not ready.
         """
@@ -183,7 +185,7 @@ class Proposer(Protocol):
     def forget(self) -> None:
         """Halves the weight of earlier acceptance: the policy has moved."""
 
-    def promise(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+    def expected_rate(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         """Tokens of current requests per second that drafting may bring; infinite where asking is free.
 
         Args:
@@ -203,11 +205,11 @@ class Proposer(Protocol):
         Args:
           active: the slots to draft for.
           statistics: the rollout's, to which the time of drafting is added.
-          strategy: the trees to draft; None for those of the last `promise`.
+          strategy: the trees to draft; None for those of the last `expected_rate`.
         """
 
-    def credit(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
-        """Learns from the fate of one of its proposals, see `Proposal.credit`."""
+    def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
+        """Learns from the fate of one of its proposals, see `Proposal.record_outcome`."""
 
     def state(self) -> dict[str, np.ndarray]:
         """Checkpoint content: the acceptance so far. Names hold no slash."""

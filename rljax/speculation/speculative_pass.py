@@ -126,7 +126,7 @@ class SpeculativeDecoder:
     ) -> tuple[DecodeState, VerifyingPass | None]:
         """Begins a verifying pass; None where plain decoding is expected to be faster.
 
-        Another pass, over other slots, may be under way. Arguments as of `decode`.
+        Another pass, over other slots, may be in progress. Arguments as of `decode`.
         """
         if not self._is_ready(state):
             self._choice = None
@@ -200,7 +200,7 @@ class SpeculativeDecoder:
         """Tells proposers, manager, log, statistics and drafters which drafts were accepted."""
         active, choice = under_way.active, under_way.choice
         nodes = VerifiedNodes.from_result(result, under_way.tree, active.slots)
-        choice.proposal.credit(nodes.verified, nodes.correct)
+        choice.proposal.record_outcome(nodes.verified, nodes.correct)
         self.draft_counts = choice.proposal.counts(nodes.verified, nodes.accepted)
         self._count(active, nodes, result.rows)
         verified, accepted = nodes.by_depth(choice.proposal.levels)
@@ -210,7 +210,7 @@ class SpeculativeDecoder:
             responses=len(active.slots),
             tokens=int((result.tokens[active.slots] >= 0).sum()),
             seconds=seconds,
-            standing_by=active.standing_by,
+            inactive=active.inactive,
             requests=active.requests,
             nodes=nodes,
             verified_by_depth=verified,

@@ -29,7 +29,7 @@ from rljax.speculation.proposals import Proposer
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.saved_state import drafter_states, drafter_weights, load_drafter_states
 from rljax.speculation.speculative_pass import SpeculativeDecoder
-from rljax.speculation.warm_up import warm_up, warm_up_behind
+from rljax.speculation.warm_up import warm_up, warm_up_in_background
 
 
 class Speculator:
@@ -179,7 +179,7 @@ class Speculator:
             widens=widens,
         )
 
-    def warm_up_behind(
+    def warm_up_in_background(
         self,
         params: Params,
         slots: int,
@@ -197,7 +197,7 @@ class Speculator:
         """
         self.close()
         shapes = self._shapes(params, prompt_length, widens, slots, longest)
-        self.decoder.compiler = warm_up_behind(
+        self.decoder.compiler = warm_up_in_background(
             self.engine, params, self.proposers, self.slots, self.max_batch, shapes, first_prompts, thread
         )
 
@@ -222,8 +222,8 @@ class Speculator:
         metrics = speculation_metrics(statistics, self.drafters, self.run_ahead is not None)
         if self.decoder.compiler is not None:
             pool = self.engine.pool
-            metrics["engine/compiled_behind"] = pool.behind
-            metrics["time/compiled_behind"] = pool.seconds_behind
+            metrics["engine/compiled_in_background"] = pool.background_programs
+            metrics["time/compiled_in_background"] = pool.background_seconds
         return metrics
 
     def state(self, to_share: bool = False) -> dict[str, np.ndarray]:

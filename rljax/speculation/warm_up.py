@@ -1,7 +1,8 @@
 """Compiling and measuring: passes of every shape, plain steps, and drafting.
 
-`warm_up` does it all before the first rollout. `warm_up_behind` leaves verifying passes to a thread: decoding
-is plain until those of the present decode state are ready, and their times are measured as they are used.
+`warm_up` does it all before the first rollout. `warm_up_in_background` leaves verifying passes to a thread:
+decoding is plain until those of the present decode state are ready, and their times are measured as they are
+used.
 """
 
 import functools
@@ -28,7 +29,7 @@ from rljax.speculation.proposals import CompilationPlan, Proposer
 
 _REPEATS = 3
 _SPARE_CORES = 4  # with fewer, what the first step waits for is compiled first, and alone
-_VERIFY_DELAY = 1  # in buckets: behind plain programs of the shapes that come next
+_VERIFY_DELAY = 1  # in buckets: after plain programs of the shapes that come next
 _PLAIN_STEPS = 4  # plain steps, or draft steps, in a row that are timed together
 
 
@@ -74,7 +75,7 @@ def warm_up(
     times.agree()
 
 
-def warm_up_behind(
+def warm_up_in_background(
     engine: DecodeEngine,
     params: Params,
     proposers: Sequence[Proposer],
@@ -112,7 +113,7 @@ def warm_up_behind(
         plan = CompilationPlan(thread, shapes, lengths, near)
         for proposer in proposers:
             proposer.refresh(params)
-            proposer.compile_behind(params, plan)
+            proposer.compile_in_background(params, plan)
     else:
         _prepare_drafters(params, proposers, drafters, shapes, batches)
         for batch, length in verified:

@@ -59,7 +59,7 @@ def compile_programs(run: TrainingRun, wait: bool | None = None) -> None:
         distance=lambda shape: _AFTER_BUCKETS,
     )
     warm_up(run.scheduler, params, config, False, False, wait, first_prompts, thread)
-    if run.engine.behind is None:  # all is compiled; say now what could not be
+    if run.engine.background is None:  # all is compiled; say now what could not be
         learner.warm_up(trained, sampler, sizes)
     run.progress.message(run.pool.summary())
     if run.compilation.left:

@@ -76,21 +76,21 @@ class Compilation(Extra):
     @property
     def left(self) -> int:
         """Shapes whose programs are still compiled: of prefill, plain decoding and verifying passes."""
-        plain = 0 if self._engine.behind is None else self._engine.behind.left
+        plain = 0 if self._engine.background is None else self._engine.background.left
         return plain + self._speculator.compiling
 
     def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
         """Returns metrics of the run so far: `engine/compilations`, programs compiled or loaded by the thread
-        that decodes and learns. Where others are compiled in the background, too: `engine/compiled_behind`,
-        their number, `time/compiled_behind`, the seconds that they took, and
-        `engine/waited_for_compilation_seconds`, seconds in which decoding waited for them.
+        that decodes and learns. Where others are compiled in the background, too:
+        `engine/compiled_in_background`, their number, `time/compiled_in_background`, the seconds that they
+        took, and `engine/waited_for_compilation_seconds`, seconds in which decoding waited for them.
         """
-        metrics: dict[str, float] = {"engine/compilations": len(self._pool) - self._pool.behind}
-        if self._engine.behind is not None:
+        metrics: dict[str, float] = {"engine/compilations": len(self._pool) - self._pool.background_programs}
+        if self._engine.background is not None:
             metrics |= {
-                "engine/compiled_behind": self._pool.behind,
-                "engine/waited_for_compilation_seconds": self._engine.behind.seconds_waited,
-                "time/compiled_behind": self._pool.seconds_behind,
+                "engine/compiled_in_background": self._pool.background_programs,
+                "engine/waited_for_compilation_seconds": self._engine.background.seconds_waited,
+                "time/compiled_in_background": self._pool.background_seconds,
             }
         return metrics
 

@@ -86,7 +86,7 @@ def warm_start(
     try:
         newest = processes.from_first(checkpoints.latest_step)
         if newest is not None and checkpoints.host_state(newest).get("key") != key:
-            progress.message("warm start: begins anew; the one that was under way is another one")
+            progress.message("warm start: begins anew; the one that was in progress is another one")
             processes.from_first(lambda: shutil.rmtree(directory))
         elif newest is not None:
             done, state, host_state = checkpoints.restore(state)

@@ -130,7 +130,7 @@ def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
         (session, "cluster_of", in_turns(Counting)),
         (expected_manager, "best_rows", most_rows),
         (WorthStarting, "allows", lambda *_: True),
-        (DeviceProposer, "promise", lambda *_: 1e9),
+        (DeviceProposer, "expected_rate", lambda *_: 1e9),
     )
     head = f"speculation.args={{{_HEAD}, {arguments}}}"
     with contextlib.ExitStack() as parts:

@@ -22,7 +22,6 @@ from rljax.engine.executables import ExecutablePool
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
-from rljax.papers.tlt.arms import arms_by_batch
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.strategies import Strategy
 from workloads import config_of
@@ -37,6 +36,8 @@ _ROWS = (8, 16, 32, 64, 128)  # of the bucketed passes
 
 def pool_rows(name: str, batches: Sequence[int]) -> list[Row]:
     """Compares all strategies for all batches to one strategy alone and to bucketed programs."""
+    from rljax.papers.tlt.arms import arms_by_batch
+
     config = config_of(name)
     strategies = [Strategy(nodes, nodes, nodes, "drafter") for nodes in _NODES]
     bucketed = Buckets(tuple(batches), (_LENGTH,), _ROWS, _NODES[-1])

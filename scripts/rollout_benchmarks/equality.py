@@ -93,10 +93,10 @@ def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> No
         if proposer.only_chains:
             most = speculator.engine.buckets.max_drafts
             proposer.choose_length = lambda *_, most=most: (1 + next(every_pass.turns) % most, _ALWAYS)
-        promise = proposer.promise
+        rate = proposer.expected_rate
 
-        def asked(*of: Any, number: int = number, promise: Callable[..., float] = promise) -> float:
-            promise(*of)  # chooses the strategy
+        def asked(*of: Any, number: int = number, rate: Callable[..., float] = rate) -> float:
+            rate(*of)  # chooses the strategy
             return 0.0 if alone and next(turns) // number_of % number_of != number else _ALWAYS
 
-        proposer.promise = asked
+        proposer.expected_rate = asked

@@ -18,13 +18,11 @@ from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.assembly.decoding import warm_up
 from rljax.assembly.policy import make_policy
 from rljax.config import ExperimentConfig
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.executables import enable_compilation_cache
 from rljax.engine.number_type import with_number_type
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
-from rljax.papers.efficient_rollout.calibration import calibrate, draft_format
-from rljax.papers.efficient_rollout.manager import RooflineManager
-from rljax.papers.specactor import DecoupledConfig
 from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing, WantedGroups, outcomes
@@ -48,11 +46,15 @@ _EAGLE = {"learning_rate": 3e-3, "slices": 16, "depths": [2, 4]}
 _CHAIN = 5  # the shortest of EfficientRollout's draft lengths (section 4.1): where its patience ladder begins
 _ALWAYS = {"drafter": "quantized", "depth": _CHAIN, "top_k": 1, "nodes": _CHAIN}
 _CALIBRATION_ROUNDS = 3
-SPECULATION_OFF = {"drafter": None, "others": {}, "args": {}, "mix": False, "decoupled": DecoupledConfig()}
+SPECULATION_OFF = {
+    name: SpeculationConfig.model_fields[name].get_default(call_default_factory=True)
+    for name in ("drafter", "others", "args", "mix", "decoupled")
+    if name in SpeculationConfig.model_fields
+}
 """Keys of the config's section `speculation` with which nothing drafts."""
 _WINDOW = 4
 
-# By name: keys of the config's section `speculation`; None decodes plainly.
+# By name: keys of the config's section `speculation`; None decodes plainly. Papers' keys need `rljax/papers`.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "prompt lookup": {"drafter": "prompt_lookup"},
@@ -70,13 +72,13 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "small model": {"drafter": "small_model"},
     "small model always coupled": {
         "drafter": "small_model",
-        "decoupled": DecoupledConfig(window=_WINDOW, modes=("coupled",)),
+        "decoupled": {"window": _WINDOW, "modes": ("coupled",)},
     },
     "small model always decoupled": {
         "drafter": "small_model",
-        "decoupled": DecoupledConfig(window=_WINDOW, modes=("decoupled",)),
+        "decoupled": {"window": _WINDOW, "modes": ("decoupled",)},
     },
-    "small model by Algorithm 1": {"drafter": "small_model", "decoupled": DecoupledConfig(window=_WINDOW)},
+    "small model by Algorithm 1": {"drafter": "small_model", "decoupled": {"window": _WINDOW}},
     "EAGLE": {"drafter": "eagle", "args": {"variant": "eagle", **_EAGLE}},
     "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
     "EAGLE-3 frozen": {"drafter": "eagle", "args": {**_EAGLE, "train": False}},
@@ -203,6 +205,11 @@ def make_variant(
         below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
         update = SPECULATION_OFF | keys | {"run_ahead_below": below}
         speculation = config.speculation.model_copy(update=update)
+        if "decoupled" in keys:
+            from rljax.papers.specactor import DecoupledConfig
+
+            decoupled = DecoupledConfig(**keys["decoupled"])
+            speculation = speculation.model_copy(update={"decoupled": decoupled})
         if speculation.drafter == "small_model":
             speculation = speculation.model_copy(update={"args": {"path": str(small_model(run))}})
         if "small_model" in speculation.others:
@@ -213,6 +220,9 @@ def make_variant(
         overlap, make = speculation.overlap, None
         params = run.engine.load_params(run.state.params)
         if speculation.choice == "roofline":
+            from rljax.papers.efficient_rollout.calibration import calibrate, draft_format
+            from rljax.papers.efficient_rollout.manager import RooflineManager
+
             run.progress.message("calibrating the roofline")
             fmt = draft_format(drafters[speculation.drafter])
             roofline = calibrate(engine, params, fmt, _CALIBRATION_ROUNDS, repeats=1).roofline

@@ -56,8 +56,8 @@ def drafts_always(monkeypatch):
         sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
         return sizes[-1] if next(turns) else 0
 
-    promised = itertools.cycle((1e9, 0.0))
+    rates = itertools.cycle((1e9, 0.0))
     monkeypatch.setattr(expected_manager, "best_rows", choose)
-    monkeypatch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, next(promised)))
+    monkeypatch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, next(rates)))
     monkeypatch.setattr(WorthStarting, "allows", lambda self, *_: True)
-    monkeypatch.setattr(DeviceProposer, "promise", lambda self, *_: next(promised))
+    monkeypatch.setattr(DeviceProposer, "expected_rate", lambda self, *_: next(rates))

@@ -1,17 +1,11 @@
 """What cannot be decoded by workers is one line that names the key, before anything begins."""
 
-import types
-
 import pytest
 
 from rljax.config import check_with_workers, load_config
 from rljax.config.changes import config_changes
 from rljax.errors import ConfigError
-from rljax.papers.tlt.spot_driver import make_driver
 from tests.training.tiny_run import write_config
-
-_OTHER = "speculation.others={prompt_lookup: {}}"
-_TOOLS = "tools={names: [calculator]}"
 
 
 @pytest.fixture
@@ -28,18 +22,6 @@ def config_with(tmp_path):
         ("cluster.address=ray://10.0.0.1:10001", "cluster.address: 'ray://10.0.0.1:10001' is a Ray client's"),
         ("cluster.address=somewhere", "cluster.address: 'somewhere' is not auto or host:port"),
         ("cluster.lease_seconds=0", "cluster.lease_seconds: "),
-        ("cluster.pipe=ranks", "cluster.pipe: "),
-        ("cluster.migration=true", "cluster.migration: moves what outgrows its group; set cluster.pipe"),
-        ("cluster.pipe_groups=2", "cluster.pipe_groups: are those of cluster.pipe, which is off"),
-        ("cluster.pipe_max_workers=2", "cluster.pipe_max_workers: sizes the groups of"),
-        (
-            "cluster={workers: 3, pipe: two_tiers, pipe_groups: 2, pipe_min_workers: 2}",
-            "cluster.pipe_min_workers: 2 for each of 2 ranking groups are more than cluster.workers: 3",
-        ),
-        (
-            "cluster={workers: 6, pipe: two_tiers, pipe_groups: 2, pipe_min_workers: 2, pipe_max_workers: 1}",
-            "cluster.pipe_max_workers: 1 is less than cluster.pipe_min_workers: 2",
-        ),
         ("cluster.resources_per_worker={TPU: 0}", "cluster.resources_per_worker.TPU: "),
     ],
 )
@@ -56,14 +38,6 @@ def test_keys_of_the_cluster(config_with, override, message):
         (["engine.row_invariant=false"], "engine.row_invariant"),
         (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
         (["cluster.mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
-        (
-            [
-                "cluster.gpus_per_worker=1",
-                "speculation.drafter=small_model",
-                "speculation.decoupled.window=4",
-            ],
-            "cluster.gpus_per_worker=1",
-        ),
         (["cluster.mesh.data=2"], "cluster.mesh"),
     ],
 )
@@ -72,41 +46,6 @@ def test_what_workers_do_not_support(config_with, overrides, key):
     with pytest.raises(ConfigError, match=rf"^{key}: .*cluster\.workers") as error:
         check_with_workers(config_with(*overrides, "cluster.workers=2"))
     assert "\n" not in str(error.value)
-
-
-def test_routers_that_need_more(config_with):
-    for overrides, message in (
-        (["cluster.pipe=ranked"], "cluster.pipe: every step would wait for the worker with the longest"),
-        (
-            ["cluster={pipe: ranked, migration: true, into_next_step: true}", "rollout.max_staleness=2"],
-            "cluster.migration: a response that goes on under newer weights stays with its worker",
-        ),
-        (["cluster.race=2", "speculation.drafter=srt"], "cluster.race: copies need another drafter"),
-        (["cluster.race=2", "speculation.drafter=srt", _OTHER, _TOOLS], "cluster.race: a copy would"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{message}") as error:
-            check_with_workers(config_with(*overrides, "cluster.workers=2"))
-        assert "\n" not in str(error.value)
-    enough = ["cluster.pipe=two_tiers", "rollout.staleness=1", "cluster.race=2", "speculation.drafter=srt"]
-    enough += [_OTHER, "cluster.workers=2"]
-    check_with_workers(config_with(*enough))
-    both = "cluster={workers: 2, pipe: two_tiers, into_next_step: true}"
-    check_with_workers(config_with(both, "rollout.max_staleness=2"))
-
-
-def test_training_in_idle_time_that_cannot_be(config_with):
-    with pytest.raises(
-        ConfigError, match=r"cluster.spot.idle: 2 of 2 workers are never idle within a rollout"
-    ):
-        config_with("cluster.workers=2", "cluster.spot.idle=2")
-    config = config_with("cluster.workers=2", "cluster.spot.idle=1", "rollout.max_staleness=2")
-    with pytest.raises(ConfigError, match=r"^cluster.spot.idle: with rollout.max_staleness no rollout ends"):
-        check_with_workers(config)
-    config = config_with("cluster.workers=2", "cluster.spot.idle=1")
-    for training in ({}, {"srt": types.SimpleNamespace(spot=None)}):
-        with pytest.raises(ConfigError, match=r"^cluster.spot.idle: no drafter is trained; set speculation"):
-            make_driver(config.cluster, types.SimpleNamespace(training=training), None)
-    assert make_driver(config_with().cluster, None, None) is None
 
 
 def test_a_run_goes_on_with_other_workers(config_with):

@@ -32,7 +32,6 @@ from rljax.cluster.messages import (
     Tick,
     UnknownRequests,
 )
-from rljax.papers.rhymerl.histopipe import RankedQueues
 from tests.cluster.scripted import (
     FACTS,
     NUMERICS,
@@ -61,7 +60,7 @@ def started(workers=2, slots=4, limits=LIMITS):
 
 
 def begun(workers=2, slots=4, count=8):
-    """One with a rollout under way, and the requests of each worker."""
+    """One with a rollout in progress, and the requests of each worker."""
     coordinator = started(workers, slots)
     loads = coordinator.on(Begin(1, 0, make_requests(count)), 0.0)
     assert loads == [Load(name, 0) for name in coordinator.workers()]
@@ -120,25 +119,6 @@ def test_a_dead_workers_requests_go_on_from_the_ledger():
     assert decode.worker == "worker-1"
     assert [(key, len(partial.tokens)) for key, _, partial in decode.work][:1] == [(0, 2)]
     assert coordinator.counts.restarts == 1
-
-
-def test_who_is_lost_between_two_rollouts_keeps_no_part_of_the_next_one():
-    """Each worker has a part of the requests of its own, until it is lost."""
-    coordinator = started(2, 4)
-    coordinator.rollouts.router = RankedQueues(2, None)
-    coordinator.on(Begin(1, 0, make_requests(8)), 0.0)
-    for name in coordinator.workers():
-        (decode,) = coordinator.on(Status(name, NUMERICS, 4, 0), 0.0)
-        coordinator.on(Pieces(name, 1, tuple(whole(key) for key, *_ in decode.work)), 1.0)
-    coordinator.on(End(1, tuple(range(8))), 2.0)
-    coordinator.on(Died("worker-0", "it was killed"), 3.0)
-    coordinator.on(Begin(2, 0, make_requests(8, first=8)), 4.0)
-    ended = set()
-    for now in (5.0, 6.0, 7.0):
-        keys = list(coordinator._workers["worker-1"].holds)
-        coordinator.on(Pieces("worker-1", 2, tuple(map(whole, keys))), now)
-        ended.update(keys)
-    assert ended == set(range(8, 16))
 
 
 def test_late_pieces_of_a_lost_worker_are_compared_and_counted():

@@ -9,8 +9,6 @@ from drafters.base import Drafter
 from drafters.simple import SimpleDrafter
 from drafters.training import Training
 from rljax.cluster.blueprint import check_moves, check_shared
-from rljax.cluster.coordinator import Coordinator
-from rljax.cluster.messages import Decode
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
@@ -77,33 +75,6 @@ def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, draft
         for name, leaf in driver.weights().items():
             if name.startswith("train.params."):
                 assert np.array_equal(leaf, _named(head.params)[name])
-
-
-def test_drafters_ahead_the_ladder_and_races(world, alone, monkeypatch, tmp_path):
-    """What SpecActor uses together: decoupled drafting, the draft ladder, and copies on free workers."""
-    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
-    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
-    copies, honest = [], Coordinator.on
-
-    def on(self, event, now):
-        commands = honest(self, event, now)
-        copies.extend(each.drafter for each in commands if isinstance(each, Decode) and each.drafter)
-        return commands
-
-    monkeypatch.setattr(Coordinator, "on", on)
-    keys = (
-        "speculation.drafter=small_model",
-        f"speculation.args={{path: {tmp_path}/small}}",
-        "speculation.others={prompt_lookup: {}}",
-        "speculation.choice=ladder",
-        "speculation.decoupled={window: 2, devices: [0], modes: [decoupled]}",
-        "cluster.race=2",
-        *FEW,
-    )
-    clustered, _ = local_run(world, "ahead", monkeypatch, *keys)
-    assert not differences(alone, clustered)
-    assert copies and set(copies) <= {"small_model", "prompt_lookup"}  # which, times decide
-    assert sum(line.get("speculation/drafted", 0) for line in clustered.metrics) > 0
 
 
 def _named(params):

@@ -10,7 +10,7 @@ from tests.cluster.turns import local_run
 
 
 def test_workers_lost_as_they_fetch_and_weights_that_come_damaged(world, alone, monkeypatch):
-    """One is killed with the weights of a step under way; to another they come damaged twice."""
+    """One is killed with the weights of a step in flight; to another they come damaged twice."""
     hit, damaged = [], []
 
     def interfere(fabric):

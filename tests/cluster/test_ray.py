@@ -136,7 +136,7 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
 @pytest.mark.long  # beyond one case; above, processes end and others come
 def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
     """The node of one worker goes in the first training rollout, and another one comes; in the second, the
-    other worker is killed with the weights under way. So the one on the new node ends the run.
+    other worker is killed with the weights in flight. So the one on the new node ends the run.
     """
     receive, send, done = ray_fabric.RayFabric.receive, ray_fabric.RayFabric.send, {}
 

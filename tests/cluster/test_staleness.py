@@ -8,7 +8,6 @@ import pytest
 from rljax.assembly.saved_policy import _checkpoints, load_saved_policy
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.config import ExperimentConfig
-from rljax.papers.rhymerl.histopipe import OutlierRule, RankedQueues
 from rljax.requests import Request
 from rljax.run_directory import RunDirectory
 from rljax.sampling.noise import request_key
@@ -127,7 +126,7 @@ def test_batches_in_the_order_of_arrival_are_repeated_from_their_schedule(world,
     turns = iter(range(10**9))
 
     def listening(self):
-        for _ in range(12):  # a part of what is under way, whatever the time
+        for _ in range(12):  # a part of what is in progress, whatever the time
             self.listen()
         return loop.failures.contextlib.nullcontext()
 
@@ -154,69 +153,3 @@ def test_batches_in_the_order_of_arrival_are_repeated_from_their_schedule(world,
     assert schedule_of(world, "replayed") == schedule_of(world, "arrival")
     alone = run(world, "replayed_alone", *replay, steps=3)
     assert not differences(first, alone)
-
-
-def test_outliers_go_on_in_the_next_step(world, monkeypatch):
-    """Workers forget the responses of the first group at their fourth token, as long as the first step lasts,
-    and these count as outliers. The third group takes their place; they go on in the next step, under its
-    weights, and are in its batch. The schedule repeats it.
-    """
-    held, renewed = [], []
-    honest_begin, honest_renew = ClusterDecoder.begin, ClusterDecoder.renew
-
-    def begin(self, params, requests, version, *args, **more):
-        begun = honest_begin(self, params, requests, version, *args, **more)
-        if more.get("renewed") and not held:
-            held.extend(begun.keys)
-        return begun
-
-    def renew(self, params, version):
-        renewed.extend([version] if version else [])
-        return honest_renew(self, params, version)
-
-    def forget(fabric):
-        for worker in () if renewed else fabric.workers.values():
-            for key in held:
-                response = worker._responses.get(key)
-                if response is not None and response.ending is None and len(response.tokens) > 3:
-                    worker.loop.cancel([worker._responses.pop(key)])
-
-    def outliers(self, running, size, longest):
-        return [] if renewed else [key for key in running if key in held]
-
-    monkeypatch.setattr(ClusterDecoder, "begin", begin)
-    monkeypatch.setattr(ClusterDecoder, "renew", renew)
-    monkeypatch.setattr(OutlierRule, "outliers", outliers)
-    lag = ("rollout.max_staleness=2", "cluster.into_next_step=true")
-    parked, _ = local_run(world, "parked", monkeypatch, *lag, interfere=forget, steps=3, versions=4)
-    assert [line["cluster/parked"] for line in steps_of(parked)] == [1, 0, 0]
-    lines = [json.loads(line) for line in schedule_of(world, "parked").splitlines()]
-    spans = lines[1]["groups"][0]["versions"]
-    assert lines[1]["groups"][0]["created"] == 0
-    assert (0, 1) in {tuple(version for _, version in each) for each in spans}
-
-    alone = run(world, "parked_again", lag[0], f"cluster.replay={world}/parked/run", steps=3)
-    assert not differences(parked, alone)
-    assert schedule_of(world, "parked_again") == schedule_of(world, "parked")
-
-
-def test_ranking_groups_with_outliers_that_go_into_the_next_step(world, monkeypatch):
-    """RhymeRL uses both. The prompts of a step reach the router together, and are ranked from the second
-    epoch on, which is a step here; the schedule repeats the run.
-    """
-    ranked, honest = [], RankedQueues.add
-
-    def add(self, requests):
-        honest(self, requests)
-        if next(iter(requests.values())).training:
-            prompts = len({request.prompt_ids for request in requests.values()})
-            ranked.append((prompts, len(requests), len(self.longest)))
-
-    monkeypatch.setattr(RankedQueues, "add", add)
-    lag = ("rollout.max_staleness=2", "cluster.into_next_step=true", "cluster.pipe=ranked")
-    piped, _ = local_run(world, "piped_lag", monkeypatch, *lag, steps=4, versions=4)
-    assert all(prompts > 1 for prompts, _, _ in ranked)
-    assert sum(requests for _, requests, _ in ranked) == 4 * 8
-    assert (ranked[0][-1], ranked[-1][-1]) == (0, 2)
-    alone = run(world, "piped_lag_again", lag[0], f"cluster.replay={world}/piped_lag/run", steps=4)
-    assert not differences(piped, alone)

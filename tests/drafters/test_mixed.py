@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.base import Drafts, Queries
-from drafters.mixed import MOST_DRAFTERS, Agreement, credit, mix
+from drafters.mixed import MOST_DRAFTERS, Agreement, mix, nodes_by_drafter
 from drafters.validation import usable_nodes
 
 
@@ -152,12 +152,12 @@ def test_two_drafters_by_hand():
     np.testing.assert_allclose(none.probability[0, 0], 0.8)
 
 
-def test_who_proposed_what_gets_the_credit():
+def test_nodes_are_counted_for_who_proposed_them():
     mixture = mixed([[(5, -1, 0.5), (6, 0, 0.4)], []], [[(5, -1, 0.8)], [(1, -1, 0.3)]], nodes=3)
-    assert credit(mixture, np.ones((2, 3), bool)).tolist() == [[2, 0], [1, 1]]
+    assert nodes_by_drafter(mixture, np.ones((2, 3), bool)).tolist() == [[2, 0], [1, 1]]
     only_first = np.zeros((2, 3), bool)
     only_first[0, 0] = True
-    assert credit(mixture, only_first).tolist() == [[1, 0], [1, 0]]
+    assert nodes_by_drafter(mixture, only_first).tolist() == [[1, 0], [1, 0]]
 
 
 @pytest.mark.parametrize("kind", ["same", "independent"])

@@ -181,8 +181,8 @@ def test_two_threads_compile_a_program_once(monkeypatch):
             programs.append(sine(pool))
 
     meet(monkeypatch, ExecutablePool._make, behind, lambda: programs.append(sine(pool)))
-    assert programs[0] is programs[1] and pool.compilations == len(pool) == pool.behind == 1
-    assert pool.seconds == 0 < pool.seconds_behind
+    assert programs[0] is programs[1] and pool.compilations == len(pool) == pool.background_programs == 1
+    assert pool.seconds == 0 < pool.background_seconds
 
 
 def test_an_error_in_one_thread_reaches_those_that_wait_and_the_next_compiles_anew(monkeypatch):

@@ -279,7 +279,7 @@ def test_drafts_do_not_depend_on_what_was_drafted_before():
 
 
 def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
-    """Halves in turn: chains for one half are drafted while a pass over the other is under way."""
+    """Halves in turn: chains for one half are drafted while a pass over the other is in progress."""
     world = world_of()
     pair = Pair(world, itself(world))
     pair.check_drafts()

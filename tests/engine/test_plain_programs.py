@@ -15,16 +15,18 @@ from tests.tiny_policy import SLOTS, assert_same, make_engine, make_params, make
 SHORT = ((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # lengths of prompts and responses that fit the smallest cache
 
 
-def compile_behind(engine, params, requests, slots=SLOTS, longest=128, **others):
+def compile_in_background(engine, params, requests, slots=SLOTS, longest=128, **others):
     prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
     thread = CompilerThread(engine.buckets, (slots, longest))
-    engine.behind = PlainPrograms(engine, params, thread, slots, 64, longest, first_prompts=prompts, **others)
-    return engine.behind
+    engine.background = PlainPrograms(
+        engine, params, thread, slots, 64, longest, first_prompts=prompts, **others
+    )
+    return engine.background
 
 
 def compilations(engine):
     """Programs that were compiled by the thread that decodes."""
-    return len(engine.pool) - engine.pool.behind
+    return len(engine.pool) - engine.pool.background_programs
 
 
 def batches_of(engine, monkeypatch):
@@ -62,45 +64,45 @@ def plain(params):
 
 def test_a_state_stays_wide_until_smaller_ones_are_compiled(params, short, plain, held_back, monkeypatch):
     engine = make_engine()
-    behind = compile_behind(engine, params, short)
+    background = compile_in_background(engine, params, short)
     compiled, batches = compilations(engine), batches_of(engine, monkeypatch)
     completions, _ = Scheduler(engine, SLOTS).run(params, short)
     assert_same(completions, plain(short))
-    assert set(batches) == {4} and behind.seconds_waited == 0
-    assert compilations(engine) == compiled and engine.pool.behind == 0 and behind.left > 0
+    assert set(batches) == {4} and background.seconds_waited == 0
+    assert compilations(engine) == compiled and engine.pool.background_programs == 0 and background.left > 0
     held_back.set()
-    behind.wait()
-    assert engine.pool.behind > 0 and behind.left == 0
-    later = engine.pool.behind
+    background.wait()
+    assert engine.pool.background_programs > 0 and background.left == 0
+    later = engine.pool.background_programs
     completions, _ = Scheduler(engine, SLOTS).run(params, short)
     assert_same(completions, plain(short))
     assert set(batches) == {2, 4}
-    assert compilations(engine) == compiled and engine.pool.behind == later
+    assert compilations(engine) == compiled and engine.pool.background_programs == later
 
 
 def test_growth_waits_for_the_programs_and_counts_the_seconds(params, requests, plain, held_back):
     engine = make_engine()
-    behind = compile_behind(engine, params, requests)
+    background = compile_in_background(engine, params, requests)
     compiled = compilations(engine)
     release = threading.Timer(0.2, held_back.set)
     release.start()
     completions, _ = Scheduler(engine, SLOTS).run(params, requests)
     release.join()
     assert_same(completions, plain(requests))
-    assert behind.seconds_waited > 0 and compilations(engine) == compiled
-    behind.wait()
-    waited = behind.seconds_waited
+    assert background.seconds_waited > 0 and compilations(engine) == compiled
+    background.wait()
+    waited = background.seconds_waited
     assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
-    assert behind.seconds_waited == waited
+    assert background.seconds_waited == waited
 
 
 def test_a_rollout_begins_in_a_longer_cache_that_is_ready(params, short, plain):
     engine = make_engine()
-    behind = compile_behind(engine, params, make_requests((70,), (10,)))
-    assert behind.start_length(4, 64) == 128  # and asks for the shorter one
+    background = compile_in_background(engine, params, make_requests((70,), (10,)))
+    assert background.start_length(4, 64) == 128  # and asks for the shorter one
     assert_same(Scheduler(engine, SLOTS).run(params, short)[0], plain(short))
-    behind.wait()
-    assert behind.start_length(4, 64) == 64
+    background.wait()
+    assert background.start_length(4, 64) == 64
     compiled = len(engine.pool)
     state = engine.grow(engine.init_state(4, 64))  # so nobody has to compile the move either
     assert state.cache.length == 128 and len(engine.pool) == compiled
@@ -108,21 +110,21 @@ def test_a_rollout_begins_in_a_longer_cache_that_is_ready(params, short, plain):
 
 def test_shorter_prompts_than_the_first_are_padded_until_their_programs_are_compiled(params, plain):
     engine = make_engine()
-    behind = compile_behind(engine, params, make_requests((40,), (10,)))
-    behind.wait()
+    background = compile_in_background(engine, params, make_requests((40,), (10,)))
+    background.wait()
     prefilled = lambda: {key[2] for key in engine.pool._programs if key[0] == "prefill"}  # noqa: E731
     assert prefilled() == {64}
     requests, compiled = make_requests((3,), (5,)), compilations(engine)
     assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
     assert compilations(engine) == compiled
-    behind.wait()
+    background.wait()
     assert prefilled() == {16, 64}
 
 
 def test_only_shapes_that_will_be_used_are_compiled(params, short):
     buckets = make_buckets(SLOTS, 192, True, (2, 4, 8), (64, 128, 192))
     engine = make_engine(None, buckets)
-    compile_behind(engine, params, short, longest=100).wait()
+    compile_in_background(engine, params, short, longest=100).wait()
     shapes = [key[1:3] for key in engine.pool.bytes() if key[0] in ("generate", "prefill")]
     assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128
     before = make_engine(None, buckets)
@@ -134,17 +136,17 @@ def test_only_shapes_that_will_be_used_are_compiled(params, short):
 
 def test_prompts_are_padded_to_a_prefill_that_is_ready(params, short, held_back):
     engine = make_engine()
-    behind = compile_behind(engine, params, short)  # four short prompts together, and a longer one
-    assert behind.prefill_shape(4, 16) == (4, 16) and behind.prefill_shape(2, 32) == (2, 32)
-    assert behind.prefill_shape(2, 16) == (2, 32)
+    background = compile_in_background(engine, params, short)  # four short prompts together, and a longer one
+    assert background.prefill_shape(4, 16) == (4, 16) and background.prefill_shape(2, 32) == (2, 32)
+    assert background.prefill_shape(2, 16) == (2, 32)
     held_back.set()
-    behind.wait()
-    assert behind.prefill_shape(2, 16) == (2, 16)
+    background.wait()
+    assert background.prefill_shape(2, 16) == (2, 16)
 
 
 def test_similar_prompts_share_a_prefill_at_first(params):
     engine = make_engine()
-    compile_behind(engine, params, make_requests((3, 20, 60), (10, 10, 10)))
+    compile_in_background(engine, params, make_requests((3, 20, 60), (10, 10, 10)))
     engine.close()
     shapes = {key[1:3] for key in engine.pool.bytes() if key[0] == "prefill"}
     assert shapes == {(2, 64), (2, 16)}  # 32 fits into 64; 16 would be padded to four times its length
@@ -152,7 +154,7 @@ def test_similar_prompts_share_a_prefill_at_first(params):
 
 def test_after_closing_the_thread_that_decodes_compiles(params, requests, plain, held_back):
     engine = make_engine()
-    compile_behind(engine, params, requests)
+    compile_in_background(engine, params, requests)
     held_back.set()
     engine.close()
     assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
@@ -171,7 +173,7 @@ def test_a_shape_that_cannot_be_compiled_stops_only_what_needs_it(
     monkeypatch.setattr(DecodeEngine, "compile_plain", fail)
     engine = make_engine()
     with pytest.warns(UserWarning, match="cannot allocate"):
-        compile_behind(engine, params, short).wait()
+        compile_in_background(engine, params, short).wait()
         batches = batches_of(engine, monkeypatch)
         assert_same(Scheduler(engine, SLOTS).run(params, short)[0], plain(short))
         assert set(batches) == {4}

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.papers.apart import run_without_papers
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -125,3 +127,19 @@ def test_without_it_every_module_imports_and_the_default_policy_decodes(without)
 def test_what_needs_it_says_so_in_one_line(without, override):
     assert without[override].startswith(NEEDS_IT[override]) and "\n" not in without[override]
     assert without[override].endswith("need rljax/papers, which is not here")
+
+
+REACHED = " or ".join(
+    f"test_{name}.py"
+    for name in ("architecture", "bad_input", "config", "contradictions", "coordinator", "registry", "router")
+)
+REACHED += " or simulation"
+"""Files of the default tier that meet what the wing adds to; `python -m tests.papers.apart` runs all."""
+
+
+@pytest.mark.long
+def test_without_it_the_rest_passes_its_tests():
+    """All are collected, which imports whatever a test imports; those of `REACHED` run."""
+    status, said = run_without_papers(["-n", "0", "-k", REACHED, "tests"])
+    assert status == 0, said
+    assert int(re.search(r"(\d+) passed", said)[1]) > 300

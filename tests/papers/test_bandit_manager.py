@@ -60,7 +60,7 @@ def test_with_thresholds_the_running_responses_choose_the_strategy(params, reque
 
     def choosing(state, active, statistics):
         state, chosen = choose(state, active, statistics)
-        responses = len(active.slots) + active.standing_by
+        responses = len(active.slots) + active.inactive
         arms.setdefault(responses, set()).add(chosen.arm and chosen.arm.nodes)
         return state, chosen
 
@@ -152,7 +152,7 @@ def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):
     manager = choice.manager([history, head], BUCKETS, CHEAP, SLOTS)
     drafted = SimpleNamespace(rows=0, seconds=1.0)
     monkeypatch.setattr(bandit, "draft", lambda proposer, strategy, state, *_: (state, drafted))
-    state, active = SimpleNamespace(batch=4), active_slots(2, standing_by=2)
+    state, active = SimpleNamespace(batch=4), active_slots(2, inactive=2)
 
     def chosen():
         choices = []

@@ -61,7 +61,7 @@ def test_a_rejection_wastes_at_most_two_windows_less_one(seed):
         sent = [int(rng.integers(0, count + 1)) for count in windows.unanswered]  # room of a pass
         verified = [windows.chains[slot, :count].copy() for slot, count in enumerate(sent)]
         if rng.random() < 0.9:
-            draft_ahead()  # while the pass is under way
+            draft_ahead()  # while the pass is in progress
         tokens, counts = np.full((slots, window * 2), -1, np.int32), np.zeros(slots, int)
         for slot, oracle in enumerate(oracles):
             truth = oracle.true[known[slot] :]

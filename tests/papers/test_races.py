@@ -36,10 +36,10 @@ def test_what_a_pass_brings():
     # Of drafters that race, the best counts; both take rows: 2 + 3 + 4 are more than 8.
     race = (Entry("a", 0.0, 3), Entry("b", 1.0, 4))
     assert (of_two.rows([race, ()]), of_two.rate([race, ()])) == (16, pytest.approx(6 / 1.25))
-    # Tokens that are only sampled ahead do not count; those of slots standing by do, in a plain step.
+    # Tokens that are only sampled ahead do not count; those of inactive slots do, in a plain step.
     ahead = estimate(2, current=np.asarray([False, True]))
     assert ahead.rate([slow, ()]) == pytest.approx(1 / 2.5)
-    assert estimate(2, standing_by=2, plain=0.5).rate([(), ()]) == pytest.approx(8.0)
+    assert estimate(2, inactive=2, plain=0.5).rate([(), ()]) == pytest.approx(8.0)
 
 
 def test_a_race_takes_idle_rows():

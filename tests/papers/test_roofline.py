@@ -281,7 +281,7 @@ def test_with_buckets_it_predicts_what_the_engine_computes():
     # Four of eight in 32 rows, while the other four wait: half the tokens of a plain step of all.
     toggle.begin(chain=7)
     expected = apart.speedup(8, 256, 7, 0.8, rows=32, attended=8 * 8) / 2
-    assert toggle.predicted(4, 256, 0.8, standing_by=4) == expected
+    assert toggle.predicted(4, 256, 0.8, inactive=4) == expected
 
 
 def test_no_room_for_a_draft_is_off():

@@ -197,7 +197,7 @@ def test_the_toggle_is_asked_of_the_shapes_that_the_engine_computes():
     one = toggled().manager([proposer], BUCKETS, CHEAP, SLOTS)
     one._toggle = Asked()
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=256))
-    _, choice = one.choose(state, active_slots(2, standing_by=1), None)
+    _, choice = one.choose(state, active_slots(2, inactive=1), None)
     assert asked == [(2, 256, 0.9, 1)]
     assert choice.plain_rate == choice.expected_rate == 3.0  # a plain step takes a second
 
@@ -218,7 +218,7 @@ def length_after_a_step(right, verified, accepted):
     proposal = Proposal(proposer, nodes, parents, nodes == 0, nodes + 1.0, nodes, 0.0)
     counts = (np.asarray(each)[:, None] for each in (verified, accepted, right))
     fate = VerifiedNodes(*(np.arange(7) < each for each in counts))
-    proposal.credit(fate.verified, fate.correct)
+    proposal.record_outcome(fate.verified, fate.correct)
     slots = active_slots(len(right))
     candidates = Candidates.from_nodes(proposal.usable, proposal.probability, slots.current)
     choice = Choice.verify(proposal, candidates, 32, "", expected_rate=0.0, plain_rate=0.0)

@@ -1,17 +1,24 @@
 """The tiny run with every router: who decodes what, where, and how often changes no bit."""
 
 import collections
+import json
 
 import pytest
 
 from rljax.cluster.coordinator import Coordinator
+from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.cluster.worker import RolloutWorker
-from rljax.papers.rhymerl.histopipe import RankedQueues
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import init_params
+from rljax.papers.rhymerl.histopipe import OutlierRule, RankedQueues
 from rljax.papers.rhymerl.history import RolloutHistory
 from rljax.papers.specactor.racing import Racing
 from rljax.training import loop
-from tests.cluster.same_run import differences
+from tests.cluster.same_run import differences, run
+from tests.cluster.test_drafters import FEW
+from tests.cluster.test_staleness import schedule_of, steps_of
 from tests.cluster.turns import Turns, local_run
 
 
@@ -184,3 +191,89 @@ def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_alway
                 assert max(given) <= min(others)
                 could_differ += max(given) < max(others)
     assert could_differ
+
+
+def test_drafters_ahead_the_ladder_and_races(world, alone, monkeypatch, commands, tmp_path):
+    """What SpecActor uses together: decoupled drafting, the draft ladder, and copies on free workers."""
+    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
+    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
+    keys = (
+        "speculation.drafter=small_model",
+        f"speculation.args={{path: {tmp_path}/small}}",
+        "speculation.others={prompt_lookup: {}}",
+        "speculation.choice=ladder",
+        "speculation.decoupled={window: 2, devices: [0], modes: [decoupled]}",
+        "cluster.race=2",
+        *FEW,
+    )
+    clustered, _ = local_run(world, "ahead", monkeypatch, *keys)
+    assert not differences(alone, clustered)
+    copies = [each.drafter for each in commands if isinstance(each, Decode) and each.drafter]
+    assert copies and set(copies) <= {"small_model", "prompt_lookup"}  # which, times decide
+    assert sum(line.get("speculation/drafted", 0) for line in clustered.metrics) > 0
+
+
+def test_outliers_go_on_in_the_next_step(world, monkeypatch):
+    """Workers forget the responses of the first group at their fourth token, as long as the first step lasts,
+    and these count as outliers. The third group takes their place; they go on in the next step, under its
+    weights, and are in its batch. The schedule repeats it.
+    """
+    held, renewed = [], []
+    honest_begin, honest_renew = ClusterDecoder.begin, ClusterDecoder.renew
+
+    def begin(self, params, requests, version, *args, **more):
+        begun = honest_begin(self, params, requests, version, *args, **more)
+        if more.get("renewed") and not held:
+            held.extend(begun.keys)
+        return begun
+
+    def renew(self, params, version):
+        renewed.extend([version] if version else [])
+        return honest_renew(self, params, version)
+
+    def forget(fabric):
+        for worker in () if renewed else fabric.workers.values():
+            for key in held:
+                response = worker._responses.get(key)
+                if response is not None and response.ending is None and len(response.tokens) > 3:
+                    worker.loop.cancel([worker._responses.pop(key)])
+
+    def outliers(self, running, size, longest):
+        return [] if renewed else [key for key in running if key in held]
+
+    monkeypatch.setattr(ClusterDecoder, "begin", begin)
+    monkeypatch.setattr(ClusterDecoder, "renew", renew)
+    monkeypatch.setattr(OutlierRule, "outliers", outliers)
+    lag = ("rollout.max_staleness=2", "cluster.into_next_step=true")
+    parked, _ = local_run(world, "parked", monkeypatch, *lag, interfere=forget, steps=3, versions=4)
+    assert [line["cluster/parked"] for line in steps_of(parked)] == [1, 0, 0]
+    lines = [json.loads(line) for line in schedule_of(world, "parked").splitlines()]
+    spans = lines[1]["groups"][0]["versions"]
+    assert lines[1]["groups"][0]["created"] == 0
+    assert (0, 1) in {tuple(version for _, version in each) for each in spans}
+
+    alone = run(world, "parked_again", lag[0], f"cluster.replay={world}/parked/run", steps=3)
+    assert not differences(parked, alone)
+    assert schedule_of(world, "parked_again") == schedule_of(world, "parked")
+
+
+def test_ranking_groups_with_outliers_that_go_into_the_next_step(world, monkeypatch):
+    """RhymeRL uses both. The prompts of a step reach the router together, and are ranked from the second
+    epoch on, which is a step here; the schedule repeats the run.
+    """
+    ranked, honest = [], RankedQueues.add
+
+    def add(self, requests):
+        honest(self, requests)
+        if next(iter(requests.values())).training:
+            prompts = len({request.prompt_ids for request in requests.values()})
+            ranked.append((prompts, len(requests), len(self.longest)))
+
+    monkeypatch.setattr(RankedQueues, "add", add)
+    lag = ("rollout.max_staleness=2", "cluster.into_next_step=true", "cluster.pipe=ranked")
+    piped, _ = local_run(world, "piped_lag", monkeypatch, *lag, steps=4, versions=4)
+    assert all(prompts > 1 for prompts, _, _ in ranked)
+    assert sum(requests for _, requests, _ in ranked) == 4 * 8
+    assert (ranked[0][-1], ranked[-1][-1]) == (0, 2)
+    alone = run(world, "piped_lag_again", lag[0], f"cluster.replay={world}/piped_lag/run", steps=4)
+    assert not differences(piped, alone)

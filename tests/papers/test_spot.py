@@ -26,7 +26,7 @@ SPOT = (TrainDrafter, Prepare, TrainingData, StopTraining)
 
 
 def trained_by(workers, idle=1, **rule):
-    """A coordinator with a rollout under way on workers of four slots, four requests each."""
+    """A coordinator with a rollout in progress on workers of four slots, four requests each."""
     coordinator, work = begun(workers, count=4 * workers)
     coordinator.idle_plan = SpotTraining(SpotRule(**(vars(RULE) | {"idle": idle} | rule)))
     return coordinator, work

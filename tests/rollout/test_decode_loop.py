@@ -125,7 +125,7 @@ def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(req
 
 
 def test_weights_are_swapped_between_two_host_syncs(engine, params, requests):
-    """A response that begins after the swap is one of the new weights; one under way records where."""
+    """A response that begins after the swap is one of the new weights; one in progress records where."""
     other = engine.load_params(make_params(1))
     expected = Scheduler(engine, SLOTS).run(other, requests[3:5])[0]
     loop = make_loop(engine, params, drafts=True)

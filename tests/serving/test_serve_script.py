@@ -24,7 +24,7 @@ QUESTION = [{"role": "user", "content": "47a5b8="}]
 
 def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
     run = make_run(tmp_path)
-    options = ["--port", "0", "--name", "served", "--slots", "2", "--compile", "behind"]
+    options = ["--port", "0", "--name", "served", "--slots", "2", "--compile", "background"]
     command = [
         sys.executable,
         str(SCRIPTS / "serve.py"),

@@ -540,8 +540,8 @@ def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, mon
     overrides += ["speculation.drafter=small_model", "rollout.max_prompt_length=16"]
     overrides += ["engine.cache_buckets=[64]", "engine.decode_steps_per_sync=4"]
     run = make_run(tmp_path, *overrides, drafter=learned)
-    accepted, turns, promise = collections.Counter(), itertools.cycle((0, 1, 1, 0)), DeviceProposer.promise
-    monkeypatch.setattr(DeviceProposer, "promise", lambda *asked: next(turns) * promise(*asked))
+    accepted, turns, rate = collections.Counter(), itertools.cycle((0, 1, 1, 0)), DeviceProposer.expected_rate
+    monkeypatch.setattr(DeviceProposer, "expected_rate", lambda *asked: next(turns) * rate(*asked))
     for kind in (EagleDrafter, SmallModelDrafter):
 
         def observe(self, sampled, hear=kind.observe):

@@ -15,7 +15,6 @@ from rljax.simulation.figures import (
     RESULTS,
     Measured,
     as_rows,
-    central_values,
     computed,
     figures,
     run_figures,
@@ -135,22 +134,6 @@ def test_values_by_hand():
 def test_a_gain_is_judged_and_not_a_ratio(value, said, verdict):
     high = 1.6 if "published" not in said or said["published"] != [1.8, 2.0] else 1.7
     assert verdict_of({"unit": "speed-up", "value": value, "low": 0.8, "high": high} | said) == verdict
-
-
-QUICK = ("rhymerl-table-2", "tlt-table-4")
-"""Figures whose central values take seconds; all others are held by `--all`."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in FIGURES]
-)
-def test_central_values_are_those_of_the_results(name):
-    figure = FIGURES[name]
-    result = json.loads((ROOT / RESULTS / f"simulation-{name}.json").read_text())
-    values = central_values(figure)
-    assert [row["name"] for row in result["rows"]] == list(values)
-    for row in result["rows"]:
-        assert values[row["name"]] == pytest.approx(row["value"], rel=1e-6), row["name"]
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - {"turn-on"}))

@@ -123,9 +123,9 @@ def listen(drafter):
     return heard
 
 
-def active_slots(count, standing_by=0):
+def active_slots(count, inactive=0):
     slots = np.arange(count, dtype=np.int32)
-    return ActiveSlots(slots, slots, slots + 100, np.ones(count, bool), standing_by)
+    return ActiveSlots(slots, slots, slots + 100, np.ones(count, bool), inactive)
 
 
 def check_tokens(params, requests, expected, choice):
@@ -180,7 +180,7 @@ def check_log(params, requests, choice, overlap):
         assert len(each["accepted"]) <= len(each["verified"]) <= BUCKETS.max_drafts
     assert sum(sum(each["verified"]) for each in log) == statistics.drafted
     assert sum(sum(each["accepted"]) for each in log) == statistics.accepted
-    if choice.by != "bandit":  # which has nothing to promise in its first tries
+    if choice.by != "bandit":  # which expects nothing in its first tries
         assert all(each["expected"] > 0 < each["plain"] for each in log)
     # Where halves take turns, what a pass takes is for the responses of both.
     assert max(one.waiting for one in recorded if one.choice.rows) == SLOTS

@@ -154,8 +154,8 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
     slots._run = noting
     speculator.drafters["eagle"]._budget.allows = lambda: True
     turns, (proposer,) = itertools.count(), speculator.proposers
-    promise = proposer.promise  # eight plain host syncs in a row
-    proposer.promise = lambda *of: promise(*of) if next(turns) // 8 % 2 else 0.0
+    rate = proposer.expected_rate  # eight plain host syncs in a row
+    proposer.expected_rate = lambda *of: rate(*of) if next(turns) // 8 % 2 else 0.0
     before = len(pool)
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests, overlap=overlap)
@@ -245,8 +245,8 @@ def test_long_plain_stretches_do_not_change_tokens(params, requests, expected, m
     speculator = make_speculator(slices=0, **memory)
     turns = itertools.cycle([True, *[False] * 9])
     (proposer,) = speculator.proposers
-    promise = proposer.promise
-    proposer.promise = lambda *of: promise(*of) if next(turns) else 0.0
+    rate = proposer.expected_rate
+    proposer.expected_rate = lambda *of: rate(*of) if next(turns) else 0.0
     completions, statistics = roll_out(speculator, params, requests)
     assert_same(completions, expected)
     assert 0 < statistics.verified < statistics.steps

@@ -19,10 +19,10 @@ from tests.tiny_policy import BUCKETS, SLOTS, FixedTimes, assert_same, by_rows, 
 ROWS = (0, *BUCKETS.verify)
 
 
-def found(probability, wanted=None, standing_by=0, spent=0.0):
+def found(probability, wanted=None, inactive=0, spent=0.0):
     probability = np.asarray(probability, float)
     wanted = np.ones(len(probability), bool) if wanted is None else np.asarray(wanted)
-    return Candidates.from_nodes(probability > 0, probability, wanted, standing_by, spent)
+    return Candidates.from_nodes(probability > 0, probability, wanted, inactive, spent)
 
 
 def choose(probability, times, **others):
@@ -84,7 +84,7 @@ def test_what_is_sampled_ahead_does_not_choose():
 def test_a_pass_over_half_of_the_slots_competes_with_a_plain_step_of_all():
     half = [[1.0, 0, 0, 0, 0, 0, 0]] * 2
     assert choose(half, [1, 1.5, 9, 9]) == 8  # 4 tokens in 1.5, against 2 in 1
-    assert choose(half, [1, 1.5, 9, 9], standing_by=2) == 0  # against 4 in 1
+    assert choose(half, [1, 1.5, 9, 9], inactive=2) == 0  # against 4 in 1
 
 
 def test_rows_go_to_the_most_likely_nodes_of_all_slots():

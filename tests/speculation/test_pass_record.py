@@ -72,10 +72,10 @@ def test_equal_neighbours_are_one_decision_with_their_sums(log, clock):
         (choose(SRT, rows=32), 4),
         (choose(SRT), 2),
         (PLAINLY, 4),
-        (choose(SRT, expected=0.0), 4),  # its tokens are nothing that was promised
+        (choose(SRT, expected=0.0), 4),  # its tokens are nothing that was expected
         (choose(SRT, plain=0.0), 4),
     ],
-    ids=["drafter", "rows", "batch", "plain", "no promise", "no plain promise"],
+    ids=["drafter", "rows", "batch", "plain", "nothing expected", "nothing expected of plain"],
 )
 def test_what_differs_is_another_decision(log, choice, batch):
     log.add(carried_out(choose(SRT), 4, 2, 4, 1.0))
@@ -113,8 +113,8 @@ def test_what_is_taken_is_gone(log):
 
 def test_very_deep_nodes_are_counted_together_and_json_holds_it(log):
     """Promises are NumPy's where they come from sums over arrays."""
-    promised = choose(SRT, expected=np.float64(20.0), plain=np.float64(10.0))
-    log.add(carried_out(promised, 4, 1, 1, 1.0, [1] * 40, [1] * 35))
+    expected = choose(SRT, expected=np.float64(20.0), plain=np.float64(10.0))
+    log.add(carried_out(expected, 4, 1, 1, 1.0, [1] * 40, [1] * 35))
     taken = log.take()
     assert taken[0]["verified"] == [1] * 31 + [9] and taken[0]["accepted"] == [1] * 31 + [4]
     assert json.loads(json.dumps(taken, allow_nan=False)) == taken

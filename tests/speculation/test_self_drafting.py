@@ -118,7 +118,7 @@ def test_a_margin_is_asked_of_what_takes_time(engine, params, requests):
     assert drafted(0.97) == 0
 
 
-def test_the_length_that_promises_most_is_chosen():
+def test_the_length_of_the_highest_expected_rate_is_chosen():
     def choose(acceptance, times, slots=4):
         length, rate = best_length("quantized", acceptance, slots, slots, BUCKETS, times, 4, 64)
         return length if rate > times.plain_rate(slots, 4, 64) else 0

@@ -49,12 +49,12 @@ def test_the_tokens_are_those_of_plain_decoding(params, kind, tmp_path):
         if proposer.name in drafted:
             turns = itertools.cycle((0, 1) if proposer.name == "one" else (1, 0))
 
-            def in_turn(*asked, name=proposer.name, promise=proposer.promise, turns=turns):
-                promised = next(turns) * promise(*asked)
-                drafted[name] += promised > 0
-                return promised
+            def in_turn(*asked, name=proposer.name, rate=proposer.expected_rate, turns=turns):
+                expected = next(turns) * rate(*asked)
+                drafted[name] += expected > 0
+                return expected
 
-            proposer.promise = in_turn
+            proposer.expected_rate = in_turn
     for _ in range(2):
         completions, statistics = scheduler.run(params, requests)
         assert_same(completions, expected)

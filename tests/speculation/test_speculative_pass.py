@@ -224,13 +224,13 @@ def test_the_worst_drafters_leave_the_tokens_alone(engine, params, requests, exp
 def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
     engine, params, requests, expected, trees, rows, overlap, monkeypatch
 ):
-    times, refused, credit = FavouriteRows([rows]), [], HostProposer.credit
+    times, refused, record = FavouriteRows([rows]), [], HostProposer.record_outcome
 
     def spy(proposer, proposal, verified, accepted):
         refused.append(int((verified & ~accepted).sum()))
-        credit(proposer, proposal, verified, accepted)
+        record(proposer, proposal, verified, accepted)
 
-    monkeypatch.setattr(HostProposer, "credit", spy)
+    monkeypatch.setattr(HostProposer, "record_outcome", spy)
     completions, statistics, _ = speculate(
         engine, params, requests, Knowing(expected), times, overlap=overlap
     )

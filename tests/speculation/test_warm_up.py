@@ -24,7 +24,7 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
 ):
     engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator:
-        speculator.warm_up_behind(params, SLOTS, prompt_length=64)
+        speculator.warm_up_in_background(params, SLOTS, prompt_length=64)
         assert speculator.compiling == 4
         finished = 0
 
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
         assert_same(completions, expected)
         assert statistics.verified > 0 and len(engine.pool) == compiled and speculator.compiling == 0
         metrics = speculator.metrics(statistics)
-        assert metrics["engine/compiled_behind"] == 6 and metrics["time/compiled_behind"] > 0
+        assert metrics["engine/compiled_in_background"] == 6 and metrics["time/compiled_in_background"] > 0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
 def test_only_shapes_that_can_be_reached_are_compiled(params, slots, prompts, shapes):
     engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator:
-        speculator.warm_up_behind(params, slots, **prompts)
+        speculator.warm_up_in_background(params, slots, **prompts)
         speculator.decoder.compiler.wait()
     assert {key[1:3] for key in engine.pool.bytes() if key[0] == "verify"} == shapes
 
@@ -74,7 +74,7 @@ def test_a_rollout_goes_on_plainly_where_compiling_fails(params, requests, expec
     monkeypatch.setattr(DecodeEngine, "compile_verify", fail)
     engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator, pytest.warns(UserWarning, match="cannot allocate") as warned:
-        speculator.warm_up_behind(params, SLOTS, prompt_length=64)
+        speculator.warm_up_in_background(params, SLOTS, prompt_length=64)
         completions, statistics = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
         speculator.decoder.compiler.wait()
     assert_same(completions, expected)
@@ -89,8 +89,8 @@ def test_a_pass_that_does_not_fit_is_left_out(params, monkeypatch):
     monkeypatch.setattr(warm_up, "free_bytes", lambda: largest - 1)
     engine.buckets.too_large.clear()
     with speculator_of(engine) as speculator, pytest.warns(UserWarning, match="32 tokens of 4 responses"):
-        speculator.warm_up_behind(params, SLOTS, prompt_length=64)
-        assert (4, 32) not in engine.buckets.too_large  # a pass under way may be one of these
+        speculator.warm_up_in_background(params, SLOTS, prompt_length=64)
+        assert (4, 32) not in engine.buckets.too_large  # a pass in progress may be one of these
         speculator.decoder.compiler.wait()
     assert (4, 32) in engine.buckets.too_large
     engine.buckets.too_large.clear()
@@ -119,7 +119,7 @@ def test_the_first_run_of_a_pass_does_not_count(params, requests, expected):
     engine, times = make_engine(buckets=BUCKETS), PassTimes()
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=times)
     with speculator:
-        speculator.warm_up_behind(params, SLOTS, prompt_length=64)
+        speculator.warm_up_in_background(params, SLOTS, prompt_length=64)
         speculator.decoder.compiler.wait()
         runs = {}
         verify = DecodeEngine.verify

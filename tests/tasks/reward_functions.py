@@ -57,7 +57,7 @@ def moody(response):
 
 
 async def together(response, size):
-    """Waits until `size` calls are under way, unless the response says otherwise."""
+    """Waits until `size` calls are in progress, unless the response says otherwise."""
     RUNNING.add(response)
     most = len(RUNNING)
     try:

@@ -21,7 +21,7 @@ from tests.training.tiny_run import SHRINKING, train
 
 STEPS, HALF = 16, 8
 # What may differ: times, and how the tokens came about.
-_HOW = ("time/", "speculation/", "engine/compilations", "engine/compiled_behind", "engine/waited_for")
+_HOW = ("time/", "speculation/", "engine/compilations", "engine/compiled_in_background", "engine/waited_for")
 _HOW += ("rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 
 
@@ -39,7 +39,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
     """Metrics of a run on two problems that come back every step.
 
     Args:
-      verified: which passes verify, in turn, whatever they promise; None leaves it to the clock.
+      verified: which passes verify, in turn, whatever is expected of them; None leaves it to the clock.
     """
     directory = world / name
     directory.mkdir(exist_ok=True)
@@ -69,7 +69,7 @@ def run(world, name, *overrides, drafter=None, verified=None):
             patch.setattr(expected_manager, "best_rows", choose)
             patch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, 1e9))
             patch.setattr(WorthStarting, "allows", lambda self, *_: True)  # whatever quantizing took
-            patch.setattr(DeviceProposer, "promise", lambda self, *_: 1e9)
+            patch.setattr(DeviceProposer, "expected_rate", lambda self, *_: 1e9)
         return train(directory, *overrides)
 
 
@@ -240,7 +240,7 @@ def compiling_threads():
     return [thread for thread in threading.enumerate() if thread.name == "compiler"]
 
 
-def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypatch):
+def test_passes_that_are_compiled_in_the_background_change_no_number(world, plain, monkeypatch):
     step = loop.training_step
 
     def wait_after_two(run):
@@ -261,11 +261,11 @@ def test_passes_that_are_compiled_behind_change_no_number(world, plain, monkeypa
 
     monkeypatch.setattr(Learner, "warm_up", spy)
     monkeypatch.setattr(loop, "compile_programs", without_updates)
-    lines = run(world, "behind", "engine.compile=behind", drafter="srt", verified=[True])
+    lines = run(world, "background", "engine.compile=background", drafter="srt", verified=[True])
     assert threads
-    check_same(world, "behind", lines, plain)
-    assert lines[-1]["engine/compiled_behind"] > 0
-    assert lines[-1]["time/compiled_behind"] > 0
+    check_same(world, "background", lines, plain)
+    assert lines[-1]["engine/compiled_in_background"] > 0
+    assert lines[-1]["time/compiled_in_background"] > 0
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
     assert not compiling_threads()
 
@@ -286,5 +286,5 @@ def test_an_interrupted_run_leaves_no_thread_behind(world, monkeypatch):
     monkeypatch.setattr(CompilerThread, "_compile_next", compile_once_begun)
     monkeypatch.setattr(loop, "training_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run(world, "interrupted", "engine.compile=behind", "engine.compilation_cache=null", drafter="srt")
+        run(world, "interrupted", "engine.compile=background", "engine.compilation_cache=null", drafter="srt")
     assert not compiling_threads()

@@ -53,7 +53,7 @@ class World:
         config = load_config(write_config(self.directory), [cache, *overrides])
         policy = Policy(MODEL, {"w": jnp.zeros(2)}, None, self.directory, (1,))
         quiet = SimpleNamespace(message=self.said.append, stage=lambda *_, **__: None, step=lambda *_: None)
-        shared = (None, None, None, quiet, self.directory / "under way", self.stop)
+        shared = (None, None, None, quiet, self.directory / "in progress", self.stop)
         found = warm_start.warm_start(config, policy, None, *shared)
         return float(found.params["w"][0]), self.updates
 
@@ -74,13 +74,13 @@ def test_one_that_was_stopped_goes_on_only_as_the_same_one(world):
         world.run("warm_start.steps=5")
     world.stop_at = None
     assert world.run("warm_start.steps=3") == (3.0, 3)
-    assert "warm start: begins anew; the one that was under way is another one" in world.said
+    assert "warm start: begins anew; the one that was in progress is another one" in world.said
     world.stop_at = 2
     with pytest.raises(KeyboardInterrupt):
         world.run("warm_start.steps=5")
     world.stop_at = None
     assert world.run("warm_start.steps=5") == (5.0, 3)
-    assert not (world.directory / "under way").exists()
+    assert not (world.directory / "in progress").exists()
 
 
 def test_a_full_disk_costs_no_update(world, monkeypatch):

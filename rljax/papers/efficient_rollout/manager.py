@@ -76,29 +76,29 @@ class Toggle:
         self.chain = chain
         self._since: str | None = None
 
-    def __call__(self, batch: int, mean_context: float, acceptance: float, standing_by: int = 0) -> Verdict:
+    def __call__(self, batch: int, mean_context: float, acceptance: float, inactive: int = 0) -> Verdict:
         """Whether to speculate now.
 
         Args:
           batch: active slots.
           mean_context: positions in their caches, any number in the right bucket.
           acceptance: measured probability that a draft is accepted, given that its predecessors are.
-          standing_by: further active slots, which a plain step computes and this pass leaves out.
+          inactive: further active slots, which a plain step computes and this pass leaves out.
         """
         if self._since is not None:
             return Verdict(True, self._since)
-        speedup = self.predicted(batch, mean_context, acceptance, standing_by)
-        where = f"{batch + standing_by} active at {mean_context:.0f} positions, acceptance {acceptance:.2f}"
+        speedup = self.predicted(batch, mean_context, acceptance, inactive)
+        where = f"{batch + inactive} active at {mean_context:.0f} positions, acceptance {acceptance:.2f}"
         needed = f"predicted {speedup:.2f} times plain decoding, needed {1 + self.margin:.2f}"
         if speedup < 1.0 + self.margin:
             return Verdict(False, f"off: {where}: {needed}")
         self._since = f"on since {where}: {needed}"
         return Verdict(True, self._since)
 
-    def predicted(self, batch: int, mean_context: float, acceptance: float, standing_by: int = 0) -> float:
+    def predicted(self, batch: int, mean_context: float, acceptance: float, inactive: int = 0) -> float:
         """The predicted speed-up; 0 where no compiled pass has room for a draft. Arguments as above."""
-        share = batch / (batch + standing_by)  # the others get their tokens in another pass
-        slots = self.buckets.batch_for(batch + standing_by)
+        share = batch / (batch + inactive)  # the others get their tokens in another pass
+        slots = self.buckets.batch_for(batch + inactive)
         context = self.buckets.cache_for(math.ceil(mean_context))
         chain, rows, attended = 0, 0, 0
         # The smallest pass with room for the chain, else the one with the most room.
@@ -157,7 +157,7 @@ class RooflineManager(Manager):
         if self._drafter_training is not None and not self._drafter_training.trained:
             return state, Choice.plain(f"{self._proposer.name} is not trained yet", plain_rate)
         # Ask the toggle.
-        shape = (len(active.slots), state.cache.length, self._acceptance, active.standing_by)
+        shape = (len(active.slots), state.cache.length, self._acceptance, active.inactive)
         on, reason = self._toggle(*shape)
         if not on:
             return state, Choice.plain(reason, plain_rate)

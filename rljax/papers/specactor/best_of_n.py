@@ -83,7 +83,7 @@ class LadderManager(Manager):
     def planned(self, state: DecodeState, active: ActiveSlots) -> PlannedPass:
         """Returns who drafts for whom in the next pass."""
         # Races that are over, and in the tail new ones; then the drafter of all other requests.
-        responses = len(active.slots) + active.standing_by
+        responses = len(active.slots) + active.inactive
         self._most = max(self._most, responses)
         racing = self._race_state(state, active)
         events = self._races.end(racing)
@@ -139,7 +139,7 @@ class LadderManager(Manager):
         """Chooses drafter and window for the requests that have none of their own: the ladder's first, unless
         plain decoding is faster.
         """
-        responses = self._chosen_for = len(active.slots) + active.standing_by
+        responses = self._chosen_for = len(active.slots) + active.inactive
         undecided = [request for request in active.requests.tolist() if not self._races.has_own(request)]
         rates = self._acceptance.rates(undecided, self._history.rates)
         ladder, slots = self._costs.ladder(length), len(active.slots)

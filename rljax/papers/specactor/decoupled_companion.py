@@ -112,7 +112,7 @@ class DecoupledCompanion(DraftingAhead, Companion):
     # -- answers ---------------------------------------------------------------------------------------------
 
     def follow(self, slots: Sequence[int], tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Notes an answer; it is taken over when the drafts that are under way are needed."""
+        """Notes an answer; it is taken over when the drafts that are in flight are needed."""
         self.answered(slots, tokens, counts)
 
     def _settle(self) -> None:

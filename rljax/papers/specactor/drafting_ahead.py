@@ -163,7 +163,7 @@ class DraftingAhead(AheadDrafting):
     # -- answers ---------------------------------------------------------------------------------------------
 
     def answered(self, slots: Sequence[int], tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Notes an answer; it is taken over when the drafts that are under way are needed.
+        """Notes an answer; it is taken over when the drafts that are in flight are needed.
 
         Args:
           slots: n slots.
@@ -193,11 +193,11 @@ class DraftingAhead(AheadDrafting):
         }
 
     def _settle(self) -> None:
-        """Takes over drafts that are under way, and then answers, by `_take_drafts` and `_noted`."""
+        """Takes over drafts that are in flight, and then answers, by `_take_drafts` and `_noted`."""
         raise NotImplementedError
 
     def _take_drafts(self) -> None:
-        """Waits for the drafts that are under way."""
+        """Waits for the drafts that are in flight."""
         if self._under_way is None:
             return
         (room, drafted, sure), self._under_way = self._under_way, None

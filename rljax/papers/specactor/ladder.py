@@ -197,11 +197,11 @@ class LadderCosts:
         costs = self._costs_of(length)
         drafting = {name: cost(batch) for name, cost in costs.drafters.items()}
         passes = self._passes[batch, length]
-        return PassEstimate(costs.plain[batch], passes, drafting, active.current, active.standing_by)
+        return PassEstimate(costs.plain[batch], passes, drafting, active.current, active.inactive)
 
     def remaining_speedup(self, length: int, active: ActiveSlots) -> float:
         """Share of a speed-up that is left where other slots stand by: a plain step serves all of them."""
-        slots, both = len(active.slots), len(active.slots) + active.standing_by
+        slots, both = len(active.slots), len(active.slots) + active.inactive
         plain = [self._times.plain(self._buckets.batch_for(n), length) for n in (slots, both)]
         return slots / both * plain[1] / plain[0] if slots < both else 1.0
 

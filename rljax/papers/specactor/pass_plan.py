@@ -54,14 +54,14 @@ class PassEstimate:
       passes: rows of each compiled pass, draft nodes of a slot at most, and seconds; ascending, at least one.
       drafting: seconds of drafting one token for every slot, by drafter.
       current: bool [n], False for slots that are only sampled ahead: their tokens do not count.
-      standing_by: further responses that only a plain step would serve.
+      inactive: further responses that only a plain step would serve.
     """
 
     plain: float
     passes: Sequence[tuple[int, int, float]]
     drafting: Mapping[str, float]
     current: np.ndarray
-    standing_by: int = 0
+    inactive: int = 0
 
     def rows(self, slots: Sequence[Entries]) -> int:
         """Rows of the smallest pass that holds all windows, or of the largest."""
@@ -78,7 +78,7 @@ class PassEstimate:
           rows: rows of the pass; None for those of `rows`.
         """
         if not any(slots):
-            return float(self.current.sum() + self.standing_by) / self.plain
+            return float(self.current.sum() + self.inactive) / self.plain
         rows = self.rows(slots) if rows is None else rows
         (seconds,) = (seconds for size, _, seconds in self.passes if size == rows)
         windows: dict[str, int] = {}

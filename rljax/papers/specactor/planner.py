@@ -129,7 +129,7 @@ def reconfigure(
     of coupled and decoupled at a batch of one, by request, or plain where that is better than both.
 
     Args:
-      acceptances: measured acceptance by request, of all that are under way.
+      acceptances: measured acceptance by request, of all that are in progress.
       planned: what `plan` chose for all.
       profile: times.
       most_window: largest window.

@@ -125,7 +125,7 @@ class _Race:
 
 
 class Races:
-    """The drafter that each request of a rollout has found, and the races that are under way."""
+    """The drafter that each request of a rollout has found, and the races that are in progress."""
 
     def __init__(self) -> None:
         self._races: dict[int, _Race] = {}
@@ -177,7 +177,7 @@ class Races:
                 self._races[request] = _Race((self._drafter(request, state), *rivals))
 
     def alone(self, state: RaceState) -> list[Entries]:
-        """The one drafter of every slot: that of a race under way is the one that the request had."""
+        """The one drafter of every slot: that of a race in progress is the one that the request had."""
         drafters = [self._drafter(request, state) for request in state.requests]
         return [() if name is None else (state.entry(slot, name),) for slot, name in enumerate(drafters)]
 

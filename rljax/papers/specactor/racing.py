@@ -42,7 +42,7 @@ def assign(
     """Returns who decodes copies of what (Algorithm 3). Drafters that all requests have had are left out.
 
     Args:
-      acceptances: acceptance by request, of those under way.
+      acceptances: acceptance by request, of those in progress.
       using: workers that use each drafter alone now.
       free: workers without requests.
       loads: requests of each worker that has some.

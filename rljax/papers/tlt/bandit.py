@@ -43,7 +43,7 @@ class Selection(NamedTuple):
     Attributes:
       strategy: the chosen arm; None is a plain step.
       reason: a sentence that says why.
-      medians: tokens per second of all responses that each available arm promises; arms that were never used
+      medians: tokens per second of all responses expected of each available arm; arms that were never used
         are missing.
     """
 
@@ -96,8 +96,8 @@ class BegMab:
 
         Args:
           batch: slots of the decode state.
-          responses: responses that take part; None for the whole batch. It changes what arms promise, not the
-            choice.
+          responses: responses that take part; None for the whole batch. It changes what is expected
+            of arms, not the choice.
         """
         bucket = self._bucket(batch)
         responses = batch if responses is None else responses
@@ -254,7 +254,7 @@ class BanditManager(Manager):
         for proposer in self._trained:
             self._bandit.set_available(proposer.name, proposer.drafter.training.trained)
         # Those standing by wait for this pass, too, so they share its rate.
-        responses = len(active.slots) + active.standing_by
+        responses = len(active.slots) + active.inactive
         batch = responses if self._range_of else state.batch
         arm = self._bandit.choose(batch, responses)
         _, reason, medians = self._bandit.explain(batch)

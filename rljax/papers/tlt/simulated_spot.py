@@ -45,7 +45,7 @@ class _Trainee:
       fed: whether that has features.
       updates, seconds: of the session.
       prepares: what it has been told to prepare.
-      until: end of the update or the forward pass under way.
+      until: end of the update or the forward pass in progress.
       doing: number of that; 0 for none.
     """
 
@@ -113,7 +113,7 @@ class SimulatedSpot:
         return Trained(worker, trainee.lead.session, trainee.updates, training, trainee.seconds, delay)
 
     def _go_on(self, worker: str, trainee: _Trainee, now: float) -> None:
-        """Begins with the next update or forward pass, unless one is under way."""
+        """Begins with the next update or forward pass, unless one is in progress."""
         if trainee.doing:
             return
         if trainee.prepares:

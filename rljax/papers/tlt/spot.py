@@ -34,7 +34,7 @@ class SpotRule:
       updates: most updates in a rollout.
       tokens: most tokens of the samples of a rollout.
       batch_tokens: tokens of the samples that a worker prepares at a time, if there are several.
-      every: trains in every so-manieth step alone.
+      every: trains only every so many steps.
       retry: seconds after which what is not answered is sent again.
     """
 
@@ -138,7 +138,7 @@ class SpotTraining:
 
     @property
     def settled(self) -> bool:
-        """Whether no session is under way, or ends and has not said how far it went."""
+        """Whether no session is in progress, or ends and has not said how far it went."""
         return not self._sessions
 
     @property

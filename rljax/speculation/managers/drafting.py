@@ -84,7 +84,7 @@ class Drafted:
     ) -> Self:
         """Drafts of which the nodes `usable`, bool [n, N], are to be verified; `batch` is the state's."""
         candidates = Candidates.from_nodes(
-            usable, proposal.probability, active.current, active.standing_by, seconds, active.ahead_weight
+            usable, proposal.probability, active.current, active.inactive, seconds, active.ahead_weight
         )
         rows = 0
         if usable.any():
@@ -102,7 +102,7 @@ def draft(
     statistics: DecodeStatistics,
     buckets: Buckets,
 ) -> tuple[DecodeState, Drafted]:
-    """Drafts by a strategy, whatever that promises. Consumes `state`."""
+    """Drafts by a strategy, whatever that may yield. Consumes `state`."""
     start = time.perf_counter()
     state, proposal = proposer.propose(state, active, statistics, strategy)
     usable = proposal.within(strategy)

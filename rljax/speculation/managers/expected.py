@@ -1,8 +1,9 @@
-"""The default manager: verifies what promises the most tokens per second.
+"""The default manager: verifies what is expected to yield the most tokens per second.
 
-Drafters on the host are asked before every pass, since that is nearly free. Drafters that take time promise
-first, from the acceptance of their drafts so far and from measured times, and draft only where that is
-clearly more than the best choice so far. Then plain decoding and every compiled number of rows are compared.
+Drafters on the host are asked before every pass, since that is nearly free. Drafters that take time first
+estimate their tokens per second, from the acceptance of their drafts so far and from measured times, and
+draft only where that is clearly more than the best choice so far. Then plain decoding and every compiled
+number of rows are compared.
 The idea is EfficientRollout's toggle (section 3.2, Eq. 3), with measured times in place of a fitted roofline.
 """
 
@@ -21,13 +22,12 @@ from rljax.speculation.proposals import ActiveSlots, Proposal
 
 
 class ExpectedManager(Manager):
-    """Chooses what promises the most tokens per second.
+    """Chooses what is expected to yield the most tokens per second.
 
     Args:
       setup: drafters, sizes and times.
-      config: the keys. With `mix`, the drafts of several drafters are also verified as one tree, where more
-      than
-        one has drafted.
+      config: the keys. With `mix`, the drafts of several drafters are also verified as one tree, where
+        more than one has drafted.
       choose_rows: chooses the rows of a pass over candidates; None for `best_rows`.
     """
 
@@ -49,13 +49,13 @@ class ExpectedManager(Manager):
     ) -> tuple[DecodeState, Choice]:
         shape = (state.batch, state.cache.length)
         plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
-        best = plain = Choice.plain("nothing promises more than a plain step", plain_rate)
+        best = plain = Choice.plain("nothing is expected to yield more than a plain step", plain_rate)
         proposals: list[Proposal] = []
         draft_seconds = 0.0
-        promises = [(proposer.promise(shape, active), proposer) for proposer in self._proposers]
-        # The most promising first: those that cost nothing, then those from which clearly more is expected.
-        for promise, proposer in sorted(promises, key=lambda pair: -pair[0]):
-            if promise <= (1.0 + MARGIN) * best.expected_rate:
+        rates = [(proposer.expected_rate(shape, active), proposer) for proposer in self._proposers]
+        # The highest rate first: drafters that cost nothing, then those from which clearly more is expected.
+        for expected, proposer in sorted(rates, key=lambda pair: -pair[0]):
+            if expected <= (1.0 + MARGIN) * best.expected_rate:
                 continue
             state, proposal = proposer.propose(state, active, statistics)
             proposals.append(proposal)
@@ -82,7 +82,7 @@ class ExpectedManager(Manager):
             proposal.usable,
             proposal.probability,
             active.current,
-            active.standing_by,
+            active.inactive,
             draft_seconds,
             active.ahead_weight,
         )
@@ -91,7 +91,7 @@ class ExpectedManager(Manager):
             return None
         nodes = dict(self._buckets.passes(shape[0]))[rows]
         rate = candidates.rate(rows, nodes, self._times.verify(*shape, rows))
-        reason = f"{proposal.name} promises {rate:.4g} tokens/s from {rows} rows"
+        reason = f"{proposal.name} is expected to yield {rate:.4g} tokens/s from {rows} rows"
         return Choice.verify(proposal, candidates, rows, reason, expected_rate=rate, plain_rate=plain_rate)
 
     def state(self) -> dict[str, np.ndarray]:

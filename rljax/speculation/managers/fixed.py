@@ -14,7 +14,7 @@ class FixedManager(Manager):
     """Uses one strategy before every pass, whether it pays or not.
 
     Args:
-      setup: drafters, sizes and times; these for the promises in the log.
+      setup: drafters, sizes and times; these for the expectations in the log.
       config: the keys. `strategies` has the one.
     """
 

@@ -1,6 +1,6 @@
 """The interface of rollout managers: before every pass, who drafts, how far, and how much of it is verified.
 
-    ExpectedManager   `expected.py`, the default: what promises the most tokens per second, from the
+    ExpectedManager   `expected.py`, the default: what is expected to yield most tokens per second, from the
                       acceptance of such drafts so far and from measured times
     FixedManager      `fixed.py`: one strategy, always; the baseline of the others
 

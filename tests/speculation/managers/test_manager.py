@@ -141,7 +141,7 @@ def test_every_token_and_second_is_in_the_log(params, requests, choice, overlap)
     check_log(params, requests, choice, overlap)
 
 
-def test_promises_count_the_time_of_drafting(params, requests):
+def test_expected_rates_count_the_time_of_drafting(params, requests):
     speculator = make_speculator(("quantized",), strategy_choice("expected"))
     found = []
     add = speculator.decisions.add
@@ -156,18 +156,18 @@ def test_promises_count_the_time_of_drafting(params, requests):
         assert choice.expected_rate == pytest.approx(tokens / seconds)
 
 
-def test_drafters_of_a_mixed_tree_are_credited_for_their_own_nodes(params, requests, expected):
+def test_drafters_of_a_mixed_tree_learn_of_their_own_nodes(params, requests, expected):
     speculator = make_speculator(("srt", "suffix_decoding"), MIXED)
     verified, heard = {}, {}
     for proposer in speculator.proposers:
-        credit = proposer.credit
+        record = proposer.record_outcome
 
-        def counting(proposal, nodes, accepted, name=proposer.name, credit=credit):
+        def counting(proposal, nodes, accepted, name=proposer.name, record=record):
             verified[name] = verified.get(name, 0) + int(nodes.sum())
             assert (accepted <= nodes).all()
-            credit(proposal, nodes, accepted)
+            record(proposal, nodes, accepted)
 
-        proposer.credit = counting
+        proposer.record_outcome = counting
         heard[proposer.name] = listen(proposer.drafter)
     for _ in range(2):
         completions, statistics = roll_out(speculator, params, requests)
@@ -226,16 +226,16 @@ def test_a_strategy_that_its_drafter_is_not_set_up_for_is_one_line(strategy, mes
 
 
 @pytest.mark.parametrize(
-    ("promises", "asked"),
+    ("rates", "asked"),
     [
         ({"slow": 2.0}, []),  # no more than plain decoding of two slots, at a second a step
         ({"slow": 3.0}, ["slow"]),
-        ({"slow": 5.0, "free": 1e9}, ["free"]),  # whose drafts promise 6.2
+        ({"slow": 5.0, "free": 1e9}, ["free"]),  # from whose drafts 6.2 are expected
         ({"slow": 9.0, "free": 1e9}, ["free", "slow"]),
     ],
     ids=str,
 )
-def test_only_a_drafter_that_promises_more_than_the_best_so_far_drafts(promises, asked):
+def test_only_a_drafter_that_may_beat_the_best_so_far_drafts(rates, asked):
     drafted = []
 
     def propose(name, state):
@@ -247,10 +247,10 @@ def test_only_a_drafter_that_promises_more_than_the_best_so_far_drafts(promises,
 
     proposers = [
         SimpleNamespace(
-            promise=lambda *_, promise=promise: promise,
+            expected_rate=lambda *_, rate=rate: rate,
             propose=lambda state, *_, name=name: propose(name, state),
         )
-        for name, promise in promises.items()
+        for name, rate in rates.items()
     ]
     manager = ExpectedManager(Setup(proposers, BUCKETS, CHEAP, SLOTS), SpeculationConfig())
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=128))
@@ -269,9 +269,9 @@ def test_levels_that_had_no_room_in_a_pass_are_not_refused():
     verified = np.ones((4, 3), bool)
     accepted = verified.copy()
     accepted[3, 1:] = False
-    proposal.credit(verified, accepted)
+    proposal.record_outcome(verified, accepted)
     assert proposer.state()["chains_of_small_model"].tolist() == [11, 10]
-    proposer.credit(proposal, np.zeros((4, 3), bool), np.zeros((4, 3), bool))
+    proposer.record_outcome(proposal, np.zeros((4, 3), bool), np.zeros((4, 3), bool))
     assert proposer.state()["chains_of_small_model"].tolist() == [11, 10]
 
 
@@ -305,7 +305,7 @@ def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expect
     )
     turns = itertools.cycle(rng.integers(0, len(names), 64).tolist())
     for number, proposer in enumerate(speculator.proposers):
-        proposer.promise = lambda *_, number=number: 1e9 if next(turns) == number else 0.0
+        proposer.expected_rate = lambda *_, number=number: 1e9 if next(turns) == number else 0.0
         proposer._length = 3
 
     for _ in range(2):

@@ -38,8 +38,8 @@ def speculator_of(name, params, requests, directory, buckets=BUCKETS, **settings
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), **settings)
     prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
     thread = CompilerThread(buckets, (SLOTS, 128))
-    engine.behind = PlainPrograms(engine, params, thread, SLOTS, 64, 128, first_prompts=prompts)
-    speculator.warm_up_behind(params, SLOTS, 64, False, prompts, 128, thread)
+    engine.background = PlainPrograms(engine, params, thread, SLOTS, 64, 128, first_prompts=prompts)
+    speculator.warm_up_in_background(params, SLOTS, 64, False, prompts, 128, thread)
     if name == "eagle":
         drafters[name]._budget.allows = lambda: True  # however slow this machine is
     return speculator
@@ -53,7 +53,7 @@ def roll_out(speculator, params, requests):
 
 def compilations(speculator):
     """Programs that were compiled by the thread that decodes."""
-    return len(speculator.engine.pool) - speculator.engine.pool.behind
+    return len(speculator.engine.pool) - speculator.engine.pool.background_programs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,15 +63,15 @@ def test_a_drafter_joins_when_it_is_compiled(params, requests, expected, tmp_pat
         completions, statistics = roll_out(speculator, params, requests)
         assert_same(completions, expected)
         assert statistics.verified == statistics.drafted == 0
-        assert compilations(speculator) == compiled and speculator.engine.pool.behind == 0
+        assert compilations(speculator) == compiled and speculator.engine.pool.background_programs == 0
         held_back.set()
         speculator.decoder.compiler.wait()
-        behind = speculator.engine.pool.behind
+        later = speculator.engine.pool.background_programs
         for _ in range(2):  # a head has learned before the second one
             completions, statistics = roll_out(speculator, params, requests)
             assert_same(completions, expected)
             assert statistics.verified > 0 and statistics.drafted > 0
-        assert compilations(speculator) == compiled and speculator.engine.pool.behind == behind
+        assert compilations(speculator) == compiled and speculator.engine.pool.background_programs == later
         if name == "eagle":
             assert speculator.metrics(statistics)["speculation/head/updates"] == 4
 
