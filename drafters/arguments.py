@@ -51,6 +51,25 @@ class SpillArguments(MemoryArguments):
     )
 
 
+class IndexArguments(SpillArguments):
+    """When the automata of such histories are built."""
+
+    history_workers: int = Field(
+        0,
+        ge=0,
+        description="Threads that build the automata of finished responses while the engine decodes and the"
+        " policy learns; 0 builds them when their prompt returns. Set it where cores are idle and prompts"
+        " return with many tokens: a rollout then begins earlier.",
+    )
+    indexed_tokens: int = Field(
+        5_000_000,
+        ge=1,
+        description="Response tokens whose automata history_workers keep ready, at some 80 bytes each. Raise"
+        " it towards the tokens of a rollout where speculation/history_indexed_ahead stays below"
+        " history_prompts, lower it to save memory.",
+    )
+
+
 class SuffixArguments(MatchArguments):
     """Arguments of `SuffixDrafter`."""
 
@@ -84,7 +103,7 @@ class RememberingArguments(MemoryArguments, SuffixArguments):
     )
 
 
-class SrtArguments(SpillArguments, RememberingArguments):
+class SrtArguments(IndexArguments, RememberingArguments):
     """Arguments of `srt`."""
 
 
@@ -101,7 +120,7 @@ class PromptLookupArguments(MatchArguments):
     max_match: int = Field(16, ge=1, description="Longest suffix that is told apart.")
 
 
-class HistoSpecArguments(SpillArguments, MatchArguments):
+class HistoSpecArguments(IndexArguments, MatchArguments):
     """Arguments of `HistoSpec`."""
 
     min_match: int = Field(3, ge=0, description="Shortest suffix that is matched.")

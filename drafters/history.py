@@ -62,6 +62,10 @@ class RolloutHistory:
         """Prompts in memory."""
         return len(self._past)
 
+    def __contains__(self, prompt: Prompt) -> bool:
+        """Whether a prompt is in memory."""
+        return prompt in self._past
+
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""

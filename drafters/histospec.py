@@ -15,7 +15,8 @@ import numpy as np
 from drafters.aimd import AimdWindows
 from drafters.arguments import HistoSpecArguments
 from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
-from drafters.history import HISTORY, RolloutHistory
+from drafters.history import HISTORY, PastRollout, RolloutHistory
+from drafters.history_index import HistoryIndex
 from drafters.suffix import insert_past
 from drafters.suffix_automaton import SuffixForest
 
@@ -36,17 +37,13 @@ class HistoSpec(Drafter):
         # A chain is followed with its whole context: the match, and all that was drafted behind it.
         self._context = arguments.max_match + self._widest
         self._forest = SuffixForest(self._context)
+        self.index = HistoryIndex(
+            self.history, _insert_weighted, self._context, arguments.history_workers, arguments.indexed_tokens
+        )
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         self._forest = SuffixForest(self._context)
-        roots: dict[tuple[int, ...], int] = {}
-        for request in requests:
-            if request.prompt_ids in roots:
-                continue
-            root = roots[request.prompt_ids] = self._forest.add_root()
-            for past in self.history.recall(request.prompt_ids):
-                weights = past.rewards - min(0.0, float(past.rewards.min())) + _LEAST_WEIGHT
-                insert_past(self._forest, root, past, weights.astype(np.float32))
+        roots = self.index.plant(self._forest, (request.prompt_ids for request in requests))
         self._sequences = self._forest.track(
             np.asarray([roots[request.prompt_ids] for request in requests], np.int32)
         )
@@ -74,12 +71,20 @@ class HistoSpec(Drafter):
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
         self.history.record(outcomes)
+        self.index.learn(outcome.prompt_ids for outcome in outcomes)
 
     def state(self) -> dict[str, np.ndarray]:
         return self.history.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         self.history.load_state(state)
+        self.index.load()
 
     def metrics(self) -> dict[str, float]:
-        return self.history.metrics()
+        return self.history.metrics() | self.index.metrics()
+
+
+def _insert_weighted(forest: SuffixForest, root: int, past: PastRollout) -> None:
+    """Inserts responses, each with its reward above the worst negative one as its weight."""
+    weights = past.rewards - min(0.0, float(past.rewards.min())) + _LEAST_WEIGHT
+    insert_past(forest, root, past, weights.astype(np.float32))

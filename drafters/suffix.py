@@ -26,6 +26,7 @@ from drafters.arguments import (
 )
 from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, PastRollout, RolloutHistory
+from drafters.history_index import HistoryIndex
 from drafters.suffix_automaton import SuffixForest, new_mixture
 
 Scope = Literal["request", "prompt", "all"]
@@ -48,7 +49,9 @@ def insert_past(
 def srt(arguments: SrtArguments) -> "SuffixDrafter":
     """Drafts from the responses to the same prompt, in earlier rollouts and in this one."""
     history = RolloutHistory(arguments.rollouts, arguments.max_tokens, arguments.spill_dir)
-    return SuffixDrafter("prompt", arguments, history)
+    workers, tokens = arguments.history_workers, arguments.indexed_tokens
+    index = HistoryIndex(history, insert_past, arguments.max_match, workers, tokens)
+    return SuffixDrafter("prompt", arguments, history, index)
 
 
 def suffix_decoding(arguments: SuffixDecodingArguments) -> "SuffixDrafter":
@@ -68,12 +71,17 @@ class SuffixDrafter(Drafter):
       scope: the tokens that are searched: the request's own, those of its prompt, or those of all prompts.
       arguments: see `SuffixArguments`.
       history: keeps earlier rollouts; None for a drafter without a history.
+      index: the automata of the history, for the scope "prompt".
     """
 
     def __init__(
-        self, scope: Scope, arguments: SuffixArguments, history: RolloutHistory | None = None
+        self,
+        scope: Scope,
+        arguments: SuffixArguments,
+        history: RolloutHistory | None = None,
+        index: HistoryIndex | None = None,
     ) -> None:
-        self.history = history
+        self.history, self.index = history, index
         if history is not None:
             self.state_name = HISTORY
         self._scope = scope
@@ -112,12 +120,7 @@ class SuffixDrafter(Drafter):
         self._forest = SuffixForest(self._max_match)
         if self._scope == "request":
             return np.asarray([self._forest.add_root() for _ in requests], np.int32)
-        roots: dict[tuple[int, ...], int] = {}
-        for request in requests:
-            if request.prompt_ids not in roots:
-                root = roots[request.prompt_ids] = self._forest.add_root()
-                for past in self.history.recall(request.prompt_ids):
-                    insert_past(self._forest, root, past)
+        roots = self.index.plant(self._forest, (request.prompt_ids for request in requests))
         return np.asarray([roots[request.prompt_ids] for request in requests], np.int32)
 
     def _insert_ahead(self, requests: Sequence[DraftRequest], roots: np.ndarray) -> None:
@@ -153,6 +156,8 @@ class SuffixDrafter(Drafter):
             return
         self.history.record(outcomes)
         self._learned = True
+        if self.index is not None:
+            self.index.learn(outcome.prompt_ids for outcome in outcomes)
         if self._scope == "all" and (not self._live or self._forest.num_tokens > 2 * self.history.num_tokens):
             # The next rollout builds it from the history.
             self._forest, self._shared_root = SuffixForest(self._max_match), None
@@ -165,6 +170,8 @@ class SuffixDrafter(Drafter):
         if self.history is not None:
             self.history.load_state(state)
             self._shared_root = None
+        if self.index is not None:
+            self.index.load()
         learned = state.get("mixture")
         if self._mixture is not None and learned is not None and learned.shape == self._mixture.shape:
             self._mixture[:] = learned
@@ -173,6 +180,8 @@ class SuffixDrafter(Drafter):
         metrics = {"automaton_bytes": self._forest.nbytes, "automaton_tokens": self._forest.num_tokens}
         if self.history is not None:
             metrics |= self.history.metrics()
+        if self.index is not None:
+            metrics |= self.index.metrics()
         return metrics
 
 

@@ -63,8 +63,9 @@ class SuffixForest:
     the others of its root began with is proposed.
 
     Threads: all work happens in compiled loops over the batch that release the GIL. `propose` only reads, so
-    any number of threads may call it at once; `start`, `extend`, `track`, `advance` and `add_root` must have
-    the forest to themselves. To insert in parallel, give every thread a forest, with prompts of its own.
+    any number of threads may call it at once; `start`, `extend`, `track`, `advance`, `add_root` and `adopt`
+    must have the forest to themselves. To insert in parallel, give every thread a forest, with prompts of its
+    own.
 
     Attributes:
       max_match: contexts are cut to this many tokens. Counts of longer strings are not kept, which makes
@@ -118,11 +119,28 @@ class SuffixForest:
         """Adds an empty automaton and returns its id."""
         if self._header[loops.STATES] + 2 > len(self._nodes):
             self._grow_nodes()
-        state = loops.add_root(self._nodes, self._node_weights, self._header)
-        self._roots = with_room(self._roots, self._num_roots + 1)
-        self._roots[self._num_roots] = state
-        self._num_roots += 1
-        return self._num_roots - 1
+        return self._new_root(loops.add_root(self._nodes, self._node_weights, self._header))
+
+    def adopt(self, other: "SuffixForest") -> int:
+        """Adds a copy of another forest's one automaton, and returns its root; sequences are not copied.
+
+        It takes the time of copying the states and of placing the edges, not that of inserting the tokens.
+        """
+        if other.max_match != self.max_match or other._num_roots != 1:
+            raise ValueError(
+                f"other: {other._num_roots} automata with max_match {other.max_match}, expected 1 with"
+                f" {self.max_match}"
+            )
+        root = int(self._header[loops.STATES] + other._roots[0])
+        states, edges = self._header[: loops.TOKENS] + other._header[: loops.TOKENS]
+        if states > len(self._nodes):
+            self._grow_nodes(int(states))
+        if edges > loops.MAX_LOAD * len(self._table):
+            self._grow_table(int(other._header[loops.EDGES]))
+        loops.adopt(
+            self._nodes, self._table, self._header, other._nodes, other._table, other._header
+        )  # fmt: skip
+        return self._new_root(root)
 
     def start(self, roots: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         """Begins sequences that will be inserted.
@@ -300,9 +318,9 @@ class SuffixForest:
     def _set_nodes(self, nodes: np.ndarray) -> None:
         self._nodes, self._node_weights = nodes, nodes.view(np.float32)
 
-    def _grow_nodes(self) -> None:
+    def _grow_nodes(self, least: int = 0) -> None:
         used = int(self._header[loops.STATES])
-        nodes = aligned_rows(int(len(self._nodes) * GROWTH), loops.STATE_WIDTH)
+        nodes = aligned_rows(max(int(len(self._nodes) * GROWTH), least), loops.STATE_WIDTH)
         nodes[:used] = self._nodes[:used]
         self._set_nodes(nodes)
 
@@ -328,6 +346,12 @@ class SuffixForest:
         self._kinds[first : self._num_sequences] = kind
         self._edits[first : self._num_sequences] = -1
         return np.arange(first, self._num_sequences, dtype=np.int32)
+
+    def _new_root(self, state: int) -> int:
+        self._roots = with_room(self._roots, self._num_roots + 1)
+        self._roots[self._num_roots] = state
+        self._num_roots += 1
+        return self._num_roots - 1
 
     def _root_states(self, roots: np.ndarray) -> np.ndarray:
         roots = vector(roots, "roots", np.int32)

@@ -120,6 +120,31 @@ def rehash(old, new):
             )
 
 
+@compiled
+def adopt(nodes, table, header, other_nodes, other_table, other_header):
+    """Copies all states and edges of another forest behind these. Needs room for both."""
+    first = header[STATES]
+    for other in range(other_header[STATES]):
+        state = first + other
+        nodes[state] = other_nodes[other]  # a root's link and a leaf's target are none, and stay so
+        if nodes[state, LINK] >= 0:
+            nodes[state, LINK] += first
+        if nodes[state, TARGET] >= 0:
+            nodes[state, TARGET] += first
+        nodes[state, TOP] += first
+    for slot in range(other_table.shape[0]):
+        if other_table[slot, SOURCE] != FREE:
+            _insert_row(
+                table,
+                first + other_table[slot, SOURCE],
+                other_table[slot, EDGE_TOKEN],
+                first + other_table[slot, EDGE_TARGET],
+                other_table[slot, NEXT],
+            )
+    for count in range(header.shape[0]):
+        header[count] += other_header[count]
+
+
 # --- checking --------------------------------------------------------------------------------------------
 
 

@@ -5,13 +5,17 @@ noise: plainly, and with every drafter. All of them must sample the same tokens 
 fails. `docs/benchmarks.md` explains the rows. The default config is SmolLM2's, with SRT's drafts.
 """
 
+import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
 
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.errors import UserError
+from rljax.errors import UserError, exit_status
 from rollout_benchmarks.ahead import ahead_rows
 from rollout_benchmarks.costs import first_step_rows, pass_rows
+from rollout_benchmarks.draft_lengths import draft_length_rows, plot
 from rollout_benchmarks.races import race_rows
 from rollout_benchmarks.rollout import rollout_rows
 from rollout_benchmarks.strategies import strategy_rows
@@ -32,6 +36,7 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         Measurement("pass", "cost of verifying", pass_rows, (config, 5)),
         Measurement("ahead", "tokens a pass", ahead_rows, (config, rates, 4), disturbed=False),
         Measurement("races", "tokens a pass", race_rows, (config,), disturbed=False),
+        Measurement("draft_lengths", "tokens a pass", draft_length_rows, (config,), disturbed=False),
         Measurement("first_step", "seconds until it begins", first_step_rows, (config, 3)),
     ]
 
@@ -47,9 +52,27 @@ BENCHMARK = Benchmark(
             "metavar": "NAMES",
             "help": "drafters, separated by commas (default: all but those that need a device of their own,"
             " or policy.shape where it is null)",
-        }
+        },
+        "--plot": {"type": Path, "metavar": "FILE", "help": "draw the draft lengths that --output holds"},
     },
 )
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    arguments = BENCHMARK.parser().parse_intermixed_args(argv)
+    return BENCHMARK.run(arguments) if arguments.plot is None else _plot(arguments)
+
+
+@exit_status()
+def _plot(arguments: Namespace) -> None:
+    results = arguments.output or Path("benchmarks/results/draft-lengths.json")
+    try:
+        rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{results}: holds no results ({error})") from error
+    plot(rows, arguments.plot)
+
+
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(main())

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from drafters.base import DraftRequest, Outcome
+from drafters.registry import make_drafter
 from drafters.suffix_automaton import Proposals, SuffixForest
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row, timed_row
@@ -355,6 +357,44 @@ def thread_rows(count: int, length: int, repeats: int) -> list[Row]:
         return [*rows, *timed_rows("threads/one forest asked", asked, amount, repeats)]
 
 
+def begin_rows(prompts: int, count: int, length: int, repeats: int) -> list[Row]:
+    """Measures the seconds with which a rollout begins: with automata that history workers have built, and
+    with none.
+    """
+    outcomes = [
+        Outcome((prompt,), response, float(response[0]))
+        for prompt in range(prompts)
+        for response in rl_like_responses(prompt, count, length)
+    ]
+    requests = [DraftRequest((prompt,), None) for prompt in range(prompts)]
+    drafters = {
+        workers: make_drafter("histospec", history_workers=workers, indexed_tokens=prompts * count * length)
+        for workers in (1, 0)
+    }
+    seconds: dict[int, list[float]] = {workers: [] for workers in drafters}
+    for repeat in range(-1, repeats):  # the first round warms up
+        for workers, drafter in drafters.items():
+            drafter.learn(outcomes)
+            drafter.index.wait()  # as an update of the policy takes longer
+            start = time.perf_counter()
+            drafter.begin(requests)
+            if repeat >= 0:
+                seconds[workers].append(time.perf_counter() - start)
+    metrics = drafters[1].metrics()
+    return [
+        timed_row(
+            f"begin/{prompts} prompts x {count} x {length}",
+            compare(seconds[1], seconds[0]),
+            "automata built when the rollout begins",
+            "ms",
+            1e3,
+            tokens=prompts * count * length,
+            prompts=metrics["history_prompts"],
+            indexed_ahead=metrics["history_indexed_ahead"],
+        )
+    ]
+
+
 def announce(sections: Sequence[str]) -> None:
     """Prints a line about a missing baseline, before minutes of measurements."""
     if SuffixTree is None and {"insert", "query", "memory"} & set(sections):
@@ -369,12 +409,14 @@ BENCHMARK = Benchmark(
         Measurement("query", "64 x 4096", query_rows, (64, 4096, 5)),
         Measurement("memory", "64 x 4096", memory_rows, (64, 4096, 512), disturbed=False),
         Measurement("threads", "64 x 4096", thread_rows, (64, 4096, 5)),
+        Measurement("begin", "64 prompts x 16 x 512", begin_rows, (64, 16, 512, 5)),
     ),
     quick_plan=(
         Measurement("insert", "16 x 1024", insert_rows, (16, 1024, 32, 3)),
         Measurement("query", "16 x 1024", query_rows, (16, 1024, 3)),
         Measurement("memory", "16 x 1024", memory_rows, (16, 1024, 32), disturbed=False),
         Measurement("threads", "16 x 1024", thread_rows, (16, 1024, 3)),
+        Measurement("begin", "16 prompts x 8 x 128", begin_rows, (16, 8, 128, 3)),
     ),
     quick_help="short responses, few rounds",
     packages=("numba", "numpy", "arctic-inference"),

@@ -9,6 +9,7 @@ from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
 costs = load_script("rollout_benchmarks.costs")
+draft_lengths = load_script("rollout_benchmarks.draft_lengths")
 races = load_script("rollout_benchmarks.races")
 rollout = load_script("rollout_benchmarks.rollout")
 strategies = load_script("rollout_benchmarks.strategies")
@@ -175,3 +176,18 @@ def test_strategy_rows(config, monkeypatch):
 def test_a_variant_that_sampled_nothing_ahead_is_not_called_run_ahead(tokens, expected):
     assert rollout.row_name("SRT with run-ahead", DecodeStatistics(ahead_tokens=tokens)) == expected
     assert rollout.row_name("SRT", DecodeStatistics(ahead_tokens=tokens)) == "SRT"
+
+
+@pytest.mark.long
+def test_rows_of_draft_lengths(config, tmp_path):
+    """Every length samples what plain decoding does, and the figure can be drawn of the rows."""
+    toggle = config.speculation.toggle.model_copy(update={"lengths": (2, 4), "patience": 1})
+    speculation = {"toggle": toggle, "args": {"bits": 4}}
+    rows = draft_lengths.draft_length_rows(variants.with_keys(config, speculation=speculation))
+    assert [row.baseline for row in rows] == ["2 drafts throughout"] * 2 + ["4 drafts throughout"] * 2
+    assert rows[0].details["length_by_step"][0] == 2
+    assert len(rows[0].details["entropy_by_step"]) == config.training.steps
+    draft_lengths.plot([row.as_json() for row in rows], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    with pytest.raises(UserError, match=r"^--plot: the results have no draft lengths"):
+        draft_lengths.plot([rows[1].as_json()], tmp_path / "plot.png")

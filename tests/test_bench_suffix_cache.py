@@ -149,3 +149,9 @@ def test_says_in_one_line_what_is_missing(arctic, capsys):
     assert printed.count("\n") == (0 if arctic else 1)
     bench.announce(["threads"])
     assert capsys.readouterr().out == ""
+
+
+def test_begin_rows():
+    (row,) = bench.begin_rows(3, 2, 40, repeats=2)
+    assert (row.details["prompts"], row.details["indexed_ahead"], row.details["tokens"]) == (3, 3, 240)
+    assert row.unit == "ms" and row.value > 0

@@ -5,20 +5,22 @@ import dataclasses
 import functools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from drafters.base import Outcome
+from drafters.quantized import WeightFormat
 from drafters.registry import make_drafters, states_read
 from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.assembly.decoding import warm_up
 from rljax.assembly.policy import make_policy
 from rljax.config import ExperimentConfig
 from rljax.config.speculation import SpeculationConfig
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import enable_compilation_cache
 from rljax.engine.number_type import with_number_type
 from rljax.errors import UserError
@@ -36,6 +38,9 @@ from rljax.speculation.speculator import Speculator
 from rljax.training.building import make_run
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
+
+if TYPE_CHECKING:  # the rest works without the wing
+    from rljax.papers.efficient_rollout.roofline import Roofline
 
 PLAIN = "plain"
 ALL_SLOTS = -1
@@ -189,7 +194,11 @@ def _keys(config: ExperimentConfig, name: str) -> dict[str, Any] | None:
 
 
 def make_variant(
-    run: TrainingRun, name: str, keys: dict[str, Any] | None, times: dict[Any, PassTimes]
+    run: TrainingRun,
+    name: str,
+    keys: dict[str, Any] | None,
+    times: dict[Any, PassTimes],
+    roofline_of: Callable[[DecodeEngine, WeightFormat], "Roofline"] | None = None,
 ) -> Variant:
     """Returns one variant.
 
@@ -199,6 +208,7 @@ def make_variant(
       keys: keys of the section `speculation`; None decodes plainly.
       times: measured times of passes, by the layers whose features the engine returns and by whether drafts
         have devices of their own; shared and updated.
+      roofline_of: the roofline of `choice: roofline`, for weights of a format; None measures it.
     """
     config, engine, speculator, overlap = run.config, run.engine.handing_out(None), None, False
     if keys is not None:
@@ -223,9 +233,12 @@ def make_variant(
             from rljax.papers.efficient_rollout.calibration import calibrate, draft_format
             from rljax.papers.efficient_rollout.manager import RooflineManager
 
-            run.progress.message("calibrating the roofline")
             fmt = draft_format(drafters[speculation.drafter])
-            roofline = calibrate(engine, params, fmt, _CALIBRATION_ROUNDS, repeats=1).roofline
+            if roofline_of is None:
+                run.progress.message("calibrating the roofline")
+                roofline = calibrate(engine, params, fmt, _CALIBRATION_ROUNDS, repeats=1).roofline
+            else:
+                roofline = roofline_of(engine, fmt)
             make = functools.partial(RooflineManager, roofline=roofline)
         speculator = Speculator(
             engine,

@@ -425,3 +425,48 @@ def test_compiles_without_a_place_for_its_cache(monkeypatch):
 
     monkeypatch.setattr(numba, "njit", refusing)
     assert compilation.compiled(lambda x: x + 1)(2) == 3
+
+
+@pytest.mark.parametrize("max_match", [None, 4])
+def test_adopted_automata_are_those_that_were_built_in_place(max_match):
+    """State by state and edge by edge, and they grow on."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 4, (3, 40)).astype(np.int32) for _ in range(5)]
+    weights = np.asarray([1, 2, 5], np.float32)  # sums are exact in any order
+    everything = np.full(3, 40, np.int32)
+
+    def grow(forest, text):
+        forest.extend(forest.start(np.full(3, forest.add_root()), weights), text, everything)
+        return forest
+
+    here, there = SuffixForest(max_match), SuffixForest(max_match)
+    for number, text in enumerate(texts):
+        grow(here, text)
+        assert there.adopt(grow(SuffixForest(max_match), text)) == number
+    grow(here, texts[0])
+    grow(there, texts[0])
+    for forest in (here, there):  # automata that were adopted go on
+        forest.extend(forest.start(ints(1, 1, 3)), texts[2], everything)
+
+    def edges(forest):
+        return sorted(row for row in forest._table.tolist() if row[kernels.SOURCE] != kernels.FREE)
+
+    np.testing.assert_array_equal(here._header, there._header)
+    mine, theirs = (forest._nodes[: here._header[kernels.STATES]] for forest in (here, there))
+    ways = [name for name in range(kernels.STATE_WIDTH) if name not in (kernels.COUNT, kernels.WEIGHT)]
+    np.testing.assert_array_equal(mine[:, ways], theirs[:, ways])
+    longest = mine[mine[:, kernels.LINK], kernels.LENGTH]
+    counted = longest <= (max_match or LARGE)  # of strings that are longer, no counts are kept
+    np.testing.assert_array_equal(mine[counted], theirs[counted])
+    assert counted.sum() > 50
+    assert edges(here) == edges(there)
+    assert here._roots[:6].tolist() == there._roots[:6].tolist()
+
+
+def test_an_automaton_of_another_limit_is_not_adopted():
+    forest, other = SuffixForest(4), SuffixForest(5)
+    other.add_root()
+    with pytest.raises(ValueError, match="expected 1 with 4"):
+        forest.adopt(other)
+    with pytest.raises(ValueError, match="0 automata"):
+        forest.adopt(SuffixForest(4))

@@ -11,7 +11,8 @@ Section 6, for responses whose lengths stay alike from epoch to epoch:
                                                                                            (section 6.4)
 
 What is known of earlier rollouts is in `history.py`. RhymeRL's drafts, HistoSpec, are a drafter
-(`drafters/histospec.py`).
+(`drafters/histospec.py`), and its history workers (sections 4.2 and 5.3) are the drafter's
+(`drafters/history_index.py`).
 """
 
 from typing import Literal
