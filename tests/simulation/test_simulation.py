@@ -190,6 +190,24 @@ def dealt_out(places):
     return RankedQueues(places, None)
 
 
+def test_the_cache_of_a_moved_response_is_copied_while_its_beginning_is_computed():
+    """SpecActor, section 4.3: where copying takes a third of computing, a quarter is computed meanwhile."""
+    costs = RooflineCosts(0.3, 0.0, 0.0, 1.0)  # seconds of a computed token, and of a pass besides
+    for moved, begun in ((None, 0.3 * 30 + 1.0), (0.1, 0.1 * 30)):
+        worker = SimulatedWorker("w", 2, costs, moved=moved)
+        worker.add([job(0, 25, prompt=10, begin=20)], 0.0)
+        assert worker.next_end() == pytest.approx(begun + 5 * 1.3)
+    worker = SimulatedWorker("w", 2, costs, moved=0.1)
+    worker.add([job(0, 5, prompt=10)], 0.0)  # a prompt is prefilled, wherever it is
+    assert worker.next_end() == pytest.approx(0.3 * 10 + 1.0 + 5 * 1.3)
+    scenario = Scenario(model="qwen2.5-32b", tensor=4, cache_gb_s=50.0)
+    computed, copied = 2 * 32.0e9 / (4 * 0.5 * 9.89e14), 2 * 2 * 64 * 8 * 128 / 50e9
+    expected = 1 / (1 / computed + 1 / copied)
+    assert scenario.moved_seconds(scenario.pass_costs()) == pytest.approx(expected, rel=0.03)
+    assert scenario.machines().moved_seconds == scenario.moved_seconds(scenario.pass_costs())
+    assert Scenario().machines().moved_seconds is None
+
+
 def test_orders_of_steps_by_hand():
     """Two workers, of which one has 10 tokens and the other 4, in turn, and an update of 2 seconds."""
     lengths = [[10, 4]] * 3
