@@ -132,25 +132,27 @@ def test_a_leader_that_is_needed_halts_and_another_one_waits_for_its_head():
 
 
 def test_joiners_train_on_responses_of_their_own():
-    coordinator, work = trained_by(4, joiners_train=True)
+    coordinator, work = trained_by(4, joiners_train=True, tokens=1000)
     lead, prepare = ends(coordinator, work, "worker-0")
     assert (lead.worker, prepare.worker) == ("worker-0", "worker-0")
     join, theirs = ends(coordinator, work, "worker-1")
     assert join == TrainDrafter("worker-1", 2, 0, updates=6, save_every=2)
     assert theirs.worker == "worker-1" and not set(theirs.samples) & set(prepare.samples)
-    assert coordinator.states()["worker-1"] == "training"
+    assert coordinator.states()["worker-0"] == coordinator.states()["worker-1"] == "training"
     more = spot(coordinator, Prepared("worker-1", theirs.batch, None))  # it keeps them
-    assert all(isinstance(each, Prepare) and each.worker == "worker-1" for each in more)
+    assert more and all(isinstance(each, Prepare) and each.worker == "worker-1" for each in more)
     spot(coordinator, Trained("worker-1", 2, 4, True), 2.0)
     counts = coordinator.idle_plan.counts
     assert (counts.sessions, counts.moved, counts.updates) == (2, 0, 4)
     assert counts.joined == len(theirs.samples)
-    # Where the leader is lost, what it had is prepared by others; nobody begins anew, and all are halted.
-    again = spot(coordinator, Died("worker-0", "of a test"), 2.5)
-    assert not any(isinstance(each, TrainDrafter) and each.session > 3 for each in again)
-    halted = ends(coordinator, work, "worker-2", 3.0) + ends(coordinator, work, "worker-3", 3.1)
-    halted += spot(coordinator, Tick(), 3.2)
-    assert any(isinstance(each, (StopTraining, TrainDrafter)) for each in halted)
+    # The others go on without a leader that is lost; one that has done its updates does not join again.
+    assert not any(
+        isinstance(each, TrainDrafter) for each in spot(coordinator, Died("worker-0", "of a test"))
+    )
+    assert ends(coordinator, work, "worker-2", 3.0)[0] == TrainDrafter("worker-2", 3, 0, 6, 2)
+    assert not spot(coordinator, Trained("worker-1", 2, 6, False), 3.1)
+    assert not spot(coordinator, Tick(), 3.2)
+    assert ends(coordinator, work, "worker-3", 3.3) == [StopTraining("worker-2", 3)]
 
 
 def test_what_joiners_have_come_to_is_averaged_by_their_updates():
@@ -328,14 +330,13 @@ def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(
 
 def test_these_workers_train_a_head_together():
     driver = SpotDriver(LocalFabric(SpotScripted), 4, joiners_train=True)
-    together = 0
     for version in range(3):
         driver.run(make_requests(16, first=16 * version), version)
         for _ in range(10):
             driver.listen()
-        together += len(set(driver.heads and [tuple(head)[-1] for head in driver.heads])) > 1
     counts = driver.coordinator.idle_plan.counts
-    assert counts.sessions > 3 and counts.joined and together and driver.coordinator.idle_plan.settled
+    assert counts.sessions > 3 + counts.moved  # more than have led
+    assert counts.joined and driver.coordinator.idle_plan.settled
 
 
 def test_these_workers_train_a_head():
@@ -457,6 +458,8 @@ def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, t
     current = [worker for worker in workers.values() if worker._version == last]
     assert current
     for worker in current:  # what evaluates last drafts with the newest weights
-        companion = worker._scheduler.speculator.drafters["small_model"]._companion
-        expected = companion.engine.load_params(trained_params(state))
-        assert all(map(np.array_equal, jax.tree.leaves(companion.params), jax.tree.leaves(expected)))
+        drafter = worker._scheduler.speculator.drafters["small_model"]
+        load = drafter._companion.engine.load_params
+        params = drafter._companion.params if drafter._newest is None else load(drafter._newest)
+        expected = load(trained_params(state))
+        assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(expected)))

@@ -32,7 +32,7 @@ class SpotRule:
     Attributes:
       idle: number of idle workers from which a session begins.
       save_every: updates of the head between two times that it is saved.
-      updates: most updates in a rollout.
+      updates: most updates in a rollout; where joiners train, of each worker.
       tokens: most tokens of the samples of a rollout.
       batch_tokens: tokens of the samples that a worker prepares at a time, if there are several.
       every: trains in every so-manieth step alone.
@@ -82,7 +82,7 @@ class _Session:
       rollout: number of the rollout in which it is.
       heard: when it last said something of the session, or was told something again.
       halted: whether it has been told to end.
-      joins: whether there was a leader already; then the session has all of the rule's updates to itself.
+      joins: whether there was a leader already.
       updates, seconds, delay: that have been counted of it.
     """
 
@@ -136,7 +136,8 @@ class SpotTraining:
         self._seen = 0  # of its ended responses
         self._waiting: collections.deque[Sample] = collections.deque()  # of this rollout, for somebody
         self._batches: dict[int, _Batch] = {}
-        self._tokens = self._updates = self._leaders = 0  # of this rollout
+        self._tokens = self._leaders = 0  # of this rollout
+        self._done: collections.Counter[str] = collections.Counter()  # its updates, by worker
         self._long: list[Sample] = []  # the longest of the last rollout that nobody has trained on
 
     # -- what others ask -------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ class SpotTraining:
         session.heard = now
         new = max(event.updates - session.updates, 0)
         session.updates += new
-        self._updates += 0 if session.joins else new
+        self._done[event.worker] += new
         self.counts.updates += new
         self.counts.seconds += max(event.seconds - session.seconds, 0.0)
         self.counts.delay += max(event.delay - session.delay, 0.0)
@@ -217,8 +218,9 @@ class SpotTraining:
             return commands
         self._collect(snapshot)
         able = [name for name in self._idle if snapshot.idle[name] == self._rollout.version]
-        if self.settled and self._may_begin(able):
-            commands += self._lead(able[0], now)
+        lasting = [name for name in able if self._left(name) > 0]
+        if self.settled and lasting and self._may_begin(able):
+            commands += self._lead(lasting[0], now)
         live = {number: session for number, session in self._sessions.items() if not session.halted}
         if not live:
             return commands
@@ -227,11 +229,12 @@ class SpotTraining:
                 session.heard = now
                 commands += self._orders(number, session)
         leaders = [session.leader for session in live.values()]
-        others = [name for name in able if name not in {each.leader for each in self._sessions.values()}]
+        at_it = {session.leader for session in self._sessions.values()}
+        others = [name for name in able if name not in at_it]
         if self.rule.joiners_train:
             commands += self._share(leaders, now)
             for name in others:
-                if self._waiting:
+                if self._waiting and name in lasting:
                     commands += [*self._lead(name, now, joins=True), *self._share([name], now)]
         else:
             commands += self._share(others or leaders, now)
@@ -253,7 +256,8 @@ class SpotTraining:
         self._rollout = rollout
         if rollout is not None:
             self._taken, self._seen, self._batches = set(), 0, {}
-            self._tokens = self._updates = self._leaders = 0
+            self._tokens = self._leaders = 0
+            self._done.clear()
             self._waiting.clear()
             for sample in self._long:
                 self._queue(sample)
@@ -310,7 +314,11 @@ class SpotTraining:
 
     def _may_begin(self, able: list[str]) -> bool:
         has_data = bool(self._waiting or self._batches)
-        return len(able) >= self.rule.idle and has_data and self._updates < self.rule.updates
+        return len(able) >= self.rule.idle and has_data
+
+    def _left(self, name: str) -> int:
+        """Updates that a worker may still do in this rollout."""
+        return self.rule.updates - (self._done[name] if self.rule.joiners_train else self._done.total())
 
     def _lead(self, name: str, now: float, joins: bool = False) -> list[Command]:
         self._numbers += 1
@@ -328,7 +336,7 @@ class SpotTraining:
 
     def _orders(self, number: int, session: _Session) -> list[Command]:
         """What a leader has to know. What of it comes again changes nothing."""
-        left = self.rule.updates - (0 if session.joins else self._updates - session.updates)
+        left = self._left(session.leader) + session.updates
         lead = TrainDrafter(session.leader, number, self._rollout.version, left, self.rule.save_every)
         features = {
             batch_number: batch.features
