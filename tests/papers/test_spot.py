@@ -132,7 +132,7 @@ def test_a_leader_that_is_needed_halts_and_another_one_waits_for_its_head():
 
 
 def test_joiners_train_on_responses_of_their_own():
-    coordinator, work = trained_by(4, joiners_train=True, tokens=1000)
+    coordinator, work = trained_by(4, joiners_train=True, tokens=1000, retry=100.0)
     lead, prepare = ends(coordinator, work, "worker-0")
     assert (lead.worker, prepare.worker) == ("worker-0", "worker-0")
     join, theirs = ends(coordinator, work, "worker-1")
@@ -146,9 +146,8 @@ def test_joiners_train_on_responses_of_their_own():
     assert (counts.sessions, counts.moved, counts.updates) == (2, 0, 4)
     assert counts.joined == len(theirs.samples)
     # The others go on without a leader that is lost; one that has done its updates does not join again.
-    assert not any(
-        isinstance(each, TrainDrafter) for each in spot(coordinator, Died("worker-0", "of a test"))
-    )
+    lost = spot(coordinator, Died("worker-0", "of a test"))
+    assert not any(isinstance(each, TrainDrafter) for each in lost)
     assert ends(coordinator, work, "worker-2", 3.0)[0] == TrainDrafter("worker-2", 3, 0, 6, 2)
     assert not spot(coordinator, Trained("worker-1", 2, 6, False), 3.1)
     assert not spot(coordinator, Tick(), 3.2)
