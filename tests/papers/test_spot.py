@@ -148,7 +148,9 @@ def test_joiners_train_on_responses_of_their_own():
     # The others go on without a leader that is lost; one that has done its updates does not join again.
     lost = spot(coordinator, Died("worker-0", "of a test"))
     assert not any(isinstance(each, TrainDrafter) for each in lost)
-    assert ends(coordinator, work, "worker-2", 3.0)[0] == TrainDrafter("worker-2", 3, 0, 6, 2)
+    another, given = ends(coordinator, work, "worker-2", 3.0)
+    assert another == TrainDrafter("worker-2", 3, 0, 6, 2)
+    assert not set(given.samples) & set(theirs.samples)  # which worker-1 still has
     assert not spot(coordinator, Trained("worker-1", 2, 6, False), 3.1)
     assert not spot(coordinator, Tick(), 3.2)
     assert ends(coordinator, work, "worker-3", 3.3) == [StopTraining("worker-2", 3)]
