@@ -158,6 +158,19 @@ class SmallModelArguments(Arguments):
         " MLP, or all of them on every device, which takes more memory and has no collectives: for models"
         " so small that these take longer than reading the weights.",
     )
+    slices: int = Field(
+        0,
+        ge=0,
+        description="Updates a rollout, at most, on the policy's responses (TLT, Table 8); 0 leaves the model"
+        " as it is. Set it where fewer and fewer drafts are accepted, or the model was never tuned for the"
+        " task. The step waits for it, unless cluster.spot lets idle workers do it.",
+    )
+    rows: int = Field(
+        1, ge=1, description="Rows of an update, as long as the longest sequence. Fewer take less memory."
+    )
+    learning_rate: float = Field(
+        1e-5, gt=0, description="Of the small model. Raise it for toy models; lower it if sft/loss jumps."
+    )
 
 
 class QuantizedArguments(Arguments):

@@ -23,10 +23,12 @@ or by the training process behind every rollout, against one that is not trained
 take. Three workers take turns in this process: one that decodes goes on to a host sync, one that trains
 does an update or a forward pass. So all of it are counts.
 
+`small_model`: the same of a small model (TLT, Table 8) that begins with random weights.
+
 `weights`: seconds to publish weights by each channel of `cluster.weights` and to fetch them in another
 process, against one copy in memory.
 
-`coordinator`, `sharing` and `spot` need no Ray and no quiet machine; the others need both.
+`coordinator`, `sharing`, `spot` and `small_model` need no Ray and no quiet machine; the others need both.
 """
 
 import dataclasses
@@ -43,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cluster_benchmarks.runs import experiment, step_metrics
-from cluster_benchmarks.turns import sharing_rows, spot_rows
+from cluster_benchmarks.turns import sharing_rows, small_model_rows, spot_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row, speed_row
 from rljax.cluster.coordinator import Coordinator, Limits
@@ -287,6 +289,7 @@ _COUNTED = (
     ),
     ("sharing", sharing_rows, ([2, 4], 16), ([2], 4)),
     ("spot", spot_rows, (8, 48), (2, 8)),
+    ("small_model", small_model_rows, (8, 48), (2, 8)),
     ("weights", weights_rows, ([100, 400],), ([10],)),
 )
 
@@ -310,7 +313,7 @@ BENCHMARK = Benchmark(
     quick_plan=_plan,
     config=REAL_CONFIG,
     packages=("ray",),
-    disturbance="processes share the cores, so all rows but those of coordinator, sharing and spot suffer",
+    disturbance="processes share the cores, so all rows but counts and those of the coordinator suffer",
 )
 
 if __name__ == "__main__":

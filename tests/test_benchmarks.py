@@ -71,6 +71,7 @@ SECTIONS = [
     ("bench_cluster", "coordinator_rows", ([(2, 4, 32), (5, 4, 32)], 1), {}, 2),
     ("cluster_benchmarks.turns", "sharing_rows", ([2], 2), {"_SHARING": _SHARING}, 2),
     ("cluster_benchmarks.turns", "spot_rows", (2, 2), {}, 2),
+    ("cluster_benchmarks.turns", "small_model_rows", (2, 2), {}, 3),
     ("bench_mixed_tree", "worth_rows", (4, 32), {}, 9),
 ]
 _NEEDS = {"judge_rows": ("httpx",), "decode_rows": ("torch", "transformers")}

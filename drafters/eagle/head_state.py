@@ -53,7 +53,7 @@ def check_same(expected: Mapping[str, Any], state: Mapping[str, Any], prefix: st
         here, there = _shape(expected.get(name)), _shape(state.get(name))
         if here != there:
             raise CheckpointError(
-                f"{name} is {there} in the checkpoint of the head, but {here} in this run; give the run"
+                f"{name} is {there} in the checkpoint of the drafter, but {here} in this run; give the run"
                 f" {what} it was saved with"
             )
 

@@ -432,8 +432,16 @@ def _finite_update(
     state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
 ) -> tuple[TrainState, Metrics]:
     changed, metrics = train_step(state, batch, shared, rope, **static)
-    finite = jnp.isfinite(metrics["loss"])
+    state, skipped = finite_or_unchanged(changed, state, metrics["loss"])
+    return state, metrics | {"skipped": skipped}
+
+
+def finite_or_unchanged(changed: TrainState, state: TrainState, loss: Array) -> tuple[TrainState, Array]:
+    """Returns the state after an update, or the one before where the loss or a weight is not finite: a
+    drafter must not stop a run. And 1 where nothing changed, else 0, float32 [].
+    """
+    finite = jnp.isfinite(loss)
     for leaf in jax.tree.leaves(changed):
         finite &= jnp.all(jnp.isfinite(leaf))
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, state)
-    return state, metrics | {"skipped": 1.0 - finite.astype(jnp.float32)}
+    return state, 1.0 - finite.astype(jnp.float32)

@@ -218,6 +218,13 @@ class Companion:
         """Slots, B."""
         return self._state.batch
 
+    def use(self, params: Params) -> None:
+        """Drafts with other weights, any float dtype, which are copied. Call it between rollouts: entries of
+        the cache stay as they are.
+        """
+        self.params = self.engine.load_params(params, copy=True)
+        self._prefixes.clear()
+
     # -- what happens to the target's slots; see `SlotDrafter` -----------------------------------------------
 
     def start(self, batch: int, lengths: np.ndarray | None = None) -> None:

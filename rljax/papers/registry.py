@@ -60,6 +60,8 @@ SIMULATED = {
     "OutlierRule": "rljax.papers.rhymerl.histopipe:OutlierRule",
     "growth_factor": "rljax.papers.rhymerl.histopipe:growth_factor",
     "tier_sizes": "rljax.papers.rhymerl.two_tiers:tier_sizes",
+    "Profile": "rljax.papers.specactor.planner:Profile",
+    "plan": "rljax.papers.specactor.planner:plan",
     "Racing": "rljax.papers.specactor.racing:Racing",
     "SpotRule": "rljax.papers.tlt.spot:SpotRule",
     "SpotTraining": "rljax.papers.tlt.spot:SpotTraining",

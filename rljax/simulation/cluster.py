@@ -74,6 +74,7 @@ class Machines:
       cores: that all workers share; infinity where each has its own.
       cores_of_worker: that a worker which decodes keeps busy, if it gets them.
       spot: `SpotTimes` of workers that train a head where they have nothing to decode; None for none.
+      moved_seconds: of a token of a response that goes on elsewhere; see `SimulatedWorker`.
     """
 
     workers: int
@@ -91,6 +92,7 @@ class Machines:
     cores: float = math.inf
     cores_of_worker: float = 1.0
     spot: Any = None
+    moved_seconds: float | None = None
 
     def slowdown(self, decoding: int) -> float:
         """Returns the factor by which passes take longer while so many workers decode."""
@@ -277,7 +279,12 @@ class Cluster:
     def _spawn(self, name: str) -> None:
         machines = self.machines
         worker = SimulatedWorker(
-            name, machines.slots, machines.costs, machines.drafting, machines.sync_passes
+            name,
+            machines.slots,
+            machines.costs,
+            machines.drafting,
+            machines.sync_passes,
+            machines.moved_seconds,
         )
         worker.slow(self._slow, self.now)
         place = _Place(self._free_numbers.pop(), worker)

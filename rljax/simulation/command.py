@@ -14,6 +14,7 @@ from rljax.simulation.calibration import compared, read_run, seconds_of
 from rljax.simulation.calibration import table as calibration_table
 from rljax.simulation.outcome import as_json, draw_timeline, outcome_of, table
 from rljax.simulation.scenario import Scenario, keys_text
+from rljax.simulation.sizes import chosen_sizes, sizes_table
 
 _DESCRIPTION = """Simulate a cluster: the coordinator and the routers of runs on a virtual clock.
 
@@ -41,6 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write keys, figures, command and machine as JSON"
+    )
+    parser.add_argument(
+        "--sizes",
+        metavar="N,N",
+        help="instead: by SpecActor's Algorithm 1, which of these numbers of devices should verify, how many"
+        " draft, and with which window",
     )
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw when each worker decoded, as PNG")
     parser.add_argument(
@@ -73,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_figures(arguments.figure)
         elif arguments.calibrate is not None:
             _calibrate(arguments)
+        elif arguments.sizes is not None:
+            _choose_sizes(arguments)
         else:
             _simulate(arguments)
     except UserError as error:
@@ -95,6 +104,18 @@ def _calibrate(arguments: argparse.Namespace) -> None:
             for path, figures in rows.items()
         }
         content = {"seconds": dataclasses.asdict(seconds_of(base)), "runs": runs}
+        write_figures(arguments.json, content, command_line())
+
+
+def _choose_sizes(arguments: argparse.Namespace) -> None:
+    scenario = Scenario().replaced(arguments.overrides)
+    if not all(text.isdigit() for text in arguments.sizes.split(",")):
+        raise ConfigError(f"--sizes: {arguments.sizes} should be numbers of devices, such as 1,2,4,8")
+    found = chosen_sizes(scenario, [int(text) for text in arguments.sizes.split(",")])
+    print(sizes_table(found))
+    if arguments.json is not None:
+        choices = {mode: dataclasses.asdict(choice) for mode, choice in found.items()}
+        content = {"scenario": dataclasses.asdict(scenario), "choices": choices}
         write_figures(arguments.json, content, command_line())
 
 

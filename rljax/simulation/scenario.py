@@ -28,6 +28,7 @@ from rljax.cluster.router import Balancing, Router, SharedQueue
 from rljax.config.wing import simulated
 from rljax.errors import ConfigError, known_names
 from rljax.planning.hardware import known_hardware
+from rljax.planning.passes import pass_work
 from rljax.planning.rollout import scale_to_mean
 from rljax.simulation.cluster import Cluster, Machines, Order, Response
 from rljax.simulation.costs import POLICIES, PassCosts, named, planned_costs, roofline_costs
@@ -36,6 +37,7 @@ from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter
 Modes = Literal["coupled", "decoupled", "either", "aimd"]
 Routing = Literal["shared", "static", "ranked", "two-tiers"]
 Prompt = tuple[int, ...]
+_MANY = 10**6  # tokens of a prefill that arithmetic rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,11 @@ class Scenario:
         int, "free workers take half of a worker that has at least so many responses; 0 never"
     ] = 0
     race: Annotated[int, "free workers decode copies of so many stragglers each; 0 never"] = 0
+    cache_gb_s: Annotated[
+        float,
+        "GB/s at which the end of a moved response's cache comes from its worker, while the beginning is"
+        " computed (SpecActor, section 4.3); 0 computes all of it",
+    ] = 0.0
     prompts: Annotated[int, "prompts of an epoch; 0 for four steps"] = 0
     prompts_per_step: Annotated[int, "prompts of a step"] = 256
     samples: Annotated[int, "responses to a prompt"] = 16
@@ -142,6 +149,8 @@ class Scenario:
             raise ConfigError(f"min_workers: {self.min_workers} for each of {groups} groups are too many")
         if self.max_workers and self.max_workers < self.min_workers:
             raise ConfigError(f"max_workers: {self.max_workers} are fewer than min_workers")
+        if self.cache_gb_s and self.costs:
+            raise ConfigError("cache_gb_s: a plan does not tell what a prefill takes; leave out costs")
         if self.race and not self.drafters:
             raise ConfigError("race: copies need another drafter; set drafters")
         if ranked and self.order != "pipe":
@@ -209,7 +218,14 @@ class Scenario:
             sync_seconds=self.sync,
             look_seconds=self.look,
             spot=spot,
+            moved_seconds=self.moved_seconds(costs) if self.cache_gb_s else None,
         )
+
+    def moved_seconds(self, costs: PassCosts) -> float:
+        """Returns the seconds of a token of a moved response: computing and copying end at the same time."""
+        computed = costs.prefill(_MANY) / _MANY
+        copied = pass_work(named("model", self.model, POLICIES)).cached / (1e9 * self.cache_gb_s)
+        return computed * copied / (computed + copied)
 
     def router_of(self, workload: "Workload", machines: Machines) -> Router:
         """Returns the router."""

@@ -74,6 +74,7 @@ class SimulatedWorker:
       drafting: windows.
       sync: passes after which the host looks for ends while requests wait for slots, if an eighth of the
         slots has not come free before (`rljax.rollout.decode_loop`); 0 looks at every end.
+      moved: seconds of a token of a response that goes on here, or races here; None prefills it as any other.
 
     Attributes:
       busy: seconds in which it decoded.
@@ -82,9 +83,15 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self, name: str, slots: int, costs: PassCosts, drafting: Drafting | None = None, sync: int = 0
+        self,
+        name: str,
+        slots: int,
+        costs: PassCosts,
+        drafting: Drafting | None = None,
+        sync: int = 0,
+        moved: float | None = None,
     ) -> None:
-        self.name, self.slots, self._sync = name, slots, sync
+        self.name, self.slots, self._sync, self._moved = name, slots, sync, moved
         self._costs = costs
         self._drafting = Drafting(costs) if drafting is None else drafting
         self._names = self._drafting.names
@@ -168,15 +175,18 @@ class SimulatedWorker:
 
     def _start(self, now: float) -> None:
         """Fills slots, and prefills what comes into them."""
-        tokens, prompts = 0, set()
+        tokens, moved, prompts = 0, 0, set()
         while self.waiting and len(self.jobs) < self.slots:
             job = self.waiting.popleft()
             self._enter(job)
+            if job.begin and self._moved is not None:
+                moved += job.prompt + job.begin
+                continue
             # Requests of one prompt share its prefill; what one has sampled elsewhere is its own.
             tokens += job.begin + (0 if job.group in prompts else job.prompt)
             prompts.add(job.group)
-        if tokens:
-            seconds = self._costs.prefill(tokens) * self._slow
+        if tokens or moved:
+            seconds = (self._costs.prefill(tokens) + moved * (self._moved or 0.0)) * self._slow
             self._paused = max(self._paused, now) + seconds
             self.busy += seconds
         self._plan()

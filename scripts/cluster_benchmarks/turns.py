@@ -1,19 +1,25 @@
-"""What sharing what was decoded is worth, and a head that is trained in idle time: workers take turns in this
-process and every pass verifies, so all of it are counts.
+"""What sharing what was decoded is worth, and drafters that are trained in idle time: workers take turns in
+this process and every pass verifies, so all of it are counts.
 """
 
 import contextlib
 import dataclasses
 import pickle
+import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from cluster_benchmarks.runs import in_turns, most_rows, step_metrics
+from drafters import small_model
 from rljax.benchmarking import Row, counted_row
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.messages import Load, Weights
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import init_params
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import expected as expected_manager
@@ -72,7 +78,7 @@ def sharing_rows(workers: list[int], steps: int) -> list[Row]:
     return rows
 
 
-# --- a head that workers train in idle time --------------------------------------------------------------
+# --- drafters that workers train in idle time -------------------------------------------------------------
 
 _RUN = (
     "policy.shape={hidden_size: 64, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 64, mlp_size: 64,"
@@ -80,17 +86,18 @@ _RUN = (
     "warm_start={steps: 60, learning_rate: 1e-2, tokens_per_step: 512}", "rollout.prompts_per_step=6",
     "rollout.samples_per_prompt=4", "rollout.max_prompt_length=64", "rollout.max_response_length=64",
     "engine.max_slots=4", "engine.batch_buckets=[4]", "engine.cache_buckets=[128]",
-    "engine.decode_steps_per_sync=1", "training.pack_length=256", "speculation.drafter=eagle",
+    "engine.decode_steps_per_sync=1", "training.pack_length=256",
     "speculation.verify_buckets=[20]", "speculation.max_drafts=4", "cluster.workers=3",
 )  # fmt: skip
 _HEAD = (
     "variant: eagle, train_below: 0, rows: 1, pack_length: 256, depths: [4], top_k: 1, learning_rate: 3e-3"
 )
+_SMALL = ModelConfig("qwen3", 320, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_norm=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadRun:
-    """A run with a head.
+class DraftedRun:
+    """A run with a drafter on the device.
 
     Attributes:
       metrics: of every step.
@@ -110,11 +117,12 @@ class HeadRun:
         return float(sum(line[name] for line in self.metrics))
 
 
-def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
+def drafted_run(steps: int, drafter: str, arguments: str, *overrides: str) -> DraftedRun:
     """Runs three workers in turns.
 
     Args:
-      arguments: further ones of the head.
+      drafter: its name.
+      arguments: its arguments.
       overrides: of the config.
     """
     turns: list[int] = []
@@ -131,12 +139,13 @@ def head_run(steps: int, arguments: str, *overrides: str) -> HeadRun:
         (expected_manager, "best_rows", most_rows),
         (WorthStarting, "allows", lambda *_: True),
         (DeviceProposer, "expected_rate", lambda *_: 1e9),
+        (small_model, "_LENGTHS", (4,)),  # as deep as the head
     )
-    head = f"speculation.args={{{_HEAD}, {arguments}}}"
+    keys = f"speculation.drafter={drafter}", f"speculation.args={{{arguments}}}", f"training.steps={steps}"
     with contextlib.ExitStack() as parts:
         for place in places:
             parts.enter_context(mock.patch.object(*place))
-        return HeadRun(step_metrics(*_RUN, head, f"training.steps={steps}", *overrides), turns)
+        return DraftedRun(step_metrics(*_RUN, *keys, *overrides), turns)
 
 
 def spot_rows(steps: int, updates: int) -> list[Row]:
@@ -147,13 +156,34 @@ def spot_rows(steps: int, updates: int) -> list[Row]:
       steps: of each run; its second half counts.
       updates: of the head, at most, in a step.
     """
-    frozen = head_run(steps, "train: false")
-    trained = f"slices: {updates}, train_share: 1.0"
-    behind = head_run(steps, trained)
-    spot = head_run(steps, trained, "cluster.spot={idle: 1, save_every: 4}")
+    trained = f"{_HEAD}, slices: {updates}, train_share: 1.0"
+    return _compared(steps, "spot", "eagle", f"{_HEAD}, train: false", trained, ["prepare"])
+
+
+def small_model_rows(steps: int, updates: int) -> list[Row]:
+    """The same of a small model (TLT, Table 8), of the policy's architecture with random weights; and with
+    joiners that train.
+    """
+    with tempfile.TemporaryDirectory() as path:
+        save_model(Path(path), _SMALL, init_params(_SMALL, 0), "float32")
+        frozen = f"path: {path}, rows: 2, learning_rate: 3e-3"
+        trained = f"{frozen}, slices: {updates}"
+        return _compared(steps, "small model", "small_model", frozen, trained, ["prepare", "train"])
+
+
+def _compared(
+    steps: int, section: str, drafter: str, not_trained: str, trained: str, joiners: list[str]
+) -> list[Row]:
+    """Compares a drafter that is not trained with one that is; in idle time by each kind of joiners."""
+    frozen = drafted_run(steps, drafter, not_trained)
+    runs = {"trained behind rollouts": drafted_run(steps, drafter, trained)}
+    for kind in joiners:
+        name = "trained in idle time" + ", joiners train" * (kind == "train")
+        keys = f"cluster.spot={{idle: 1, save_every: 4, joiners: {kind}}}"
+        runs[name] = drafted_run(steps, drafter, trained, keys)
     rows, half = [], slice(steps // 2, None)
     base = float(np.mean(frozen.accept_lengths[half]))
-    for name, run in (("trained behind rollouts", behind), ("trained in idle time", spot)):
+    for name, run in runs.items():
         value = float(np.mean(run.accept_lengths[half]))
         details: dict[str, Any] = {
             "accept_lengths": run.accept_lengths,
@@ -161,9 +191,9 @@ def spot_rows(steps: int, updates: int) -> list[Row]:
             "turns": run.turns,
             "turns_not_trained": frozen.turns,
         }
-        if run is spot:
+        if "idle" in name:
             details |= {
                 each: run.sum(f"cluster/spot_{each}") for each in ("sessions", "updates", "samples", "joined")
             }
-        rows.append(counted_row(f"spot/{name}", value, base, "tokens a pass", "not trained", **details))
+        rows.append(counted_row(f"{section}/{name}", value, base, "tokens a pass", "not trained", **details))
     return rows

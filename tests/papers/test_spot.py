@@ -1,16 +1,27 @@
 """Spot training: who leads, who prepares, what goes on elsewhere, and that no order of messages matters."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.eagle.drafter import HeadOnWorkers
+from drafters.small_model_training import SmallModelOnWorkers, trained_params
+from drafters.training import TrainingLimits
 from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.messages import Begin, Died, End, Piece, Pieces, Status, Tick
+from rljax.models.config import ModelConfig
+from rljax.models.huggingface import save_model
+from rljax.models.transformer import init_params
+from rljax.papers.tlt import SpotConfig
 from rljax.papers.tlt.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
 from rljax.papers.tlt.spot import SpotRule, SpotTraining
+from rljax.papers.tlt.spot_driver import SpotDriver as SpotDriverOfRuns
+from rljax.papers.tlt.spot_driver import averaged
 from tests.cluster.same_run import differences
 from tests.cluster.scripted import NUMERICS, Driver, ScriptedWorker, length_of, make_requests, response_to
 from tests.cluster.test_coordinator import assert_whole, begun, whole
@@ -120,6 +131,61 @@ def test_a_leader_that_is_needed_halts_and_another_one_waits_for_its_head():
     assert coordinator.states()["worker-0"] == "decoding"
 
 
+def test_joiners_train_on_responses_of_their_own():
+    coordinator, work = trained_by(4, joiners_train=True, tokens=1000, retry=100.0)
+    lead, prepare = ends(coordinator, work, "worker-0")
+    assert (lead.worker, prepare.worker) == ("worker-0", "worker-0")
+    join, theirs = ends(coordinator, work, "worker-1")
+    assert join == TrainDrafter("worker-1", 2, 0, updates=6, save_every=2)
+    assert theirs.worker == "worker-1" and not set(theirs.samples) & set(prepare.samples)
+    assert coordinator.states()["worker-0"] == coordinator.states()["worker-1"] == "training"
+    more = spot(coordinator, Prepared("worker-1", theirs.batch, None))  # it keeps them
+    assert more and all(isinstance(each, Prepare) and each.worker == "worker-1" for each in more)
+    spot(coordinator, Trained("worker-1", 2, 4, True), 2.0)
+    counts = coordinator.idle_plan.counts
+    assert (counts.sessions, counts.moved, counts.updates) == (2, 0, 4)
+    assert counts.joined == len(theirs.samples)
+    # The others go on without a leader that is lost; one that has done its updates does not join again.
+    lost = spot(coordinator, Died("worker-0", "of a test"))
+    assert not any(isinstance(each, TrainDrafter) for each in lost)
+    another, given = ends(coordinator, work, "worker-2", 3.0)
+    assert another == TrainDrafter("worker-2", 3, 0, 6, 2)
+    assert not set(given.samples) & set(theirs.samples)  # which worker-1 still has
+    assert not spot(coordinator, Trained("worker-1", 2, 6, False), 3.1)
+    assert not spot(coordinator, Tick(), 3.2)
+    assert ends(coordinator, work, "worker-3", 3.3) == [StopTraining("worker-2", 3)]
+
+
+def test_what_joiners_have_come_to_is_averaged_by_their_updates():
+    heads = [
+        {"train.params.w": np.full(2, value, np.float32), "train.updates": np.asarray(updates, np.int32)}
+        for value, updates in ((1.0, 2), (4.0, 6))
+    ]
+    trained = [
+        Trained(f"worker-{number}", number, int(head["train.updates"]), True, head=head)
+        for number, head in enumerate(heads)
+    ]
+    mean = averaged(trained)
+    assert mean["train.params.w"].tolist() == [3.25, 3.25] and mean["train.params.w"].dtype == np.float32
+    assert mean["train.updates"] == 6
+    assert averaged(trained[:1]) == heads[0]
+
+
+@pytest.mark.parametrize(("joiners", "expected"), [("train", 3.25), ("prepare", 4.0)])
+def test_the_driver_hands_on_all_of_a_group_or_the_last(joiners, expected):
+    adopted, stored = [], []
+    training = SimpleNamespace(
+        limits=TrainingLimits(6, 60, 20), adopt=lambda head, metrics: adopted.append(float(head["w"]))
+    )
+    config = SimpleNamespace(spot=SpotConfig(idle=1, joiners=joiners))
+    driver = SpotDriverOfRuns(config, training, lambda value: stored.append(value) or value)
+    driver.plan.takes = lambda event: True
+    for session, value, updates in ((1, 0.0, 1), (1, 1.0, 2), (2, 4.0, 6)):
+        driver.hear(Trained(f"worker-{session}", session, updates, True, head={"w": np.float32(value)}))
+    assert driver.adopt() and adopted == [expected] and float(stored[-1]["w"]) == expected
+    assert not driver.adopt()
+
+
 def test_silence_is_answered_by_sending_again():
     coordinator, work = trained_by(2)
     ends(coordinator, work, "worker-0")
@@ -207,9 +273,9 @@ class SpotScripted(ScriptedWorker):
 class SpotDriver(Driver):
     """Keeps the head that was saved last."""
 
-    def __init__(self, fabric, workers):
+    def __init__(self, fabric, workers, joiners_train=False):
         super().__init__(fabric, workers)
-        self.coordinator.idle_plan = SpotTraining(RULE)
+        self.coordinator.idle_plan = SpotTraining(dataclasses.replace(RULE, joiners_train=joiners_train))
         self.head, self.heads = [], []
 
     def do(self, commands):
@@ -236,10 +302,13 @@ class SpotDriver(Driver):
     LOST,
     DOUBLED,
     LATEST,
+    st.booleans(),
 )
-def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(seed, workers, lost, doubled, latest):
+def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(
+    seed, workers, lost, doubled, latest, joiners_train
+):
     fabric = troubled_fabric(SpotScripted, seed, lost, doubled, latest)
-    driver = SpotDriver(fabric, workers)
+    driver = SpotDriver(fabric, workers, joiners_train)
     for version in range(4):
         requests = make_requests(10, first=10 * version, step=version)
         assert_whole(driver.run(requests, version), requests, version)
@@ -249,12 +318,26 @@ def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(seed, work
             driver.listen()
         assert driver.coordinator.idle_plan.settled
         assert not any(worker.lead for name, worker in fabric.workers.items() if name not in fabric._silent)
+    counts = driver.coordinator.idle_plan.counts
+    if joiners_train:
+        assert counts.updates <= counts.sessions * RULE.updates
+        return
     for before, after in zip(driver.heads, driver.heads[1:], strict=False):
         assert after[: len(before)] == before  # it goes on from what was saved
-    counts = driver.coordinator.idle_plan.counts
     assert counts.updates <= 4 * RULE.updates
     if not lost and not doubled and not latest:
         assert counts.updates and len(driver.head) <= counts.updates
+
+
+def test_these_workers_train_a_head_together():
+    driver = SpotDriver(LocalFabric(SpotScripted), 4, joiners_train=True)
+    for version in range(3):
+        driver.run(make_requests(16, first=16 * version), version)
+        for _ in range(10):
+            driver.listen()
+    counts = driver.coordinator.idle_plan.counts
+    assert counts.sessions > 3 + counts.moved  # more than have led
+    assert counts.joined and driver.coordinator.idle_plan.settled
 
 
 def test_these_workers_train_a_head():
@@ -329,3 +412,55 @@ def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, mo
         if worker._version == last:  # what evaluates last drafts with the newest head
             head = worker._scheduler.speculator.drafters["eagle"].trainer
             assert head.updates == driver.trainer.updates
+
+
+def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, tmp_path):
+    """TLT, Table 8: its samples are tokens alone, and what comes of them is every worker's."""
+    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
+    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
+    workers, begins, caches = {}, [], []
+    session = SmallModelOnWorkers.session
+
+    def look(fabric):
+        workers.update(fabric.workers)
+        for worker in fabric.workers.values():
+            if worker._idle_worker is not None and worker._idle_worker._lead is not None:
+                caches.append(worker.loop is not None and worker.loop.slots.state is not None)
+
+    def noted(training, params, saved):
+        begins.append(0 if saved is None else int(saved["train.updates"]))
+        return session(training, params, saved)
+
+    monkeypatch.setattr(SmallModelOnWorkers, "session", noted)
+    clustered, turns = local_run(
+        world,
+        "spot_small",
+        monkeypatch,
+        "cluster.workers=4",
+        "cluster.spot={idle: 1, save_every: 2, joiners: train}",
+        "speculation.drafter=small_model",
+        f"speculation.args={{path: {tmp_path}/small, slices: 4, learning_rate: 0.01}}",
+        *FEW,
+        interfere=look,
+    )
+    assert not differences(alone, clustered)
+    assert caches and not any(caches)  # who trains has released the policy's keys and values
+    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    updates = sum(line["cluster/spot_updates"] for line in steps)
+    assert begins[0] == 0 and begins == sorted(begins) and updates > 2
+    assert sum(line["cluster/spot_sessions"] for line in steps) == len(begins) > len(steps)
+    assert steps[-1]["speculation/sft/loss"] > 0
+
+    driver = turns.decoders[0]._scheduler.speculator.drafters["small_model"]
+    assert driver.training._trainer is None  # workers train
+    state = driver.state()
+    assert 0 < state["train.updates"] < updates  # of several workers at a time
+    last = max(worker._version for worker in workers.values() if worker._version is not None)
+    current = [worker for worker in workers.values() if worker._version == last]
+    assert current
+    for worker in current:  # what evaluates last drafts with the newest weights
+        drafter = worker._scheduler.speculator.drafters["small_model"]
+        load = drafter._companion.engine.load_params
+        params = drafter._companion.params if drafter._newest is None else load(drafter._newest)
+        expected = load(trained_params(state))
+        assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(expected)))

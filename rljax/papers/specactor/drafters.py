@@ -116,7 +116,7 @@ class DecoupledSmallModel(OnOwnDevices, SmallModelDrafter):
         return DecoupledCompanion(target, self.config, params, numerics, mesh, self.window)
 
     def refresh(self, params: Params) -> None:
-        """A rollout begins, whose windows are counted: the model does not follow the policy."""
+        super().refresh(params)
         self._companion.count_anew()
 
     def metrics(self) -> dict[str, float]:

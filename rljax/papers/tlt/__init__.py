@@ -11,15 +11,17 @@ Section 5.2, Algorithm 1, the Bucketed-Epsilon-Greedy selector (BEG-MAB):
 Section 4.2, the spot trainer. A worker is BUSY, IDLE or TRAINING.
 
     once enough workers are idle, the first of them leads a session, and updates the head; the others
-        prepare features of ended responses for it                                     `spot.py`
+        prepare features of ended responses for it, or train on others (`joiners`)     `spot.py`
     when the leader is needed, or the rollout ends, it is halted at once; another idle worker goes on
         with the head that was saved last                                              `spot_worker.py`
-    the newest head is every worker's, with its next weights                           `spot_driver.py`
+    the newest head, the mean of those that have joined, is every worker's, with its
+        next weights                                                                   `spot_driver.py`
 
 The EAGLE head itself is in `drafters/eagle`, and the pool of compiled programs is the engine's (section 5.1).
 """
 
 import itertools
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -73,13 +75,19 @@ RULES = (
 
 
 class SpotConfig(Section):
-    """Training an EAGLE head on workers that have nothing to decode (TLT, section 4.2)."""
+    """Training an EAGLE head, or a small model, on workers that have nothing to decode (TLT, section 4.2)."""
 
     idle: CountOrOff = Field(
         0,
         description="Number of workers without requests from which the first of them trains the head and the"
         " others prepare features for it; 0 never does, and the training process trains it behind each"
         " rollout. Set 1 where rollouts end with workers idle for long and drafts pay.",
+    )
+    joiners: Literal["prepare", "train"] = Field(
+        "prepare",
+        description="What idle workers behind the first do: prepare features for it, or train, too, each on"
+        " responses of its own, by which more updates fit into a rollout; the results are averaged. Set train"
+        " with a small model, which needs no features, or where many workers are idle for long.",
     )
     save_every: Count = Field(
         4,
@@ -93,8 +101,8 @@ class SpotKeys(ClusterKeys):
 
     spot: SpotConfig = Field(
         SpotConfig(),
-        description="Training the head of drafts in idle time. Set spot.idle with an EAGLE head whose drafts"
-        " pay, and several workers.",
+        description="Training the drafter in idle time. Set spot.idle with an EAGLE head, or a small model"
+        " with slices, whose drafts pay, and several workers.",
     )
 
 

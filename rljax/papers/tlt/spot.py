@@ -2,8 +2,9 @@
 
 TLT, section 4.2. A worker is BUSY (it has requests, or is being given weights), IDLE, or TRAINING. Once
 enough workers are idle in a rollout, the one that has been so for the longest leads a session: it updates the
-head. The others prepare features of ended responses for it, by a forward pass of the policy. A session is
-halted at once when its leader is needed or the rollout ends; another idle worker goes on with the head that
+head. The others prepare features of ended responses for it, by a forward pass of the policy; or they join,
+each with a session of its own on other responses, and what comes of all of them is averaged. A session is
+halted at once when its worker is needed or the rollout ends; another idle worker goes on with the head that
 was saved last.
 
 The part of the coordinator that decides this is here, as pure as the rest of it:
@@ -31,11 +32,12 @@ class SpotRule:
     Attributes:
       idle: number of idle workers from which a session begins.
       save_every: updates of the head between two times that it is saved.
-      updates: most updates in a rollout.
+      updates: most updates in a rollout; where joiners train, of each worker.
       tokens: most tokens of the samples of a rollout.
       batch_tokens: tokens of the samples that a worker prepares at a time, if there are several.
       every: trains only every so many steps.
       retry: seconds after which what is not answered is sent again.
+      joiners_train: whether idle workers behind the first train, too, instead of preparing features for it.
     """
 
     idle: int
@@ -45,6 +47,7 @@ class SpotRule:
     batch_tokens: int
     every: int = 1
     retry: float = 5.0
+    joiners_train: bool = False
 
 
 @dataclasses.dataclass
@@ -52,11 +55,11 @@ class SpotCounts:
     """Counts of a run.
 
     Attributes:
-      sessions: leaders so far.
+      sessions: leaders so far, and those that joined them.
       moved: of those, sessions that went on with the head of another worker's in the same rollout.
       updates: of the head.
       samples: whose features were prepared, those that were prepared twice twice.
-      joined: of those, prepared by workers that did not lead.
+      joined: of those, prepared by workers that did not lead, or that train on them as joiners.
       seconds: of workers without requests, spent on updates and features.
       delay: seconds at most that work waited for an update or a forward pass.
     """
@@ -72,13 +75,14 @@ class SpotCounts:
 
 @dataclasses.dataclass
 class _Session:
-    """A leader's session.
+    """A session of a leader, or of a worker that has joined one.
 
     Attributes:
       leader: the worker.
       rollout: number of the rollout in which it is.
       heard: when it last said something of the session, or was told something again.
       halted: whether it has been told to end.
+      joins: whether there was a leader already.
       updates, seconds, delay: that have been counted of it.
     """
 
@@ -86,6 +90,7 @@ class _Session:
     rollout: int
     heard: float
     halted: bool = False
+    joins: bool = False
     updates: int = 0
     seconds: float = 0.0
     delay: float = 0.0
@@ -131,7 +136,8 @@ class SpotTraining:
         self._seen = 0  # of its ended responses
         self._waiting: collections.deque[Sample] = collections.deque()  # of this rollout, for somebody
         self._batches: dict[int, _Batch] = {}
-        self._tokens = self._updates = self._leaders = 0  # of this rollout
+        self._tokens = self._leaders = 0  # of this rollout
+        self._done: collections.Counter[str] = collections.Counter()  # its updates, by worker
         self._long: list[Sample] = []  # the longest of the last rollout that nobody has trained on
 
     # -- what others ask -------------------------------------------------------------------------------------
@@ -147,8 +153,9 @@ class SpotTraining:
         return next((each.leader for each in self._sessions.values() if not each.halted), None)
 
     def trains(self, worker: str) -> bool:
-        """Whether a worker leads, or prepares features."""
-        return worker == self.leader or (self._rollout is not None and not self._free(worker))
+        """Whether a worker leads, has joined, or prepares features."""
+        leads = any(each.leader == worker and not each.halted for each in self._sessions.values())
+        return leads or (self._rollout is not None and not self._free(worker))
 
     def takes(self, event: Trained) -> bool:
         """Whether an event is of a session that has not ended, and not older than what is known of it."""
@@ -174,7 +181,11 @@ class SpotTraining:
         self.counts.seconds += event.seconds
         self.counts.delay += event.delay
         number, session = self._current()
-        if session is None or event.worker == session.leader:
+        own = next((each for each in self._sessions.values() if each.leader == event.worker), None)
+        if own is not None:  # it keeps them
+            self.counts.joined += len(batch.samples) * own.joins
+            return []
+        if session is None:
             return []
         self.counts.joined += len(batch.samples)
         return [TrainingData(session.leader, number, {event.batch: event.features})]
@@ -186,7 +197,7 @@ class SpotTraining:
         session.heard = now
         new = max(event.updates - session.updates, 0)
         session.updates += new
-        self._updates += new
+        self._done[event.worker] += new
         self.counts.updates += new
         self.counts.seconds += max(event.seconds - session.seconds, 0.0)
         self.counts.delay += max(event.delay - session.delay, 0.0)
@@ -207,14 +218,26 @@ class SpotTraining:
             return commands
         self._collect(snapshot)
         able = [name for name in self._idle if snapshot.idle[name] == self._rollout.version]
-        if self.settled and self._may_begin(able):
-            commands += self._lead(able[0], now)
-        number, session = self._current()
-        if session is not None:
+        lasting = [name for name in able if self._left(name) > 0]
+        if self.settled and lasting and self._may_begin(able):
+            commands += self._lead(lasting[0], now)
+        live = {number: session for number, session in self._sessions.items() if not session.halted}
+        if not live:
+            return commands
+        for number, session in live.items():
             if now - session.heard >= self.rule.retry:
                 session.heard = now
                 commands += self._orders(number, session)
-            commands += self._share([name for name in able if name != session.leader], session.leader, now)
+        leaders = [session.leader for session in live.values()]
+        at_it = {session.leader for session in self._sessions.values()}
+        others = [name for name in able if name not in at_it]
+        if self.rule.joiners_train:
+            commands += self._share(leaders, now)
+            for name in others:
+                if self._waiting and name in lasting:
+                    commands += [*self._lead(name, now, joins=True), *self._share([name], now)]
+        else:
+            commands += self._share(others or leaders, now)
         return commands
 
     def _current(self) -> tuple[int, _Session | None]:
@@ -233,7 +256,8 @@ class SpotTraining:
         self._rollout = rollout
         if rollout is not None:
             self._taken, self._seen, self._batches = set(), 0, {}
-            self._tokens = self._updates = self._leaders = 0
+            self._tokens = self._leaders = 0
+            self._done.clear()
             self._waiting.clear()
             for sample in self._long:
                 self._queue(sample)
@@ -290,23 +314,29 @@ class SpotTraining:
 
     def _may_begin(self, able: list[str]) -> bool:
         has_data = bool(self._waiting or self._batches)
-        return len(able) >= self.rule.idle and has_data and self._updates < self.rule.updates
+        return len(able) >= self.rule.idle and has_data
 
-    def _lead(self, name: str, now: float) -> list[Command]:
+    def _left(self, name: str) -> int:
+        """Updates that a worker may still do in this rollout."""
+        return self.rule.updates - (self._done[name] if self.rule.joiners_train else self._done.total())
+
+    def _lead(self, name: str, now: float, joins: bool = False) -> list[Command]:
         self._numbers += 1
-        self._leaders += 1
         self.counts.sessions += 1
-        self.counts.moved += self._leaders > 1
-        session = _Session(name, self._rollout.number, now)
+        if not joins:
+            self._leaders += 1
+            self.counts.moved += self._leaders > 1
+        session = _Session(name, self._rollout.number, now, joins=joins)
         self._sessions[self._numbers] = session
+        keep = {each.leader for each in self._sessions.values() if each is not session and not each.halted}
         for batch in self._batches.values():  # what the last leader kept for itself is prepared again
-            if batch.done and batch.features is None:
+            if batch.done and batch.features is None and batch.worker not in keep:
                 batch.done, batch.worker = False, ""
         return self._orders(self._numbers, session)
 
     def _orders(self, number: int, session: _Session) -> list[Command]:
         """What a leader has to know. What of it comes again changes nothing."""
-        left = self.rule.updates - self._updates + session.updates
+        left = self._left(session.leader) + session.updates
         lead = TrainDrafter(session.leader, number, self._rollout.version, left, self.rule.save_every)
         features = {
             batch_number: batch.features
@@ -315,12 +345,12 @@ class SpotTraining:
         }
         return [lead, TrainingData(session.leader, number, features)] if features else [lead]
 
-    def _share(self, joiners: list[str], leader: str, now: float) -> list[Command]:
-        """Gives samples to those who prepare: joiners, or the leader itself where there are none."""
+    def _share(self, members: list[str], now: float) -> list[Command]:
+        """Gives samples to those who prepare: for the leader, or each for itself."""
         commands: list[Command] = []
-        members = joiners or [leader]
+        preparing = {*members, *(each.leader for each in self._sessions.values() if not each.halted)}
         for number, batch in self._batches.items():
-            if batch.done or (batch.worker in (*joiners, leader) and now - batch.since < self.rule.retry):
+            if batch.done or (batch.worker in preparing and now - batch.since < self.rule.retry):
                 continue
             free = next(filter(self._free, members), batch.worker if batch.worker in members else None)
             if free is not None:

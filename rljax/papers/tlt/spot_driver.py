@@ -2,8 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from drafters.training import WorkerTraining
 from rljax.cluster.messages import IdleEvent, IdleOrder
@@ -39,8 +41,8 @@ def make_driver(
     training = spot_training(speculator, config)
     if training is None or not training.limits.updates:
         raise ConfigError(
-            "cluster.spot.idle: no drafter is trained; set speculation.drafter=eagle with slices and without"
-            " train: false, or 0"
+            "cluster.spot.idle: no drafter is trained; set speculation.drafter=eagle or small_model, with"
+            " slices and without train: false, or 0"
         )
     training.delegate()
     return SpotDriver(config, training, put)
@@ -60,16 +62,22 @@ class SpotDriver:
 
     def __init__(self, config: SpotKeys, training: WorkerTraining, put: Callable[[Any], Any]) -> None:
         limits = dataclasses.astuple(training.limits)
-        self.plan = SpotTraining(SpotRule(config.spot.idle, config.spot.save_every, *limits))
+        joiners_train = config.spot.joiners == "train"
+        rule = SpotRule(config.spot.idle, config.spot.save_every, *limits, joiners_train=joiners_train)
+        self.plan = SpotTraining(rule)
         self._training, self._put = training, put
-        self._trained: Trained | None = None  # with a head that has not been taken over
+        self._trained: dict[int, Trained] = {}  # with heads that have not been taken over, by session
         self._head: Any = None  # reference to what the next session goes on from
         self._counted, self._settle_seconds = SpotCounts(), 0.0
 
     def hear(self, event: IdleEvent) -> None:
-        """Keeps the head that a session has saved, unless it is older than what is known."""
+        """Keeps the head that a session has saved, unless it is older than what is known: where joiners
+        train, beside those of the other sessions.
+        """
         if isinstance(event, Trained) and event.head is not None and self.plan.takes(event):
-            self._trained, self._head = event, self._put(event.head)
+            others = self._trained if self.plan.rule.joiners_train else {}
+            self._trained = others | {event.session: event}
+            self._head = self._put(averaged(list(self._trained.values())))
 
     def completed(self, order: IdleOrder) -> IdleOrder:
         """Returns an order; one to lead with the head that the session goes on from."""
@@ -93,10 +101,10 @@ class SpotDriver:
         """Takes over the head that workers have saved last: for checkpoints, and for all workers with their
         next weights. Returns whether there is one.
         """
-        trained, self._trained = self._trained, None
-        if trained is None:
+        trained, self._trained = list(self._trained.values()), {}
+        if not trained:
             return False
-        self._training.adopt(trained.head, trained.metrics)
+        self._training.adopt(averaged(trained), trained[-1].metrics)
         return True
 
     def metrics(self) -> dict[str, float]:
@@ -108,3 +116,22 @@ class SpotDriver:
         }
         seconds, self._settle_seconds = self._settle_seconds, 0.0
         return metrics | {"cluster/spot_settle_seconds": seconds}
+
+
+def averaged(trained: Sequence[Trained]) -> dict[str, np.ndarray]:
+    """Returns the mean of heads and moments that sessions have come to, each weighing as much as its updates
+    (local SGD, Stich, arXiv 1805.09767, with a single average at the end); of counts the largest.
+    """
+    if len(trained) == 1:
+        return dict(trained[0].head)
+    weights = np.asarray([each.updates for each in trained], np.float64)
+    weights /= weights.sum()
+    mean = {}
+    for name, leaf in trained[0].head.items():
+        leaves = [np.asarray(each.head[name]) for each in trained]
+        if np.issubdtype(leaf.dtype, np.integer):
+            mean[name] = np.max(leaves, axis=0)
+        else:
+            total = sum(weight * each for weight, each in zip(weights, leaves, strict=True))
+            mean[name] = np.asarray(total, leaf.dtype)
+    return mean
