@@ -145,7 +145,7 @@ def test_rollouts_with_a_model_that_learns_are_those_of_plain_decoding(small):
     engine, drafter = make_engine(None, FEW), drafter_in(small, slices=20)
     drafter.reads(CONFIG, None)
     speculator = Speculator(engine, {"small_model": drafter}, SLOTS, times=CheapTimes())
-    speculator.proposers[0].promise = lambda *_: 1e9
+    speculator.proposers[0].expected_rate = lambda *_: 1e9
     scheduler, accepted = Scheduler(engine, SLOTS, None, speculator, False), []
     for _ in range(3):
         completions, statistics = scheduler.run(params, requests)
