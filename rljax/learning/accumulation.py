@@ -4,6 +4,7 @@ A step function returns the gradients and metrics of one micro-batch. Every toke
 mini-batch, so sums over micro-batches are those of the mini-batch.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Optional
 
@@ -13,6 +14,7 @@ import optax
 from flax import struct
 from jax import Array
 
+from rljax.engine.background import compile_all
 from rljax.engine.executables import ExecutablePool
 from rljax.models.transformer import Params
 from rljax.sharding import constrain
@@ -113,12 +115,15 @@ class Accumulation:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch")
-        sums = None
+        sums = self._zeros_program((state.params, *micro_batches[0]), step, kind)()
+        sizes = {_shapes(inputs): (state.params, *inputs, *sums) for inputs in micro_batches}
+        # Side by side, where they are not compiled yet: usually two, of half and of whole micro-batches.
+        if len(sizes) > 1:
+            compile_all(
+                functools.partial(self._gradient_program, args, step, kind) for args in sizes.values()
+            )
         for inputs in micro_batches:
-            args = (state.params, *inputs)
-            if sums is None:
-                sums = self._zeros_program(args, step, kind)()
-            args += sums
+            args = (state.params, *inputs, *sums)
             sums = self._gradient_program(args, step, kind)(*args)
         total, metrics = sums
         state, norm = self._apply_program((state, total))(state, total)
@@ -127,13 +132,11 @@ class Accumulation:
     # -- compiled programs -----------------------------------------------------------------------------------
 
     def _gradient_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Callable[..., Sums]:
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(args[1]))
-
         def accumulate(*args: Any) -> Sums:
             return self._accumulate(step, *args)
 
         return self._pool.get(
-            ("gradients", *kind, shapes, *self._key),
+            ("gradients", *kind, _shapes(args[1:]), *self._key),
             accumulate,
             args,
             donate_argnums=(len(args) - 2, len(args) - 1),
@@ -200,6 +203,11 @@ class Accumulation:
             optimizer_state,
             constrain(state.updates, self._replicated),
         )
+
+
+def _shapes(inputs: tuple) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a micro-batch, whose first input says those of all."""
+    return tuple(leaf.shape for leaf in jax.tree.leaves(inputs[0]))
 
 
 def _zeros_like(shapes):

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from rljax import target
 from rljax.kernels.linear import linear, product
@@ -162,6 +162,18 @@ def decoder_layer(
     return x + h, kept
 
 
+def embeddings(table: Array, tokens: Array) -> Array:
+    """Returns rows of an embedding table: `table[tokens]`.
+
+    A CPU's compiler reads bfloat16 rows from a float32 copy of the whole table, which decode steps in a loop
+    make once a call. Integers it reads as they are. Such a table gets no gradient.
+    """
+    if table.dtype != jnp.bfloat16 or target.platform() != "cpu":
+        return table[tokens]
+    rows = lax.bitcast_convert_type(table, jnp.uint16)[tokens]
+    return lax.bitcast_convert_type(rows, jnp.bfloat16)
+
+
 def forward(
     params: Params,
     config: ModelConfig,
@@ -211,7 +223,7 @@ def forward_with_residuals(
     """As `forward`, but also returns the residual stream, [N, T, d] without a norm, after the first n layers
     for each n of `layers` (0: the embeddings). Drafters read these features (`drafters/eagle/model.py`).
     """
-    x = params["embed"][tokens].astype(numerics.dtype)
+    x = embeddings(params["embed"], tokens).astype(numerics.dtype)
     if gathered is not None:
         x = gathered.embedded(x)
     if config.gemma is not None:

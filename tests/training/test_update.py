@@ -1,6 +1,8 @@
 """The update step against the same loss without packing, chunks or micro-batches, and against itself, cut."""
 
 import functools
+import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +268,24 @@ def test_nothing_compiles_after_warm_up(params, sequences, traced_for, reference
     # With a reference and without are different programs.
     with pytest.raises(AssertionError, match="compiles late"):
         update.update(state, batches, None if reference else [batch.rollout_logprobs for batch in batches])
+
+
+def test_programs_of_several_sizes_compile_side_by_side(params, sequences):
+    together = threading.Barrier(min(2, os.cpu_count()), timeout=60)
+
+    class MeetingPool(ExecutablePool):
+        def get(self, key, *args, **options):
+            if key[0] == "gradients" and threading.current_thread() is not threading.main_thread():
+                together.wait()  # for the thread of the other size
+            return super().get(key, *args, **options)
+
+    sizes = microbatches(sequences, 4)[:1] + microbatches(sequences, 2)[:1]
+    update, alone = trainer(pool=MeetingPool(row_invariant=True)), trainer()
+    batches = [*sizes, *sizes]  # each is compiled once
+    state, metrics = update.update(update.init(params), batches)
+    expected, expected_metrics = alone.update(alone.init(params), batches)
+    assert metrics == expected_metrics
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
 
 
 def test_bfloat16_computes_on_float32_weights(params, sequences):
