@@ -166,8 +166,9 @@ def slab_dot(rows: Array, weight: Array, size: int, rounded: bool) -> Array:
     """Computes `dot` for `size` rows at a time, with bits that do not depend on how many there are: whatever
     kernel the compiler or its library has for a product of this shape, it computes all rows.
 
-    Barriers make the product the same to the compiler everywhere: nothing else is fused with it, and it is
-    not merged with another that shares a factor. The gradients are those of `chosen_dot` of all rows.
+    Barriers make the product the same to an accelerator's compiler everywhere: nothing else is fused with it,
+    and it is not merged with another that shares a factor. A CPU's, which drops barriers before it fuses,
+    calls its library for a product alone. The gradients are those of `chosen_dot` of all rows.
 
     Args:
       rows: [R, in], R a multiple of `size`.
