@@ -75,8 +75,9 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
     def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    forms = [form for form in products.forms(dtype) if not form.float32]
-    for form in (forms[0], forms[-1]):
+    padded = [form for form in products.forms(dtype) if not form.float32 and not form.slabs]
+    slabs = [products.ProductForm(size, size, slabs=True) for size in products.SLABS]
+    for form in (padded[0], padded[-1], *slabs):
         for inputs, outputs in sorted(shapes):
             multiply = functools.partial(products.padded_dot, form=form)
             args = functools.partial(
@@ -85,7 +86,7 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
                 o=outputs,
             )
             yield f"product [{inputs} -> {outputs}], {form}", multiply, args
-            if form is forms[0] and inputs > _PIECE:
+            if form is padded[0] and inputs > _PIECE:
                 name = f"product [{inputs} -> {outputs}] in pieces of {_PIECE} inputs"
                 yield name, functools.partial(_in_pieces, form=form), args
     for width, ordered in ((d, False), (KEY_CHUNK, True)):

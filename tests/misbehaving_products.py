@@ -1,6 +1,7 @@
 """Products whose bits depend on the number of rows, as some processors' do, for tests on any processor."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -24,10 +25,21 @@ def lone_rows_and_rests(dot: Product) -> Product:
 
 
 def every_count(dot: Product) -> Product:
-    """No two numbers of rows have the same bits."""
+    """No two numbers of rows have the same bits, as where a library has a kernel for each."""
 
     def misbehaving(rows: jax.Array, weight: jax.Array) -> jax.Array:
-        return dot(rows, weight) * (1 + 2**-12 * rows.shape[0])
+        y = dot(rows, weight) * (1 + 2**-12 * rows.shape[0])
+        return jax.lax.reduce_precision(y, 8, 22)  # otherwise fused with an addition, and then rounded once
+
+    return misbehaving
+
+
+def every_call(dot: Product) -> Product:
+    """No two products of a program, nor of two programs, have the same bits."""
+    calls = itertools.count(1)
+
+    def misbehaving(rows: jax.Array, weight: jax.Array) -> jax.Array:
+        return dot(rows, weight) * (1 + 2**-12 * next(calls))
 
     return misbehaving
 

@@ -57,11 +57,13 @@ class RowCounts:
       products: rows of a product, ascending, all at most `_LARGEST`.
       slots: slots that decode plainly together, ascending.
       passes: (slots, draft nodes a slot) of the verifying passes.
+      most: rows of the largest plain or verifying pass.
     """
 
     products: tuple[int, ...]
     slots: tuple[int, ...]
     passes: tuple[tuple[int, int], ...]
+    most: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +108,13 @@ def row_counts(buckets: Buckets, others: Sequence[int] = ()) -> RowCounts:
     """The row counts of an engine with these buckets, and `others` (the trainer's)."""
     batches = buckets.batch
     passes = {(batch, rows, nodes) for batch in batches for rows, nodes in buckets.passes(batch)}
-    counts = {*batches, *(rows for _, rows, _ in passes), *appending.ROWS, *others}
+    decoded = {*batches, *(rows for _, rows, _ in passes)}
+    counts = decoded | {*appending.ROWS, *others}
     prefill_rows, prefill_lengths = buckets.prefill()
     counts |= {rows * length for rows in prefill_rows for length in prefill_lengths}
     measured = {count if count <= _LARGEST else _REST + count % _REST for count in counts}
     nodes = {(batch, nodes) for batch, _, nodes in passes}
-    return RowCounts(tuple(sorted(measured)), tuple(batches), tuple(sorted(nodes)))
+    return RowCounts(tuple(sorted(measured)), tuple(batches), tuple(sorted(nodes)), max(decoded))
 
 
 def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invariance:
@@ -130,8 +133,7 @@ def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invar
         return Invariance(form, (), (), "", time.perf_counter() - start)
     rejected: list[str] = []
     shared = [*_sum_failures(config, numerics, counts), *_attention_failures(config, numerics, counts)]
-    forms = products.forms(numerics.compute_dtype)
-    for form in forms:
+    for form in products.forms(numerics.compute_dtype, counts.most):
         failures = _product_failures(config, numerics, counts, form)
         if not failures:
             break

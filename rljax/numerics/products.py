@@ -3,17 +3,25 @@
 Libraries choose a kernel, and with it an order of summation, by the number of rows. A single row is
 multiplied as a vector on every processor measured so far. In bfloat16, an Intel processor with AMX computes
 one or two rows, and one or two rows beyond a multiple of 16, by another kernel than the rest
-(`docs/row-invariance.md`). Rows of zeros, added up to a multiple of a few rows, avoid those kernels. Which
-form is exact is measured on the machine that runs the program (`rljax/engine/invariance.py`).
+(`docs/row-invariance.md`). Rows of zeros, added up to a multiple of a few rows, avoid those kernels. An
+accelerator may have another kernel for every number of rows. There one kernel multiplies a fixed number of
+rows, a slab, as often as it takes (`slab_dot`). Which form is exact is measured on the machine that runs the
+program (`rljax/engine/invariance.py`).
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax import target
+
+SLABS = (64, 128, 256)
+"""Rows of a slab. An accelerator needs about as long to read a weight as to multiply it with 128 (TPU v5e) to
+256 (H100) rows of bfloat16; fewer rows take no less time, and more slabs read the weight again.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +32,7 @@ class ProductForm:
       smallest: the smallest number of rows to multiply; fewer are padded with rows of zeros.
       multiple: number of rows to pad to a multiple of, with zeros.
       float32: multiply in float32 where the compute dtype is bfloat16: slower, but exact on more machines.
+      slabs: multiply `multiple` rows at a time, with one kernel for all of them (`slab_dot`).
       blocks: (inputs, outputs, rows) of the weights that a decoder multiplies with up to so many rows in
         blocks (`rljax/numerics/blocked_weights.py`).
     """
@@ -31,6 +40,7 @@ class ProductForm:
     smallest: int = 2
     multiple: int = 1
     float32: bool = False
+    slabs: bool = False
     blocks: tuple[tuple[int, int, int], ...] = ()
 
     def padded(self, rows: int) -> int:
@@ -39,7 +49,9 @@ class ProductForm:
 
     def __str__(self) -> str:
         kind = "float32 products" if self.float32 else "products"
-        if self.multiple > 1:
+        if self.slabs:
+            text = f"{kind} of {self.multiple} rows at a time"
+        elif self.multiple > 1:
             text = f"{kind} of rows in multiples of {self.multiple}"
         else:
             text = f"{kind} of at least {self.smallest} rows"
@@ -48,12 +60,20 @@ class ProductForm:
         return f"{text}, in blocks of weights up to {max(rows for *_, rows in self.blocks)} rows"
 
 
-def forms(compute_dtype: str) -> tuple[ProductForm, ...]:
-    """Returns the forms of a product, the cheapest first."""
+def forms(compute_dtype: str, most_rows: int = 0) -> tuple[ProductForm, ...]:
+    """Returns the forms of a product, the cheapest first.
+
+    Args:
+      most_rows: rows of the largest pass of a decoder, which one slab holds if it can. A CPU, where rows take
+        time, has the smallest slabs.
+    """
     padded = (ProductForm(2, 1), ProductForm(4, 4), ProductForm(16, 16), ProductForm(64, 64))
-    if compute_dtype == "float32":
-        return padded
-    return padded + tuple(dataclasses.replace(form, float32=True) for form in padded)
+    on_cpu = target.platform() == "cpu"
+    size = SLABS[0] if on_cpu else next((size for size in SLABS if size >= most_rows), SLABS[-1])
+    in_slabs = ProductForm(size, size, slabs=True)
+    if compute_dtype == "float32" or not on_cpu:  # there slabs are faster than float32
+        return (*padded, in_slabs)
+    return (*padded, *(dataclasses.replace(form, float32=True) for form in padded), in_slabs)
 
 
 def unmeasured_form(compute_dtype: str) -> ProductForm:
@@ -136,7 +156,48 @@ def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = Fa
     if form.float32:
         rows, weight = rows.astype(jnp.float32), weight.astype(rows.dtype).astype(jnp.float32)
     rows = jnp.pad(rows, ((0, form.padded(count) - count), (0, 0)))
+    if form.slabs:
+        return slab_dot(rows, weight, form.multiple, rounded)[:count]
     return chosen_dot(rows, weight, rounded)[:count]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def slab_dot(rows: Array, weight: Array, size: int, rounded: bool) -> Array:
+    """Computes `dot` for `size` rows at a time, with bits that do not depend on how many there are: whatever
+    kernel the compiler or its library has for a product of this shape, it computes all rows.
+
+    Barriers make the product the same to an accelerator's compiler everywhere: nothing else is fused with it,
+    and it is not merged with another that shares a factor. A CPU's, which drops barriers before it fuses,
+    calls its library for a product alone. The gradients are those of `chosen_dot` of all rows.
+
+    Args:
+      rows: [R, in], R a multiple of `size`.
+      weight: [out, in], any float dtype; cast to that of `rows`.
+
+    Returns:
+      float32 [R, out].
+    """
+    weight = weight.astype(rows.dtype)
+
+    def of_slab(slab: Array) -> Array:
+        return lax.optimization_barrier(dot(*lax.optimization_barrier((slab, weight))))
+
+    slabs = rows.reshape(-1, size, rows.shape[1])
+    y = of_slab(slabs[0]) if len(slabs) == 1 else lax.map(of_slab, slabs)
+    return y.reshape(len(rows), -1)
+
+
+def _slab_dot_backward(
+    size: int, rounded: bool, factors: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    _, backward = jax.vjp(functools.partial(chosen_dot, rounded=rounded), *factors)
+    return backward(cotangent)
+
+
+slab_dot.defvjp(
+    lambda rows, weight, size, rounded: (slab_dot(rows, weight, size, rounded), (rows, weight)),
+    _slab_dot_backward,
+)
 
 
 def chosen_dot(rows: Array, weight: Array, rounded: bool) -> Array:

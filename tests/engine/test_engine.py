@@ -16,11 +16,13 @@ from rljax.learning.packing import pack_sequences
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
+from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
 from rljax.sampling.noise import request_key
 from tests import engines
 from tests.engines import (
+    BUCKETS,
     CONFIGS,
     LONGEST,
     SAMPLING,
@@ -30,9 +32,12 @@ from tests.engines import (
     engine_of,
     lively_params,
     poison,
+    speculate,
     stored_pool,
+    tangled,
 )
 from tests.exactness import MOST_FLIPS
+from tests.misbehaving_products import every_count, replaced
 
 NUMERICS = Numerics()
 
@@ -147,6 +152,21 @@ def test_training_recomputes_the_logprobs_bit_for_bit(world):
 )
 def test_and_so_does_the_pass_that_computes_gradients(policy):
     check_training(world_of(*policy), gradients=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slabs_are_exact_where_every_number_of_rows_has_a_kernel_of_its_own(dtype):
+    """Alone, in a batch, verified, and in the pass that computes gradients, which has hundreds of rows."""
+    config, numerics = CONFIGS["three"], Numerics(True, dtype, measured_form=ProductForm(64, 64, slabs=True))
+    with replaced(every_count):
+        engine = DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], 64)
+        world = engines.World(engine, engine.load_params(lively_params(config)), ask([1, 40, 9], [50, 30, 8]))
+        for i, asked in enumerate(world.asked[:2]):
+            assert decode(engine, world.params, [asked], capacity=LONGEST) == [world.plain[i]]
+        draft = tangled(world.truth)
+        emitted = speculate(engine, world.params, world.asked, draft, 7, capacity=LONGEST)
+        assert emitted.outputs == world.plain and emitted.passes < 50
+        check_training(world, gradients=True)
 
 
 def test_old_and_unwritten_cache_is_invisible(world):

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax import target
 from rljax.assembly.decoding import make_numerics, numerics_line, stops_unless_exact
 from rljax.config import load_config
 from rljax.engine import invariance
@@ -19,28 +21,41 @@ from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics
 from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import check_same
-from tests.misbehaving_products import every_count, lone_rows_and_rests, replaced
+from tests.misbehaving_products import every_call, every_count, lone_rows_and_rests, replaced
 from tests.training.tiny_run import write_config
 
 POLICY = ModelConfig("qwen3", 96, 64, 1, 4, 2, 64, 96, tie_embeddings=True, qk_norm=True)
 BUCKETS = Buckets((2, 6, 18), (64,), (9, 20), 3)
 COUNTS = RowCounts((2, 6, 18, 33), (2, 18), ((2, 3), (18, 3)))
 ADDED = ProductForm(4, 4)  # the cheapest form without rests of one or two rows
+SLABS = ProductForm(64, 64, slabs=True)
 
 
 def test_rows_are_padded_to_the_form():
     assert [ADDED.padded(rows) for rows in (1, 4, 5, 17)] == [4, 4, 8, 20]
     assert [ProductForm(2, 1).padded(rows) for rows in (1, 2, 3)] == [2, 2, 3]
+    assert [SLABS.padded(rows) for rows in (1, 64, 65)] == [64, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("platform", "most", "size"),
+    [("gpu", 8, 64), ("gpu", 100, 128), ("tpu", 256, 256), ("gpu", 512, 256), ("cpu", 512, 64)],
+)
+def test_a_slab_holds_the_largest_pass_where_rows_are_cheap(platform, most, size):
+    with target.tracing_for(jax.devices()[0], 1, platform):
+        for dtype in ("float32", "bfloat16"):
+            assert forms(dtype, most)[-1] == ProductForm(size, size, slabs=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", [ProductForm(2, 1), ADDED, ProductForm(16, 16, float32=True)])
-def test_a_padded_product_is_the_product(dtype, form):
+@pytest.mark.parametrize("form", [ProductForm(2, 1), ADDED, SLABS, ProductForm(16, 16, float32=True)])
+@pytest.mark.parametrize("rows", [5, 70])
+def test_a_padded_product_is_the_product(dtype, form, rows):
     rng = np.random.default_rng(0)
-    x, weight = (rng.standard_normal(shape, np.float32) for shape in ((5, 32), (24, 32)))
+    x, weight = (rng.standard_normal(shape, np.float32) for shape in ((rows, 32), (24, 32)))
     numerics = Numerics(compute_dtype=dtype, measured_form=form)
     y = product(jnp.asarray(x, dtype), jnp.asarray(weight), numerics)
-    assert y.shape == (5, 24) and y.dtype == jnp.float32
+    assert y.shape == (rows, 24) and y.dtype == jnp.float32
     np.testing.assert_allclose(y, x @ weight.T, atol=1e-5 if dtype == "float32" else 0.2)
 
 
@@ -50,6 +65,7 @@ def test_row_counts_are_those_of_the_engine():
     assert {2, 4, 8, 16, 32, 256, 256 + 1000 % 256} <= set(counts.products)
     assert max(counts.products) <= 512
     assert counts.passes == ((2, 7), (4, 7), (8, 3), (8, 7))
+    assert counts.most == 32
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
@@ -82,8 +98,17 @@ def test_padding_makes_decoding_exact_on_such_a_processor():
         assert all(other != first for other in others)  # 2 and 18 slots: as good as alone, and a rest of two
 
 
-def test_a_processor_on_which_nothing_is_exact_is_refused(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_a_processor_with_a_kernel_for_every_number_of_rows_gets_slabs(dtype):
     with replaced(every_count):
+        found = measure(POLICY, Numerics(compute_dtype=dtype), COUNTS)
+    assert found.exact and found.form == SLABS
+    assert len(found.rejected) == len(forms(dtype)) - 1
+    assert "products of 64 rows at a time (" in found.summary(dtype)
+
+
+def test_a_processor_on_which_nothing_is_exact_is_refused(tmp_path):
+    with replaced(every_call):
         found = measure(POLICY, Numerics(), COUNTS)
         assert not found.exact and len(found.rejected) == len(forms("float32"))
         assert found.form == unmeasured_form("float32")
@@ -155,5 +180,5 @@ def test_a_fingerprint_is_of_the_numerics_alone():
     wider = dataclasses.replace(POLICY, mlp_size=128)
     assert one == again == measure(wider, Numerics(), counts).fingerprint
     assert one != measure(POLICY, Numerics(compute_dtype="bfloat16"), counts).fingerprint
-    with replaced(every_count):
+    with replaced(every_call):
         assert one != measure(POLICY, Numerics(), counts).fingerprint

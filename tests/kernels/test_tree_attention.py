@@ -166,6 +166,26 @@ def test_decoding_is_one_node(implementation):
     np.testing.assert_array_equal(np.asarray(got, np.float64), _run(implementation, tree))
 
 
+@pytest.mark.parametrize("implementation", ["interpret_gpu"])
+def test_every_depth_of_a_chain_has_the_bits_of_decoding(implementation):
+    """Across the border of a block and of a split, and with more rows than one tile has."""
+    lengths, capacity, nodes = np.array([0, 60, 1019]), 1088, 12
+    case = _case(lengths, capacity, nodes, 6, 1, 64, dtype="bfloat16")
+    queries, keys, values, _, node_keys, node_values = (np.array(x) for x in case[:6])
+    ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), case[6].shape)
+    depth = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), case[7].shape)
+    verified = _run(implementation, (*case[:6], ancestors, depth))
+    decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), _named(implementation)))
+    keys, values = np.nan_to_num(keys), np.nan_to_num(values)
+    slots = np.arange(len(lengths))
+    for node in range(nodes):
+        one, at = slice(node, node + 1), lengths + node
+        got = decode(queries[:, one], keys, values, at, node_keys[:, one], node_values[:, one])
+        np.testing.assert_array_equal(np.asarray(got, np.float64), verified[:, one])
+        keys[slots, :, at // _BLOCK, :, at % _BLOCK] = node_keys[:, node]
+        values[slots, :, at] = node_values[:, node]
+
+
 @pytest.mark.parametrize("implementation", _KERNELS)
 def test_neither_batch_nor_bucket_changes_a_bit(implementation):
     case = _case((30, 100, 1030), 1280, 3, 4, 2, 64, dtype="bfloat16")

@@ -1,5 +1,8 @@
 """The products of a policy: the bits of `rounded_dot`, and its gradients in bfloat16."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +44,43 @@ def test_gradients_of_rounded_dot_are_exact_products_rounded_once(rows):
     x, weight = np.asarray(x, np.float64), np.asarray(weight.astype(jnp.bfloat16), np.float64)
     np.testing.assert_allclose(np.asarray(d_x, np.float64), exact @ weight, rtol=2**-8, atol=1e-2)
     np.testing.assert_allclose(np.asarray(d_weight, np.float64), exact.T @ x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [3, 64, 130])
+def test_products_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
+    x, weight, cotangent = factors(rows)
+    x, form = x.astype(dtype), products.ProductForm(64, 64, slabs=True)
+
+    def gradients(multiply):
+        return jax.vjp(lambda x, weight: multiply(x, weight, rounded=True), x, weight)[1](cotangent)
+
+    def whole(x, weight, rounded):
+        """Rows of zeros add nothing to a sum over rows, but may change its order."""
+        zeros = ((0, form.padded(rows) - rows), (0, 0))
+        return products.chosen_dot(jnp.pad(x, zeros), weight, rounded)[:rows]
+
+    found = gradients(functools.partial(products.padded_dot, form=form))
+    for ours, theirs in zip(found, gradients(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_every_slab_is_the_same_product_to_the_compiler():
+    """For any number of rows, and for products that share a factor: none is merged or fused."""
+    multiply = functools.partial(products.padded_dot, form=products.ProductForm(64, 64, slabs=True))
+
+    def both(x, a, b):
+        return multiply(2 * x, a), jnp.exp(multiply(2 * x, b))
+
+    texts = {}
+    for rows in (2, 64, 192):
+        x, weight, _ = factors(rows)
+        weight = weight.astype(x.dtype)
+        text = jax.jit(both).lower(x, weight, weight + 1).as_text()
+        texts[rows] = re.findall(r"stablehlo\.dot_general.* : (.*)", text)
+        assert text.count("optimization_barrier") == 4
+    assert texts[2] == texts[64] == texts[192]
+    assert texts[2] == ["(tensor<64x48xbf16>, tensor<80x48xbf16>) -> tensor<64x80xf32>"] * 2
 
 
 @pytest.mark.parametrize(("platform", "exact"), [("cpu", None), ("gpu", HIGHEST), ("tpu", HIGHEST)])

@@ -8,7 +8,7 @@ from rljax.config import load_config
 from rljax.errors import ConfigError
 from rljax.run_directory import RunDirectory
 from rljax.training.session import run
-from tests.misbehaving_products import every_count, replaced
+from tests.misbehaving_products import every_call, replaced
 from tests.training.tiny_run import train, write_config
 
 SMALL = ("warm_start=null", "evaluation.problems=0")
@@ -36,7 +36,7 @@ def test_a_run_says_what_it_measured_and_compares_it_on_another_machine(tmp_path
 
 def test_where_nothing_is_exact_a_run_is_refused_or_counts(tmp_path, capsys):
     overrides = (*SMALL, "engine.compilation_cache=null", "training.steps=1")
-    with replaced(every_count):
+    with replaced(every_call):
         with pytest.raises(ConfigError, match="row_invariant: does not hold here"):
             run(load_config(write_config(tmp_path), overrides))
         lines = train(tmp_path, *overrides, "engine.row_invariant=warn")

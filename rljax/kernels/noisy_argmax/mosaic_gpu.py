@@ -176,8 +176,12 @@ def _better(leader, noisy: Array, x: Array, entries: Array):
 
 
 def _log1p(x: Array) -> Array:
-    """log(1 + x), as precise near 0 as elsewhere (W. Kahan's; Goldberg, "What Every Computer Scientist Should
-    Know About Floating-Point Arithmetic", 1991, theorem 4). The compiler for the device lacks log1p.
+    """log(1 + x) for x in (-1, 0], as precise near 0 as elsewhere; the compiler for the device lacks log1p.
+
+    Near 0 it is 2 artanh(x / (2 + x)) (Abramowitz and Stegun, 4.1.27). Kahan's formula divides by
+    (1 + x) - 1, of which XLA on a CPU leaves x.
     """
-    above = 1.0 + x
-    return jnp.where(above == 1.0, x, jnp.log(above) * (x / (above - 1.0)))
+    s = x / (2.0 + x)
+    t = s * s
+    series = 2.0 * s * (1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9)))))
+    return jnp.where(x > -0.25, series, jnp.log(1.0 + x))

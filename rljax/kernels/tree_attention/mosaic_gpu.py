@@ -3,11 +3,13 @@
 A block of threads takes up to `_MOST_TILES` times 64 rows (`rows.py`) of one slot and key head, 64 per
 warpgroup, and one stretch of `SPLIT` positions of the cache. It streams the stretch in blocks of 64 positions
 through a ring of buffers in shared memory: bulk copies (TMA) run ahead, tensor cores multiply, softmax is
-online. The nodes are one more block, after the cached ones, in the stretch that contains the slot's length.
-Later stretches are skipped, and so are blocks that begin after the length.
+online. The nodes follow the cached positions in order, as if they were written there: the block that contains
+the slot's length has both (`_pack_tail`), and up to 63 of 64 nodes are in the block after it. Later blocks
+and stretches are skipped.
 
-Stretches are merged by their log-sum-exp, in float32, one after another. Their borders are fixed positions,
-and the sums of a stretch depend on its slot alone, so results do not depend on batch or cache bucket.
+Stretches are merged by their log-sum-exp, in float32, one after another. The borders of blocks and stretches
+are fixed positions, and the sums of a row depend on its keys and their positions alone. So results do not
+depend on batch or cache bucket, and the nodes of a chain, each at its position, have the bits of decoding.
 """
 
 import functools
@@ -20,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rljax.kernels.pallas import gpu_interpreter, gpu_iota, gpu_layout, gpu_load
-from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
+from rljax.kernels.tree_attention.rows import pack_queries, unpack_rows
 from rljax.numerics.attention import KEY_BLOCK, MASKED
 from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.rows import Numerics
@@ -65,7 +67,7 @@ def tree_attention(
     in_group = pl.cdiv(tiles, groups)  # tiles of a block of threads
     splits = pl.cdiv(capacity, SPLIT)
     rows = pack_queries(queries, kv_heads, multiple=_TILE * in_group * groups)
-    tree_keys, tree_values = pack_nodes(node_keys, node_values)
+    tail_keys, tail_values = _pack_tail(keys, values, lengths, node_keys, node_values)
     bits = _pack_ancestors(ancestors, num_heads // kv_heads, rows.shape[2])
 
     kept_rows = num_rows + -num_rows % 8  # padded rows that are written
@@ -76,7 +78,13 @@ def tree_attention(
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     high, low, lse = plgpu.kernel(
         functools.partial(
-            _attend, kv_heads=kv_heads, splits=splits, in_group=in_group, kept_rows=kept_rows, stages=stages
+            _attend,
+            nodes=nodes,
+            kv_heads=kv_heads,
+            splits=splits,
+            in_group=in_group,
+            kept_rows=kept_rows,
+            stages=stages,
         ),
         out_type=(
             jax.ShapeDtypeStruct(partial, jnp.bfloat16),
@@ -103,9 +111,43 @@ def tree_attention(
         ),
         kernel_name="tree_attention",
         interpret=gpu_interpreter() if interpret else None,
-    )(lengths, bits, rows, keys, values, tree_keys, tree_values)
-    out = _merge(high, low, lse[:, :, :, :kept_rows], lengths).astype(queries.dtype)
+    )(lengths, bits, rows, keys, values, tail_keys, tail_values)
+    out = _merge(high, low, lse[:, :, :, :kept_rows], lengths, nodes).astype(queries.dtype)
     return unpack_rows(out, nodes, num_heads)
+
+
+def _pack_tail(
+    keys: Array, values: Array, lengths: Array, node_keys: Array, node_values: Array
+) -> tuple[Array, Array]:
+    """Returns the keys [B, Hk, T, D, L] and values [B, Hk, T, L, D] from the block that contains the length
+    on: what is committed of it, and node j at position length + j.
+    """
+    nodes = node_keys.shape[1]
+    blocks = pl.cdiv(KEY_BLOCK - 1 + nodes, KEY_BLOCK)
+    committed = (lengths % KEY_BLOCK)[:, None, None]
+    columns = jnp.arange(blocks * KEY_BLOCK, dtype=jnp.int32).reshape(1, blocks, KEY_BLOCK)
+    index = jnp.clip(columns - committed, 0, nodes - 1)  # [B, T, L]
+
+    def placed(x: Array) -> Array:
+        """[B, M, Hk, D] -> [B, T, L, Hk, D], with L = 1 for a single node."""
+        if nodes == 1:
+            return x[:, None]
+        x = jnp.take_along_axis(x, index.reshape(len(x), -1, 1, 1), axis=1)
+        return x.reshape(len(x), blocks, KEY_BLOCK, *x.shape[2:])
+
+    def cached(x: Array) -> Array:
+        """The block [B, Hk, 1, ...] of x [B, Hk, S / L, ...]."""
+        block = jnp.minimum(lengths // KEY_BLOCK, x.shape[2] - 1)
+        return jnp.take_along_axis(x, block[:, None, None, None, None], axis=2)
+
+    from_cache = (columns < committed)[:, None]  # [B, 1, T, L]
+    blocks_of_values = values.reshape(*values.shape[:2], -1, KEY_BLOCK, values.shape[-1])
+    return (
+        jnp.where(from_cache[:, :, :, None], cached(keys), placed(node_keys).transpose(0, 3, 1, 4, 2)),
+        jnp.where(
+            from_cache[..., None], cached(blocks_of_values), placed(node_values).transpose(0, 3, 1, 2, 4)
+        ),
+    )
 
 
 def _pack_ancestors(ancestors: Array, group: int, rows: int) -> Array:
@@ -124,8 +166,8 @@ def _attend(
     queries,
     keys,
     values,
-    tree_keys,
-    tree_values,
+    tail_keys,
+    tail_values,
     out_high,
     out_low,
     out_lse,
@@ -137,6 +179,7 @@ def _attend(
     values_here,
     free,
     *terms_smem,
+    nodes: int,
     kv_heads: int,
     splits: int,
     in_group: int,
@@ -146,9 +189,9 @@ def _attend(
     """One stretch of one slot and key head, for the rows of a group of tiles.
 
     Refs: lengths [B], bits [B, 2, R], queries [B, Hk, R, D], keys [B, Hk, S / L, D, L], values [B, Hk, S, D],
-    tree_keys [B, Hk, D, L], tree_values [B, Hk, L, D]; out: the stretch's weighted mean as a sum of out_high
-    and out_low [B, Hk, splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse [B, Hk,
-    splits, R].
+    tail_keys [B, Hk, T, D, L], tail_values [B, Hk, T, L, D]; out: the stretch's weighted mean as a sum of
+    out_high and out_low [B, Hk, splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse
+    [B, Hk, splits, R].
     """
     split = lax.axis_index("split")
     slot, head = (
@@ -160,11 +203,13 @@ def _attend(
     tile = lax.axis_index("group") * in_group + tile_in_group
     head_dim = queries_smem.shape[-1]
     length = lengths[slot]
-    last_split = _last_split(length, splits)
-    begin = split * SPLIT
-    blocks = lax.div(jnp.clip(length - begin, 0, SPLIT) + (KEY_BLOCK - 1), KEY_BLOCK)
-    with_nodes = (split == last_split).astype(jnp.int32)
-    steps = blocks + with_nodes
+    last_split = _last_split(length, splits, nodes)
+    begin = split * (SPLIT // KEY_BLOCK)  # in blocks, as what follows
+    whole_blocks = lax.div(length, KEY_BLOCK)
+    last_block = lax.div(length + (nodes - 1), KEY_BLOCK)
+    end = jnp.where(split == last_split, last_block + 1, begin + SPLIT // KEY_BLOCK)
+    blocks = jnp.clip(whole_blocks - begin, 0, SPLIT // KEY_BLOCK)
+    steps = end - begin
 
     def fetch(step):
         """The step's keys and values, on their way into its stage of the ring."""
@@ -176,13 +221,13 @@ def _attend(
 
         @pl.when(step < blocks)
         def _():
-            positions = pl.ds(begin + step * KEY_BLOCK, KEY_BLOCK)
-            block = lax.div(begin, KEY_BLOCK) + step
-            load(keys.at[slot, head, block], values.at[slot, head, positions])
+            positions = pl.ds((begin + step) * KEY_BLOCK, KEY_BLOCK)
+            load(keys.at[slot, head, begin + step], values.at[slot, head, positions])
 
         @pl.when(step >= blocks)
         def _():
-            load(tree_keys.at[slot, head], tree_values.at[slot, head])
+            block = begin + step - whole_blocks
+            load(tail_keys.at[slot, head, block], tail_values.at[slot, head, block])
 
     @pl.when(split <= last_split)
     def _():
@@ -201,7 +246,7 @@ def _attend(
         columns = gpu_iota(shape, 1, plgpu.Layout.WGMMA, interpret)
 
         def attend(step, carry, seen):
-            """Online softmax over one more block: carry (weighted [64, D], top [64], total [64])."""
+            """Online softmax over one more block's `seen`: carry (weighted [64, D], top [64], total [64])."""
             weighted, top, total = carry
 
             # The stage of the step before is free as soon as all warpgroups are done with it.
@@ -244,16 +289,20 @@ def _attend(
             return weighted, new_top, total
 
         def cached(step, carry):
-            return attend(step, carry, columns < length - (begin + step * KEY_BLOCK))
+            # All is seen. But without a mask the scale and the subtraction of the maximum would be rounded as
+            # one, other than in the tail.
+            return attend(step, carry, columns < length - (begin + step) * KEY_BLOCK)
 
-        def nodes(step, carry):
+        def tail(step, carry):
             low, high = (
                 gpu_load(bits.at[slot, word, rows], plgpu.Layout.WGMMA.reduce(1), interpret)
                 for word in (0, 1)
             )
             low, high = (lax.broadcast_in_dim(word, shape, [0]) for word in (low, high))
-            word = jnp.where(columns < 32, low, high)
-            return attend(step, carry, ((word >> (columns & 31)) & 1) != 0)
+            node = columns + ((begin + step) * KEY_BLOCK - length)
+            word = jnp.where(node < 32, low, high)
+            is_ancestor = ((word >> (node & 31)) & 1) != 0
+            return attend(step, carry, (node < 0) | ((node < nodes) & is_ancestor))
 
         def full(shape, value, layout):
             return gpu_layout(jnp.full(shape, value, jnp.float32), layout, interpret)
@@ -264,7 +313,7 @@ def _attend(
             full((_TILE,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
         )
         carry = lax.fori_loop(0, blocks, cached, carry)
-        weighted, top, total = lax.fori_loop(blocks, steps, nodes, carry)
+        weighted, top, total = lax.fori_loop(blocks, steps, tail, carry)
 
         divisor = jnp.where(total == 0, 1.0, total)
         mean = weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])
@@ -296,18 +345,18 @@ def _attend(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _last_split(length: Array, splits: int) -> Array:
-    """The stretch that the nodes are added to."""
-    return jnp.minimum(lax.div(length, SPLIT), splits - 1)
+def _last_split(length: Array, splits: int, nodes: int) -> Array:
+    """The stretch of the last node."""
+    return jnp.minimum(lax.div(length + (nodes - 1), SPLIT), splits - 1)
 
 
-def _merge(high: Array, low: Array, lse: Array, lengths: Array) -> Array:
+def _merge(high: Array, low: Array, lse: Array, lengths: Array, nodes: int) -> Array:
     """Weighted means of stretches [B, Hk, splits, R, D] -> of all of them, float32 [B, Hk, R, D].
 
     Stretches that were skipped are not looked at; each weighs 2 to its lse [B, Hk, splits, R].
     """
     splits = lse.shape[2]
-    last = _last_split(lengths, splits)
+    last = _last_split(lengths, splits, nodes)
     there = jnp.arange(splits, dtype=jnp.int32)[None] <= last[:, None]  # [B, splits]
     lse = jnp.where(there[:, None, :, None], lse, -jnp.inf)
     top = jnp.maximum(jnp.max(lse, axis=2, keepdims=True), _FLOOR)
