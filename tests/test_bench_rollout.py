@@ -8,6 +8,7 @@ from rljax.requests import DecodeStatistics
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
+algorithms = load_script("rollout_benchmarks.algorithms")
 costs = load_script("rollout_benchmarks.costs")
 draft_lengths = load_script("rollout_benchmarks.draft_lengths")
 races = load_script("rollout_benchmarks.races")
@@ -191,3 +192,42 @@ def test_rows_of_draft_lengths(config, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 1000
     with pytest.raises(UserError, match=r"^--plot: the results have no draft lengths"):
         draft_lengths.plot([rows[1].as_json()], tmp_path / "plot.png")
+
+
+def test_the_cases_by_algorithm_are_the_papers():
+    """Four algorithms, of which those with a critic have one response to a prompt, and one has tools."""
+    found = dict(algorithms.configs("configs/bench_algorithms.yaml", ["training.steps=4"]))
+    assert {name: config.rollout.samples_per_prompt for name, config in found.items()} == {
+        "PPO": 1,
+        "GRPO, 5 responses": 5,
+        "GRPO, 10 responses": 10,
+        "DAPO": 16,
+        "PPO with tools": 1,
+    }
+    for name, config in found.items():
+        assert config.training.steps == 4
+        assert (config.algorithm.advantage_baseline == "critic") == name.startswith("PPO")
+        assert (config.tools is not None) == name.endswith("tools")
+        assert config.task.problems == 2 * config.rollout.prompts_per_step
+
+
+@pytest.mark.long
+def test_rows_by_algorithm(tmp_path, monkeypatch):
+    """Every drafter samples what plain decoding does, with tools too; SRT knows the group's other samples."""
+    monkeypatch.setattr(algorithms, "CASES", {"GRPO": ("grpo", 2, 4), "PPO with tools": ("ppo", 4, 1)})
+    monkeypatch.setattr(algorithms, "_TOOLS", tmp_path / "tools.yaml")
+    plain = write_config(tmp_path).read_text(encoding="utf-8")
+    calls = "opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'"
+    tools = f"{plain}tools: {{names: [calculator], {calls}}}\n"
+    (tmp_path / "tools.yaml").write_text(tools, encoding="utf-8")
+    drafts = ("speculation.max_drafts=3", "speculation.verify_buckets=[16]")
+    rows = algorithms.algorithm_rows(tmp_path / "config.yaml", ["training.steps=3", *drafts])
+    names = [row.name.split("/")[1:] for row in rows]
+    assert names == [
+        [case, when, drafter]
+        for case in ("GRPO", "PPO with tools")
+        for when in ("first epoch", "later epochs")
+        for drafter in ("n-gram", "SuffixDecoding", "SRT")
+    ]
+    assert all(row.details["tokens"] > 0 and row.details["passes"] > 0 for row in rows)
+    assert rows[5].ratio > 1  # history

@@ -151,7 +151,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     entropy.plot(steps, row["entropy_by_step"], color=COLORS[3], linewidth=1, label="entropy (right)")
     entropy.set(ylabel="nats", ylim=(0, None))
     handles = [*below.get_legend_handles_labels()[0], *entropy.get_legend_handles_labels()[0]]
-    below.legend(handles=handles, loc="lower right", fontsize=8)
+    below.legend(handles=handles, loc="lower left", fontsize=8)
     above.legend(loc="lower right", fontsize=8)
     for axes in (above, below):
         axes.grid(alpha=0.3)

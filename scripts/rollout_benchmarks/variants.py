@@ -249,7 +249,12 @@ def make_variant(
             StrategyChoice(speculation, config.seed, engine, make),
         )
     scheduler = Scheduler(
-        engine, config.engine.max_slots, run.collector.scheduler.stop_strings, speculator, overlap
+        engine,
+        config.engine.max_slots,
+        run.collector.scheduler.stop_strings,
+        speculator,
+        overlap,
+        run.collector.scheduler.tools,
     )
     if keys is not None:
         warm_up(scheduler, params, config.model_copy(update={"speculation": speculation}), wait=True)
