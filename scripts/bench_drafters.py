@@ -43,7 +43,7 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
         Measurement(
-            "quantizers", "of the self-drafter", activation_aware_rows, (config, 48, 16, 4), disturbed=False
+            "quantizers", "of the self-drafter", activation_aware_rows, (config, 48, 2, 4), disturbed=False
         ),
     ]
 

@@ -34,7 +34,7 @@ from rljax.numerics.quantized import dequantize
 from rljax.numerics.rows import Numerics, log_normalizer
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.training.drafter_warm_up import PolicyRollouts
-from rollout_benchmarks.variants import open_run
+from rollout_benchmarks.variants import open_run, with_keys
 
 _FORMAT = WeightFormat(4, 128)
 _EXPONENTS = tuple(step / 10 for step in range(11))
@@ -42,31 +42,31 @@ _INPUTS = 256  # of a projection, on which exponents are compared
 _NUMERICS = Numerics(False, "float32")
 
 
-def activation_aware_rows(config: ExperimentConfig, heldout: int, calibrated: int, depth: int) -> list[Row]:
+def activation_aware_rows(config: ExperimentConfig, heldout: int, prompts: int, depth: int) -> list[Row]:
     """Compares quantizers of the present policy by the tokens of a pass.
 
     Args:
       heldout: held-out responses.
-      calibrated: responses of a training step whose activations are looked at.
+      prompts: of a training step, whose responses' activations are looked at.
       depth: drafts of a chain.
     """
-    with open_run(config) as (run, progress):
+    with open_run(with_keys(config, rollout={"prompts_per_step": prompts})) as (run, progress):
         model, params = run.trainer.config, run.state.params
         rollouts = PolicyRollouts(run, HeadConfig("eagle", model))
         scored = rollouts.heldout(heldout)
-        statistics = _inputs(params, model, list(rollouts.training(0))[:calibrated])
-        progress.stage("bench", 3)
-        found = {}
-        for number, name in enumerate(("rtn", "clipped", "activation-aware"), 1):
+        statistics = _inputs(params, model, list(rollouts.training(0)))
+        names = ("rtn", "clipped", "activation-aware")
+        progress.stage("bench", len(names) + 1)
+        rounded: dict[str, Params] = {}
+        for number, name in enumerate(names, 1):
             layers = [
                 layer | {each: _rounded(name, layer[each], inputs[each]) for each in PROJECTIONS}
                 for layer, inputs in zip(params["layers"], statistics, strict=True)
             ]
-            quantized = params | {"layers": layers}
-            found[name] = _tokens_of_a_pass(
-                quantized, params, model, scored, run.engine.sampling, depth, config.training.pack_length
-            )
-            progress.step(number, {"accept_length": found[name]})
+            rounded[name] = params | {"layers": layers}
+            progress.step(number, {})
+        found = _tokens_of_a_pass(rounded, params, model, scored, run.engine.sampling, depth)
+        progress.step(len(names) + 1, {})
     roundings = {"rtn": 1, "clipped": 11, "activation-aware": len(_EXPONENTS)}
     return [
         counted_row(
@@ -136,40 +136,36 @@ def _inputs(params: Params, model: ModelConfig, sequences: Sequence[States]) -> 
 
 
 def _tokens_of_a_pass(
-    quantized: Params,
+    rounded: dict[str, Params],
     params: Params,
     model: ModelConfig,
     sequences: Sequence[States],
     sampling: SamplingParams,
     depth: int,
-    length: int,
-) -> float:
-    """Mean over the positions of responses of the tokens that a pass over a chain yields."""
+) -> dict[str, float]:
+    """Mean over the positions of responses of the tokens that a pass over a chain yields, by quantizer."""
+    length = max(len(ids) for ids, *_ in sequences)
     rope = jnp.asarray(rope_table(model, length))
+    positions = np.arange(length, dtype=np.int32)[None]
 
     @jax.jit
-    def accepted(tokens: Array, segments: Array) -> Array:
-        """Log chance at each position that the next token is drafted, float32 [T]."""
-        positions = jnp.arange(length, dtype=jnp.int32)[None]
+    def logprobs(weights: Params, head: Params, tokens: Array, segments: Array) -> Array:
+        attention = PackedAttention(segments, _NUMERICS)
+        hidden, _ = transformer.forward(weights, model, tokens, positions, attention, rope, _NUMERICS)
+        logits = transform_logits(transformer.logits(head, model, hidden, _NUMERICS), sampling, _NUMERICS)
+        return logits - log_normalizer(logits, _NUMERICS)
 
-        def logprobs(weights: Params) -> Array:
-            attention = PackedAttention(segments, _NUMERICS)
-            hidden, _ = transformer.forward(weights, model, tokens, positions, attention, rope, _NUMERICS)
-            logits = transform_logits(
-                transformer.logits(params, model, hidden, _NUMERICS), sampling, _NUMERICS
-            )
-            return logits - log_normalizer(logits, _NUMERICS)
-
-        following = jnp.roll(tokens, -1, axis=1)
-        return coupled_at(logprobs(params), logprobs(quantized), following)[0]
-
-    total, count = 0.0, 0
+    drafted_at = jax.jit(coupled_at)
+    totals, count = dict.fromkeys(rounded, 0.0), 0
     for sequence in sequences:
-        chances = np.exp(np.asarray(accepted(*map(jnp.asarray, _padded([sequence], length)))))
+        tokens, segments = map(jnp.asarray, _padded([sequence], length))
+        policy, following = logprobs(params, params, tokens, segments), jnp.roll(tokens, -1, axis=1)
         ids, _, response = sequence
-        first = int(np.argmax(response)) - 1
-        own = chances[first : len(ids) - 1]
-        for start in range(len(own)):
-            total += 1.0 + float(np.cumprod(own[start : start + depth]).sum())
-        count += len(own)
-    return total / count
+        first = int(np.argmax(response)) - 1  # where the first token of the response is predicted
+        for name, weights in rounded.items():
+            drafts = logprobs(weights, params, tokens, segments)
+            own = np.exp(np.asarray(drafted_at(policy, drafts, following))[0, first : len(ids) - 1])
+            chains = [np.cumprod(own[start : start + depth]).sum() for start in range(len(own))]
+            totals[name] += len(own) + float(sum(chains))
+        count += len(ids) - 1 - first
+    return {name: total / count for name, total in totals.items()}
