@@ -28,7 +28,7 @@ SPOT = (TrainDrafter, Prepare, TrainingData, StopTraining)
 def trained_by(workers, idle=1, **rule):
     """A coordinator with a rollout in progress on workers of four slots, four requests each."""
     coordinator, work = begun(workers, count=4 * workers)
-    coordinator.idle_plan = SpotTraining(SpotRule(**(vars(RULE) | {"idle": idle} | rule)))
+    coordinator.idle_work = SpotTraining(SpotRule(**(vars(RULE) | {"idle": idle} | rule)))
     return coordinator, work
 
 
@@ -57,7 +57,7 @@ def test_the_first_idle_worker_leads_once_enough_are_idle_and_the_others_prepare
     feed, more = spot(coordinator, Prepared("worker-1", 1, "features", 0.5))
     assert feed == TrainingData("worker-2", 1, {1: "features"})
     assert (more.worker, more.batch) == ("worker-1", 2)
-    counts = coordinator.idle_plan.counts
+    counts = coordinator.idle_work.counts
     assert (counts.sessions, counts.joined, counts.seconds) == (1, len(prepare.samples), 0.5)
 
 
@@ -66,7 +66,7 @@ def test_a_leader_alone_prepares_for_itself():
     lead, prepare = ends(coordinator, work, "worker-0")
     assert (lead.worker, prepare.worker) == ("worker-0", "worker-0")
     assert [type(each) for each in spot(coordinator, Prepared("worker-0", 1, None))] == [Prepare]
-    assert coordinator.idle_plan.counts.joined == 0
+    assert coordinator.idle_work.counts.joined == 0
 
 
 def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came_last():
@@ -74,10 +74,10 @@ def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came
     ends(coordinator, work, "worker-0")
     (halt,) = ends(coordinator, work, "worker-1", 2.0)
     assert halt == StopTraining("worker-0", 1)
-    assert not coordinator.idle_plan.settled
+    assert not coordinator.idle_work.settled
     assert not spot(coordinator, Trained("worker-0", 1, 3, False, 0.25, 0.5), 3.0)
-    assert coordinator.idle_plan.settled
-    counts = coordinator.idle_plan.counts
+    assert coordinator.idle_work.settled
+    counts = coordinator.idle_work.counts
     assert (counts.updates, counts.seconds, counts.delay) == (3, 0.25, 0.5)
     coordinator.on(End(1, tuple(range(8))), 4.0)
     coordinator.on(Begin(2, 1, make_requests(8, first=8)), 5.0)
@@ -106,14 +106,14 @@ def test_a_leader_that_is_lost_is_followed_by_another_one():
     assert lead == TrainDrafter("worker-1", 2, 0, updates=2, save_every=2)
     more = spot(coordinator, Prepared("worker-1", 2, None), 3.1)
     assert [each.batch for each in (*others, *more)] == [1]  # the features of the first batch are gone
-    assert (coordinator.idle_plan.counts.sessions, coordinator.idle_plan.counts.moved) == (2, 1)
+    assert (coordinator.idle_work.counts.sessions, coordinator.idle_work.counts.moved) == (2, 1)
 
 
 def test_a_leader_that_is_needed_halts_and_another_one_waits_for_its_head():
     coordinator, work = trained_by(3)
     ends(coordinator, work, "worker-0")
     ends(coordinator, work, "worker-1")
-    assert coordinator.idle_plan.leader == "worker-0"
+    assert coordinator.idle_work.leader == "worker-0"
     halts = spot(coordinator, Died("worker-2", "of a test"), 2.0)  # its requests go to the idle ones
     assert StopTraining("worker-0", 1) in halts
     assert not any(isinstance(each, TrainDrafter) for each in halts)
@@ -133,7 +133,7 @@ def test_silence_is_answered_by_sending_again():
 def test_what_is_old_is_not_taken():
     coordinator, work = trained_by(2)
     ends(coordinator, work, "worker-0")
-    takes = coordinator.idle_plan.takes
+    takes = coordinator.idle_work.takes
     assert takes(Trained("worker-0", 1, 2, True))
     coordinator.on(Trained("worker-0", 1, 4, True), 2.0)
     assert not takes(Trained("worker-0", 1, 2, True))
@@ -209,7 +209,7 @@ class SpotDriver(Driver):
 
     def __init__(self, fabric, workers):
         super().__init__(fabric, workers)
-        self.coordinator.idle_plan = SpotTraining(RULE)
+        self.coordinator.idle_work = SpotTraining(RULE)
         self.head, self.heads = [], []
 
     def do(self, commands):
@@ -222,7 +222,7 @@ class SpotDriver(Driver):
 
     def listen(self):
         for event in self.fabric.receive(0):
-            if isinstance(event, Trained) and event.head and self.coordinator.idle_plan.takes(event):
+            if isinstance(event, Trained) and event.head and self.coordinator.idle_work.takes(event):
                 self.head = event.head
                 self.heads.append(event.head)
             self.do(self.coordinator.on(event, self.fabric.now()))
@@ -244,14 +244,14 @@ def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(seed, work
         requests = make_requests(10, first=10 * version, step=version)
         assert_whole(driver.run(requests, version), requests, version)
         for _ in range(600):
-            if driver.coordinator.idle_plan.settled:
+            if driver.coordinator.idle_work.settled:
                 break
             driver.listen()
-        assert driver.coordinator.idle_plan.settled
+        assert driver.coordinator.idle_work.settled
         assert not any(worker.lead for name, worker in fabric.workers.items() if name not in fabric._silent)
     for before, after in zip(driver.heads, driver.heads[1:], strict=False):
         assert after[: len(before)] == before  # it goes on from what was saved
-    counts = driver.coordinator.idle_plan.counts
+    counts = driver.coordinator.idle_work.counts
     assert counts.updates <= 4 * RULE.updates
     if not lost and not doubled and not latest:
         assert counts.updates and len(driver.head) <= counts.updates
@@ -264,7 +264,7 @@ def test_these_workers_train_a_head():
         driver.run(requests, version)
         for _ in range(10):
             driver.listen()
-    counts = driver.coordinator.idle_plan.counts
+    counts = driver.coordinator.idle_work.counts
     assert counts.sessions >= 3
     assert counts.joined
     assert len(driver.head) == counts.updates > 3
@@ -274,7 +274,7 @@ def test_these_workers_train_a_head():
 def test_some_steps_are_left_out(every, sessions):
     coordinator, work = trained_by(2, every=every)  # the requests are of step 1
     ends(coordinator, work, "worker-0")
-    assert coordinator.idle_plan.counts.sessions == sessions
+    assert coordinator.idle_work.counts.sessions == sessions
 
 
 # -- the tiny run ------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""The driver's part of training in idle time: the head goes to who leads, and comes back."""
+"""The driver's part of training in idle time: what `spot.py` decides, and the head, which goes to who leads
+and comes back.
+"""
 
 import dataclasses
 import time
@@ -6,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from drafters.training import WorkerTraining
-from rljax.cluster.messages import IdleEvent, IdleOrder
+from rljax.cluster.messages import Command, IdleEvent, IdleOrder
 from rljax.errors import ConfigError
 from rljax.papers.tlt import SpotKeys
 from rljax.papers.tlt.messages import TrainDrafter, Trained
@@ -46,30 +48,28 @@ def make_driver(
     return SpotDriver(config, training, put)
 
 
-class SpotDriver:
-    """See the module's docstring.
+class SpotDriver(SpotTraining):
+    """`SpotTraining` with the head: see the module's docstring.
 
     Args:
       config: keys of the cluster.
       training: of the drafter that workers train.
       put: stores a value, and returns a reference to it.
-
-    Attributes:
-      plan: see `SpotTraining`.
     """
 
     def __init__(self, config: SpotKeys, training: WorkerTraining, put: Callable[[Any], Any]) -> None:
         limits = dataclasses.astuple(training.limits)
-        self.plan = SpotTraining(SpotRule(config.spot.idle, config.spot.save_every, *limits))
+        super().__init__(SpotRule(config.spot.idle, config.spot.save_every, *limits))
         self._training, self._put = training, put
-        self._trained: Trained | None = None  # with a head that has not been taken over
+        self._saved: Trained | None = None  # with a head that has not been taken over
         self._head: Any = None  # reference to what the next session goes on from
         self._counted, self._settle_seconds = SpotCounts(), 0.0
 
-    def hear(self, event: IdleEvent) -> None:
+    def on(self, event: IdleEvent, now: float) -> list[Command]:
         """Keeps the head that a session has saved, unless it is older than what is known."""
-        if isinstance(event, Trained) and event.head is not None and self.plan.takes(event):
-            self._trained, self._head = event, self._put(event.head)
+        if isinstance(event, Trained) and event.head is not None and self.takes(event):
+            self._saved, self._head = event, self._put(event.head)
+        return super().on(event, now)
 
     def completed(self, order: IdleOrder) -> IdleOrder:
         """Returns an order; one to lead with the head that the session goes on from."""
@@ -80,12 +80,12 @@ class SpotDriver:
             self._head = self._put(saved) if saved else None
         return dataclasses.replace(order, head=self._head)
 
-    def settle(self, listen: Callable[[float], None]) -> None:
+    def finish(self, listen: Callable[[float], None]) -> None:
         """Waits until a session that was halted has said how far it went, so that all workers draft with the
         newest head. The policy's update has mostly taken longer.
         """
         start = time.perf_counter()
-        while not self.plan.settled and time.perf_counter() - start < _SETTLE:
+        while not self.settled and time.perf_counter() - start < _SETTLE:
             listen(_WAIT)
         self._settle_seconds += time.perf_counter() - start
 
@@ -93,7 +93,7 @@ class SpotDriver:
         """Takes over the head that workers have saved last: for checkpoints, and for all workers with their
         next weights. Returns whether there is one.
         """
-        trained, self._trained = self._trained, None
+        trained, self._saved = self._saved, None
         if trained is None:
             return False
         self._training.adopt(trained.head, trained.metrics)
@@ -101,7 +101,7 @@ class SpotDriver:
 
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call."""
-        before, self._counted = self._counted, dataclasses.replace(self.plan.counts)
+        before, self._counted = self._counted, dataclasses.replace(self.counts)
         metrics = {
             f"cluster/spot_{name}": value - getattr(before, name)
             for name, value in dataclasses.asdict(self._counted).items()
