@@ -154,7 +154,7 @@ class ClusterDecoder:
 
     # -- start and end -------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
+    def start_workers(self) -> None:
         """Starts the workers' processes, and waits until those that there is room for have come.
 
         Raises:
