@@ -16,7 +16,7 @@ rollouts may be in progress (`rollouts.py`).
 import dataclasses
 from collections.abc import Sequence
 
-from rljax.cluster.idle_work import ClusterSnapshot, IdlePlan
+from rljax.cluster.idle_work import ClusterSnapshot, IdleWork
 from rljax.cluster.ledger import Ledger
 from rljax.cluster.messages import (
     Arrived,
@@ -137,7 +137,7 @@ class Coordinator:
       building: whether workers that arrive are asked to build.
       ready: number of workers that have their engine.
       next_start: time before which no further worker is started, since several have ended at once.
-      idle_plan: lets workers without requests do something else; None for never.
+      idle_work: lets workers without requests do something else; None for never.
       only_holders: takes tokens only from workers that hold the request. Set it where tools may be called: a
         tool that is asked again, elsewhere, may answer something else.
     """
@@ -158,7 +158,7 @@ class Coordinator:
         self.rollouts = Rollouts(SharedQueue() if router is None else router)
         self.building = self.only_holders = False
         self.ready, self.next_start = 0, 0.0
-        self.idle_plan: IdlePlan | None = None
+        self.idle_work: IdleWork | None = None
         self._workers: dict[str, _Worker] = {}
         self._started = self._orders = 0
         self._losses_in_a_row = 0  # of workers, without a token between them
@@ -206,7 +206,7 @@ class Coordinator:
             elif worker.holds:
                 states[name] = "decoding"
             else:
-                trains = self.idle_plan is not None and self.idle_plan.trains(name)
+                trains = self.idle_work is not None and self.idle_work.trains(name)
                 states[name] = "training" if trains else "idle"
         return states
 
@@ -215,9 +215,9 @@ class Coordinator:
     def on(self, event: Event, now: float) -> list[Command]:
         """Takes an event at a time in seconds, and returns what is to be done."""
         commands = self._take(event, now)
-        if self.idle_plan is None or isinstance(event, Heard):
+        if self.idle_work is None or isinstance(event, Heard):
             return commands
-        return commands + self.idle_plan.direct(self._snapshot(), now)
+        return commands + self.idle_work.direct(self._snapshot(), now)
 
     def _take(self, event: Event, now: float) -> list[Command]:
         if self._last_heard is None:
@@ -252,7 +252,7 @@ class Coordinator:
         if isinstance(event, Failed):
             return [Fail(event.kind, event.message)]
         if isinstance(event, IdleEvent):
-            return [] if self.idle_plan is None else self.idle_plan.on(event, now)
+            return [] if self.idle_work is None else self.idle_work.on(event, now)
         assert isinstance(event, Heard)
         return []
 

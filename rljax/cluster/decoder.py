@@ -41,7 +41,6 @@ from rljax.cluster.messages import (
     Facts,
     Fail,
     FetchFailed,
-    IdleEvent,
     IdleOrder,
     Key,
     Load,
@@ -155,7 +154,7 @@ class ClusterDecoder:
 
     # -- start and end -------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
+    def start_workers(self) -> None:
         """Starts the workers' processes, and waits until those that there is room for have come.
 
         Raises:
@@ -187,8 +186,7 @@ class ClusterDecoder:
         check_moves(scheduler)
         check_shared(scheduler.speculator)
         self._idle_work = make_idle_work(config.cluster, scheduler.speculator, self._fabric.put)
-        if self._idle_work is not None:
-            self.coordinator.idle_plan = self._idle_work.plan
+        self.coordinator.idle_work = self._idle_work
         self.coordinator.only_holders = scheduler.tools is not None
         self._scheduler, self._blueprint = scheduler, self._fabric.put(make_blueprint(config, policy, serves))
         self.coordinator.fingerprint = None if invariance is None else invariance.fingerprint
@@ -258,7 +256,7 @@ class ClusterDecoder:
             for routing in self._routings:
                 routing.trained(seconds)
             if self._idle_work is not None and not self.coordinator.rollouts.open:
-                self._idle_work.settle(self.listen)
+                self._idle_work.finish(self.listen)
                 self._adopt()
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
@@ -566,8 +564,6 @@ class ClusterDecoder:
                 self._publisher.failed(event.worker, event.version)
             if isinstance(event, Pieces):
                 self._timeline.passes(event)
-            if isinstance(event, IdleEvent) and self._idle_work is not None:
-                self._idle_work.hear(event)
             self._do(self.coordinator.on(event, self._fabric.now()))
         workers = None if self._desired_file is None else self._desired_file.changed(self._fabric.now())
         if workers is not None:

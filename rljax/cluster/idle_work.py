@@ -1,10 +1,9 @@
-"""What workers do that have nothing to decode: three parts, one in each process that has a say in it.
+"""What workers do that have nothing to decode: a part for each process that has a say in it.
 
-    IdlePlan      in the coordinator: decides who does what, as pure as the rest of it
+    IdleWork      in the driver: decides who does what, brings what they need, and takes what comes of it
     IdleWorker    in a worker: does it, between two looks for orders
-    IdleWork      in the driver: brings what they need, and takes what comes of it
 
-None of them can change a token. Which there is, is a matter of keys (`rljax/config/cluster.py`); orders and
+Neither can change a token. Which there is, is a matter of keys (`rljax/config/cluster.py`); orders and
 events of their own extend `IdleOrder` and `IdleEvent`.
 """
 
@@ -39,8 +38,10 @@ class ClusterSnapshot:
     sample: Callable[[Rollout, Key], Sample]
 
 
-class IdlePlan(Protocol):
-    """Part of the coordinator."""
+class IdleWork(Protocol):
+    """Part of the driver: the coordinator asks it what idle workers should do, and `ClusterDecoder` does with
+    it what takes more than messages.
+    """
 
     def direct(self, snapshot: ClusterSnapshot, now: float) -> list[Command]:
         """Called after every event; returns what idle workers should do, or do no longer."""
@@ -51,23 +52,10 @@ class IdlePlan(Protocol):
     def trains(self, worker: str) -> bool:
         """Whether a worker is at work in idle time."""
 
-
-class IdleWork(Protocol):
-    """Part of the driver.
-
-    Attributes:
-      plan: the coordinator's part.
-    """
-
-    plan: IdlePlan
-
-    def hear(self, event: IdleEvent) -> None:
-        """Takes what a worker says, before the coordinator does."""
-
     def completed(self, order: IdleOrder) -> IdleOrder:
-        """Returns an order of the coordinator with what only the driver has."""
+        """Returns an order of `direct` or `on` with what is sent with it and is no matter of decisions."""
 
-    def settle(self, listen: Callable[[float], None]) -> None:
+    def finish(self, listen: Callable[[float], None]) -> None:
         """Waits, for a moment at most, until workers have said how far they went; `listen` waits so many
         seconds for events.
         """

@@ -43,5 +43,5 @@ def started_workers(
     desired = None if directory is None else DesiredWorkersFile(directory, say)
     versions = 2 + config.rollout.oldest_lag
     with contextlib.closing(ClusterDecoder(fabric, config.cluster, say, versions, desired)) as cluster:
-        cluster.gather()
+        cluster.start_workers()
         yield cluster

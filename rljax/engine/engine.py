@@ -131,7 +131,7 @@ class DecodeEngine:
         self._moves = SlotMoves(config, mesh)
         self._key = (self._programs, buckets.cache[-1])
 
-    def handing_out(self, hidden_layers: tuple[int, ...] | None) -> "DecodeEngine":
+    def with_hidden_layers(self, hidden_layers: tuple[int, ...] | None) -> "DecodeEngine":
         """Returns the same engine with other `hidden_layers`."""
         if hidden_layers == self.hidden_layers:
             return self

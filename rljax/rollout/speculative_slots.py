@@ -13,7 +13,7 @@ from rljax.requests import Request
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.slots import Collected, Pass, Prefilled, Slots
 from rljax.rollout.sources.turns import Answered
-from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.speculative_pass import VerifyingPass
 from rljax.speculation.speculator import Speculator
@@ -153,7 +153,11 @@ class SpeculativeSlots(Slots):
         """Trains drafters a little, once few responses are running."""
         for name, training in self.speculator.training.items():
             start = time.perf_counter()
-            if len(self.running) <= training.below and call(name, training, "train"):
+            if len(self.running) > training.below:
+                continue
+            with drafter_call(name, "train"):
+                trained = training.train()
+            if trained:
                 self.statistics.train_seconds += self._decoder.clock.finished() - start
 
     def _alternate(self, wanted: Pass) -> list[Collected]:

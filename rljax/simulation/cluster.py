@@ -198,7 +198,7 @@ class Cluster:
         )
         self._spot: Any = None  # `SimulatedSpot`
         if machines.spot is not None:
-            self.coordinator.idle_plan = simulated("SpotTraining")(machines.spot.rule)
+            self.coordinator.idle_work = simulated("SpotTraining")(machines.spot.rule)
             self._spot = simulated("SimulatedSpot")(machines.spot, self._at, self._tell)
         self._mobile = self.coordinator.rollouts.router.mobile
         self._tell(messages.Tick())

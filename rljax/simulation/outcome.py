@@ -52,7 +52,7 @@ def outcome_of(cluster: Cluster, warm_up: int, responses: int) -> Outcome:
     seconds = counted[-1].trained - (steps[warm_up - 1].trained if warm_up else 0.0)
     available = machines.workers * cluster.now
     first = [_first_idle(cluster.spans, number, step) for number, step in enumerate(steps, 1)][warm_up:]
-    counts: Any = getattr(cluster.coordinator.idle_plan, "counts", None)
+    counts: Any = getattr(cluster.coordinator.idle_work, "counts", None)
     return Outcome(
         seconds / len(counted),
         sum(step.end - step.begin for step in counted) / len(counted),

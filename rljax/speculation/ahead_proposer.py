@@ -8,7 +8,7 @@ from drafters.base import Drafts
 from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.device_proposers import DeviceProposer
-from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.proposals import ActiveSlots, Proposal, calibrated_proposal, no_proposal
 from rljax.speculation.strategies import Strategy
 
@@ -32,7 +32,8 @@ class AheadProposer(DeviceProposer):
             return state, no_proposal(self, len(active.slots), width)
         start = time.perf_counter()
         ahead = self.slots.ahead
-        tokens, scores = call(self.name, ahead, "take_drafts", active.slots, state.cache.length, width)
+        with drafter_call(self.name, "take_drafts"):
+            tokens, scores = ahead.take_drafts(active.slots, state.cache.length, width)
         seconds = time.perf_counter() - start
         tree = self.trees[-1]
         for each in ahead.step_seconds():

@@ -21,7 +21,7 @@ from rljax.processes import agree
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import ChainAcceptance, NodeCalibration
 from rljax.speculation.draft_length import WorthStarting, best_length, best_strategy
-from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import (
@@ -63,7 +63,8 @@ class _OnDevice:
         return self._acceptance.rate
 
     def refresh(self, params: Params) -> None:
-        call(self.name, self.drafter, "refresh", params)
+        with drafter_call(self.name, "refresh"):
+            self.drafter.refresh(params)
 
     def forget(self) -> None:
         self._calibration.forget()
@@ -98,7 +99,8 @@ class SelfProposer(_OnDevice):
         self._start = WorthStarting()
 
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
-        draft_params = call(self.name, self.drafter.policy_weights, "weights")
+        with drafter_call(self.name, "weights"):
+            draft_params = self.drafter.policy_weights.weights()
         for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
             self._times.add_draft(batch, length, self.name, seconds)
 
@@ -106,7 +108,8 @@ class SelfProposer(_OnDevice):
         shapes = self._engine.param_shapes(params)
 
         def compile_shape(shape: Shape, should_stop: Callable[[], bool]) -> None:
-            draft_params = call(self.name, self.drafter.policy_weights, "compile", shapes)
+            with drafter_call(self.name, "compile"):
+                draft_params = self.drafter.policy_weights.compile(shapes)
             if not should_stop():
                 self._engine.compile_draft(draft_params, *shape)
 
@@ -150,7 +153,8 @@ class SelfProposer(_OnDevice):
         # Draft, and measure: all of it counts as drafting, only the steps as what steps take.
         start = time.perf_counter()
         length = self._length if strategy is None else strategy.depth
-        params = call(self.name, self.drafter.policy_weights, "weights")
+        with drafter_call(self.name, "weights"):
+            params = self.drafter.policy_weights.weights()
         ready = time.perf_counter()
         state, drafted = self._engine.draft(params, state, length)
         tokens, margins = (np.asarray(x)[active.slots] for x in (drafted.tokens, drafted.margins))
@@ -255,7 +259,8 @@ class DeviceProposer(_OnDevice):
         if strategy is not None:
             shape = (strategy.depth, strategy.top_k)
             tree = next(tree for tree in self.trees if (tree.depth, tree.top_k) == shape)
-        drafted = call(self.name, self.slots, "draft", state, tree)
+        with drafter_call(self.name, "draft"):
+            drafted = self.slots.draft(state, tree)
         arrays = (drafted.tree.tokens, drafted.tree.parents, drafted.tree.valid, drafted.log_probability)
         tokens, parents, usable, scores = (np.asarray(x)[active.slots] for x in arrays)
         (seconds,) = agree(time.perf_counter() - start)

@@ -16,7 +16,7 @@ from drafters.device import SlotDrafter
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import Prefix
-from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_calls import drafter_call
 
 
 class DrafterSlots:
@@ -43,7 +43,8 @@ class DrafterSlots:
     def call_all(self, method: str, *arguments: Any) -> None:
         """Calls a method of every drafter."""
         for name, drafter in self.by_name.items():
-            call(name, drafter, method, *arguments)
+            with drafter_call(name, method):
+                getattr(drafter, method)(*arguments)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -64,7 +65,8 @@ class DrafterSlots:
         nothing = (np.zeros_like(counts),) * 2
         for name, drafter in self.by_name.items():
             drafted, accepted = draft_counts.get(name, nothing)
-            call(name, drafter, "observe", Sampled(requests, tokens, counts, drafted, accepted, ended))
+            with drafter_call(name, "observe"):
+                drafter.observe(Sampled(requests, tokens, counts, drafted, accepted, ended))
 
     # -- slots; see `SlotDrafter` ----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from rljax.errors import DrafterError
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
 from rljax.speculation.acceptance import NodeCalibration
-from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.proposals import (
     ActiveSlots,
     CompilationPlan,
@@ -60,7 +60,8 @@ class HostProposer:
         width = self._engine.buckets.max_drafts
         budgets = np.full(len(active.slots), width, np.int32)
         queries = Queries(active.requests, active.positions, budgets, width)
-        drafts = call(self.name, self.drafter, "propose", queries)
+        with drafter_call(self.name, "propose"):
+            drafts = self.drafter.propose(queries)
         # Leave out invalid nodes, and count them.
         try:
             usable = usable_nodes(drafts, queries, self._engine.config.vocab_size)

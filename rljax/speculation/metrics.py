@@ -1,12 +1,11 @@
 """The metrics of speculation."""
 
-import functools
 from collections.abc import Mapping
 
 from drafters.base import Drafter
 from drafters.validation import usable_metrics
 from rljax.requests import DecodeStatistics
-from rljax.speculation.drafter_calls import call_checked
+from rljax.speculation.drafter_calls import drafter_call
 
 
 def speculation_metrics(
@@ -44,6 +43,7 @@ def speculation_metrics(
     for number, (name, drafter) in enumerate(drafters.items()):
         prefix = f"{name}/" if number else ""
         taken = [other.removeprefix(prefix) for other in metrics if other.startswith(prefix)]
-        reported = call_checked(name, drafter, "metrics", functools.partial(usable_metrics, taken=taken))
+        with drafter_call(name, "metrics"):
+            reported = usable_metrics(drafter.metrics(), taken)
         metrics |= {prefix + key: value for key, value in reported.items()}
     return {f"speculation/{name}": value for name, value in metrics.items()}

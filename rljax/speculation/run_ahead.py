@@ -28,7 +28,7 @@ from rljax.response_lengths import ResponseLengths
 _Place = tuple[bytes, int]
 """Digest of a prompt, and the number of the request among those with the same prompt: the sample."""
 
-_DOUBTED = 16  # tokens counted as sampled ahead and not accepted before anything is measured
+_PRIOR_REJECTED = 16  # tokens counted as sampled ahead and not accepted before anything is measured
 _KEPT = 0.5  # weight of earlier rollouts' counts, after each further one: acceptance depends on the updates
 
 
@@ -142,7 +142,7 @@ class RunAhead:
     @property
     def accepted_share(self) -> float:
         """Share of tokens sampled ahead that later passes accepted as drafts; 0 before any is measured."""
-        return self._accepted / (self._offered + _DOUBTED)
+        return self._accepted / (self._offered + _PRIOR_REJECTED)
 
     def count(self, offered: int, accepted: int) -> None:
         """Counts how many tokens sampled ahead a rollout could propose, and how many passes accepted."""

@@ -8,7 +8,7 @@ from drafters.base import Drafter
 from drafters.spilled_history import FILE_ARRAYS
 from drafters.training import SharedTraining
 from drafters.validation import usable_state
-from rljax.speculation.drafter_calls import call, call_checked
+from rljax.speculation.drafter_calls import drafter_call
 
 
 def drafter_states(drafters: Mapping[str, Drafter], to_share: bool = False) -> dict[str, np.ndarray]:
@@ -23,7 +23,8 @@ def drafter_states(drafters: Mapping[str, Drafter], to_share: bool = False) -> d
     for prefix, name in _prefixes(drafters).items():
         if to_share and shared_training(drafters[name]) is not None:
             continue
-        arrays = call_checked(name, drafters[name], "state", usable_state)
+        with drafter_call(name, "state"):
+            arrays = usable_state(drafters[name].state())
         if to_share:
             arrays = {key: array for key, array in arrays.items() if key not in FILE_ARRAYS}
         state |= {prefix + key: array for key, array in arrays.items()}
@@ -38,7 +39,8 @@ def drafter_weights(drafters: Mapping[str, Drafter]) -> dict[str, np.ndarray]:
     for prefix, name in _prefixes(drafters).items():
         shared = shared_training(drafters[name])
         if shared is not None:
-            arrays = call_checked(name, shared, "weights", usable_state)
+            with drafter_call(name, "weights"):
+                arrays = usable_state(shared.weights())
             weights |= {prefix + key: array for key, array in arrays.items()}
     return weights
 
@@ -51,7 +53,8 @@ def load_drafter_states(
     for prefix, name in _prefixes(drafters).items():
         arrays = {key.removeprefix(prefix): rest.pop(key) for key in list(rest) if key.startswith(prefix)}
         if arrays:
-            call(name, drafters[name], "load_state", arrays)
+            with drafter_call(name, "load_state"):
+                drafters[name].load_state(arrays)
     return rest
 
 

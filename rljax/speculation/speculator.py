@@ -19,7 +19,7 @@ from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
 from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
-from rljax.speculation.drafter_calls import call
+from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
@@ -128,12 +128,14 @@ class Speculator:
         arguments as of `SharedTraining.read`. `learn` follows.
         """
         for name, training in self.training.items():
-            call(name, training.shared, "read", params, responses, seconds)
+            with drafter_call(name, "read"):
+                training.shared.read(params, responses, seconds)
 
     def freeze(self) -> None:
         """Before the first rollout: drafters are neither trained nor saved here."""
         for name, training in self.training.items():
-            call(name, training, "freeze")
+            with drafter_call(name, "freeze"):
+                training.freeze()
 
     def weights(self) -> dict[str, np.ndarray]:
         """Returns the newest weights of drafters that are trained here, for frozen ones elsewhere."""

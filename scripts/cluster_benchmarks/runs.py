@@ -39,7 +39,7 @@ def in_turns(kind: type[ClusterDecoder]) -> Callable[..., Any]:
     @contextlib.contextmanager
     def cluster_of(config: ExperimentConfig, say: Any, directory: Any = None) -> Iterator[ClusterDecoder]:
         with contextlib.closing(kind(LocalFabric(RolloutWorker), config.cluster, say)) as cluster:
-            cluster.gather()
+            cluster.start_workers()
             yield cluster
 
     return cluster_of

@@ -104,7 +104,7 @@ def count_part(
         plain = []
         for step in range(steps):
             requests = step_requests(run, step)
-            plain.append(Scheduler(run.engine.handing_out(None), batches[-1]).run(params, requests)[0])
+            plain.append(Scheduler(run.engine.with_hidden_layers(None), batches[-1]).run(params, requests)[0])
         times: dict[Any, PassTimes] = {}
         for number, name in enumerate(names):
             count = _count(run, MECHANISMS[name], plain, slots, times)
@@ -125,7 +125,7 @@ def _count(
     if "small_model" in mechanism.drafters:
         arguments["small_model"] = {"path": str(small_model(run))}
     drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in mechanism.drafters}
-    engine = run.engine.handing_out(states_read(drafters, run.engine.config))
+    engine = run.engine.with_hidden_layers(states_read(drafters, run.engine.config))
     run_ahead = RunAhead(64, 1.0) if mechanism.run_ahead else None
     shared = times.setdefault(engine.hidden_layers, PassTimes())
     every_pass = EveryPass() if mechanism.choice == "every pass" else None

@@ -114,7 +114,7 @@ def _draw(completions: Sequence[Completion], rng: np.random.Generator) -> dict[s
 
 
 def _scheduler(run: TrainingRun, drafters: dict[str, Drafter], choice: StrategyChoice) -> Scheduler:
-    engine, slots = run.engine.handing_out(None), run.config.engine.max_slots
+    engine, slots = run.engine.with_hidden_layers(None), run.config.engine.max_slots
     speculator = Speculator(engine, drafters, slots, times=_MadeUpTimes(), strategies=choice)
     return Scheduler(engine, slots, None, speculator)
 

@@ -210,7 +210,7 @@ def make_variant(
         have devices of their own; shared and updated.
       roofline_of: the roofline of `choice: roofline`, for weights of a format; None measures it.
     """
-    config, engine, speculator, overlap = run.config, run.engine.handing_out(None), None, False
+    config, engine, speculator, overlap = run.config, run.engine.with_hidden_layers(None), None, False
     if keys is not None:
         below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
         update = SPECULATION_OFF | keys | {"run_ahead_below": below}
@@ -226,7 +226,7 @@ def make_variant(
             others = speculation.others | {"small_model": {"path": str(small_model(run))}}
             speculation = speculation.model_copy(update={"others": others})
         drafters = make_drafters(speculation)
-        engine = engine.handing_out(states_read(drafters, engine.config))
+        engine = engine.with_hidden_layers(states_read(drafters, engine.config))
         overlap, make = speculation.overlap, None
         params = run.engine.load_params(run.state.params)
         if speculation.choice == "roofline":

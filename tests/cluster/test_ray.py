@@ -12,8 +12,7 @@ import types
 import pytest
 
 from rljax.cluster import ray_fabric
-from rljax.cluster.coordinator import Coordinator
-from rljax.cluster.messages import Decode, Load, Pieces
+from rljax.cluster.messages import Load, Pieces
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
@@ -67,34 +66,6 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
     clustered = run(world, "ray_stale", *overrides, steps=3)
     assert not differences(stale_alone, clustered)
     assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2, 2]
-
-
-@pytest.mark.ray
-@pytest.mark.long  # beyond one case; tests/papers/test_routed_run.py has it in one process
-def test_copies_of_stragglers_race_and_change_nothing(world, alone, nodes, monkeypatch):
-    """A worker whose pieces are long on their way: the other one ends what is left and races with copies."""
-    copies, late, enough = [], [], time.monotonic() + 90
-    honest, receive = Coordinator.on, ray_fabric.RayFabric.receive
-
-    def on(self, event, now):
-        commands = honest(self, event, now)
-        copies.extend(each for each in commands if isinstance(each, Decode) and each.drafter is not None)
-        return commands
-
-    def delay(fabric, seconds):
-        events = receive(fabric, seconds)
-        late.extend(each for each in events if isinstance(each, Pieces) and each.worker == "worker-1")
-        events = [each for each in events if each not in late]
-        if copies or time.monotonic() > enough:
-            events, late[:] = late + events, []
-        return events
-
-    monkeypatch.setattr(Coordinator, "on", on)
-    monkeypatch.setattr(ray_fabric.RayFabric, "receive", delay)
-    race = (*DRAFTS, "speculation.others={prompt_lookup: {}}", "cluster.workers=2", "cluster.race=2")
-    clustered = run(world, "ray_race", *race)
-    assert not differences(alone, clustered)
-    assert copies and {each.drafter for each in copies} <= {"srt", "prompt_lookup"}
 
 
 @pytest.mark.ray

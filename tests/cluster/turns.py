@@ -45,7 +45,7 @@ class Turns:
         decoder = ClusterDecoder(fabric, config.cluster, self.said.append, self.versions, desired)
         with contextlib.closing(decoder) as cluster:
             self.decoders.append(cluster)
-            cluster.gather()
+            cluster.start_workers()
             yield cluster
 
 

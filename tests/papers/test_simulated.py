@@ -80,7 +80,7 @@ def spot_steps(update_seconds, **rule):
     spot = SpotTimes(dataclasses.replace(rule, retry=math.inf), update_seconds, lambda tokens: 1.0)
     cluster = Cluster(Machines(2, 1, SECOND, spot=spot))
     steps = cluster.run(iter([[Response(0, 0, 5), Response(1, 0, 20)]] * 2), 2)
-    return [(step.begin, step.end) for step in steps], cluster.coordinator.idle_plan.counts
+    return [(step.begin, step.end) for step in steps], cluster.coordinator.idle_work.counts
 
 
 def test_a_worker_trains_from_the_end_of_its_responses_to_that_of_the_rollout():
@@ -103,4 +103,4 @@ def test_a_worker_that_is_needed_ends_its_update_first():
     cluster._at(8.0, cluster._fail, "worker-1")
     (step,) = cluster.run(iter([[Response(0, 0, 5), Response(1, 0, 20)]]), 1)
     # It updates from 6 to 16, and decodes what worker-1 had from then on.
-    assert (step.end, cluster.coordinator.idle_plan.counts.delay) == (36, 8)
+    assert (step.end, cluster.coordinator.idle_work.counts.delay) == (36, 8)

@@ -39,7 +39,7 @@ SPOT = (TrainDrafter, Prepare, TrainingData, StopTraining)
 def trained_by(workers, idle=1, **rule):
     """A coordinator with a rollout in progress on workers of four slots, four requests each."""
     coordinator, work = begun(workers, count=4 * workers)
-    coordinator.idle_plan = SpotTraining(SpotRule(**(vars(RULE) | {"idle": idle} | rule)))
+    coordinator.idle_work = SpotTraining(SpotRule(**(vars(RULE) | {"idle": idle} | rule)))
     return coordinator, work
 
 
@@ -68,7 +68,7 @@ def test_the_first_idle_worker_leads_once_enough_are_idle_and_the_others_prepare
     feed, more = spot(coordinator, Prepared("worker-1", 1, "features", 0.5))
     assert feed == TrainingData("worker-2", 1, {1: "features"})
     assert (more.worker, more.batch) == ("worker-1", 2)
-    counts = coordinator.idle_plan.counts
+    counts = coordinator.idle_work.counts
     assert (counts.sessions, counts.joined, counts.seconds) == (1, len(prepare.samples), 0.5)
 
 
@@ -77,7 +77,7 @@ def test_a_leader_alone_prepares_for_itself():
     lead, prepare = ends(coordinator, work, "worker-0")
     assert (lead.worker, prepare.worker) == ("worker-0", "worker-0")
     assert [type(each) for each in spot(coordinator, Prepared("worker-0", 1, None))] == [Prepare]
-    assert coordinator.idle_plan.counts.joined == 0
+    assert coordinator.idle_work.counts.joined == 0
 
 
 def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came_last():
@@ -85,10 +85,10 @@ def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came
     ends(coordinator, work, "worker-0")
     (halt,) = ends(coordinator, work, "worker-1", 2.0)
     assert halt == StopTraining("worker-0", 1)
-    assert not coordinator.idle_plan.settled
+    assert not coordinator.idle_work.settled
     assert not spot(coordinator, Trained("worker-0", 1, 3, False, 0.25, 0.5), 3.0)
-    assert coordinator.idle_plan.settled
-    counts = coordinator.idle_plan.counts
+    assert coordinator.idle_work.settled
+    counts = coordinator.idle_work.counts
     assert (counts.updates, counts.seconds, counts.delay) == (3, 0.25, 0.5)
     coordinator.on(End(1, tuple(range(8))), 4.0)
     coordinator.on(Begin(2, 1, make_requests(8, first=8)), 5.0)
@@ -117,14 +117,14 @@ def test_a_leader_that_is_lost_is_followed_by_another_one():
     assert lead == TrainDrafter("worker-1", 2, 0, updates=2, save_every=2)
     more = spot(coordinator, Prepared("worker-1", 2, None), 3.1)
     assert [each.batch for each in (*others, *more)] == [1]  # the features of the first batch are gone
-    assert (coordinator.idle_plan.counts.sessions, coordinator.idle_plan.counts.moved) == (2, 1)
+    assert (coordinator.idle_work.counts.sessions, coordinator.idle_work.counts.moved) == (2, 1)
 
 
 def test_a_leader_that_is_needed_halts_and_another_one_waits_for_its_head():
     coordinator, work = trained_by(3)
     ends(coordinator, work, "worker-0")
     ends(coordinator, work, "worker-1")
-    assert coordinator.idle_plan.leader == "worker-0"
+    assert coordinator.idle_work.leader == "worker-0"
     halts = spot(coordinator, Died("worker-2", "of a test"), 2.0)  # its requests go to the idle ones
     assert StopTraining("worker-0", 1) in halts
     assert not any(isinstance(each, TrainDrafter) for each in halts)
@@ -142,7 +142,7 @@ def test_joiners_train_on_responses_of_their_own():
     more = spot(coordinator, Prepared("worker-1", theirs.batch, None))  # it keeps them
     assert more and all(isinstance(each, Prepare) and each.worker == "worker-1" for each in more)
     spot(coordinator, Trained("worker-1", 2, 4, True), 2.0)
-    counts = coordinator.idle_plan.counts
+    counts = coordinator.idle_work.counts
     assert (counts.sessions, counts.moved, counts.updates) == (2, 0, 4)
     assert counts.joined == len(theirs.samples)
     # The others go on without a leader that is lost; one that has done its updates does not join again.
@@ -179,9 +179,9 @@ def test_the_driver_hands_on_all_of_a_group_or_the_last(joiners, expected):
     )
     config = SimpleNamespace(spot=SpotConfig(idle=1, joiners=joiners))
     driver = SpotDriverOfRuns(config, training, lambda value: stored.append(value) or value)
-    driver.plan.takes = lambda event: True
+    driver.takes = lambda event: True
     for session, value, updates in ((1, 0.0, 1), (1, 1.0, 2), (2, 4.0, 6)):
-        driver.hear(Trained(f"worker-{session}", session, updates, True, head={"w": np.float32(value)}))
+        driver.on(Trained(f"worker-{session}", session, updates, True, head={"w": np.float32(value)}), 0.0)
     assert driver.adopt() and adopted == [expected] and float(stored[-1]["w"]) == expected
     assert not driver.adopt()
 
@@ -199,7 +199,7 @@ def test_silence_is_answered_by_sending_again():
 def test_what_is_old_is_not_taken():
     coordinator, work = trained_by(2)
     ends(coordinator, work, "worker-0")
-    takes = coordinator.idle_plan.takes
+    takes = coordinator.idle_work.takes
     assert takes(Trained("worker-0", 1, 2, True))
     coordinator.on(Trained("worker-0", 1, 4, True), 2.0)
     assert not takes(Trained("worker-0", 1, 2, True))
@@ -275,7 +275,7 @@ class SpotDriver(Driver):
 
     def __init__(self, fabric, workers, joiners_train=False):
         super().__init__(fabric, workers)
-        self.coordinator.idle_plan = SpotTraining(dataclasses.replace(RULE, joiners_train=joiners_train))
+        self.coordinator.idle_work = SpotTraining(dataclasses.replace(RULE, joiners_train=joiners_train))
         self.head, self.heads = [], []
 
     def do(self, commands):
@@ -288,7 +288,7 @@ class SpotDriver(Driver):
 
     def listen(self):
         for event in self.fabric.receive(0):
-            if isinstance(event, Trained) and event.head and self.coordinator.idle_plan.takes(event):
+            if isinstance(event, Trained) and event.head and self.coordinator.idle_work.takes(event):
                 self.head = event.head
                 self.heads.append(event.head)
             self.do(self.coordinator.on(event, self.fabric.now()))
@@ -313,12 +313,12 @@ def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(
         requests = make_requests(10, first=10 * version, step=version)
         assert_whole(driver.run(requests, version), requests, version)
         for _ in range(600):
-            if driver.coordinator.idle_plan.settled:
+            if driver.coordinator.idle_work.settled:
                 break
             driver.listen()
-        assert driver.coordinator.idle_plan.settled
+        assert driver.coordinator.idle_work.settled
         assert not any(worker.lead for name, worker in fabric.workers.items() if name not in fabric._silent)
-    counts = driver.coordinator.idle_plan.counts
+    counts = driver.coordinator.idle_work.counts
     if joiners_train:
         assert counts.updates <= counts.sessions * RULE.updates
         return
@@ -335,9 +335,9 @@ def test_these_workers_train_a_head_together():
         driver.run(make_requests(16, first=16 * version), version)
         for _ in range(10):
             driver.listen()
-    counts = driver.coordinator.idle_plan.counts
+    counts = driver.coordinator.idle_work.counts
     assert counts.sessions > 3 + counts.moved  # more than have led
-    assert counts.joined and driver.coordinator.idle_plan.settled
+    assert counts.joined and driver.coordinator.idle_work.settled
 
 
 def test_these_workers_train_a_head():
@@ -347,7 +347,7 @@ def test_these_workers_train_a_head():
         driver.run(requests, version)
         for _ in range(10):
             driver.listen()
-    counts = driver.coordinator.idle_plan.counts
+    counts = driver.coordinator.idle_work.counts
     assert counts.sessions >= 3
     assert counts.joined
     assert len(driver.head) == counts.updates > 3
@@ -357,7 +357,7 @@ def test_these_workers_train_a_head():
 def test_some_steps_are_left_out(every, sessions):
     coordinator, work = trained_by(2, every=every)  # the requests are of step 1
     ends(coordinator, work, "worker-0")
-    assert coordinator.idle_plan.counts.sessions == sessions
+    assert coordinator.idle_work.counts.sessions == sessions
 
 
 # -- the tiny run ------------------------------------------------------------------------------------------

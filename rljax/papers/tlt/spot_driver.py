@@ -1,4 +1,6 @@
-"""The driver's part of training in idle time: the head goes to who leads, and comes back."""
+"""The driver's part of training in idle time: what `spot.py` decides, and the head, which goes to who leads
+and comes back.
+"""
 
 import dataclasses
 import time
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from drafters.training import WorkerTraining
-from rljax.cluster.messages import IdleEvent, IdleOrder
+from rljax.cluster.messages import Command, IdleEvent, IdleOrder
 from rljax.errors import ConfigError
 from rljax.papers.tlt import SpotKeys
 from rljax.papers.tlt.messages import TrainDrafter, Trained
@@ -48,36 +50,35 @@ def make_driver(
     return SpotDriver(config, training, put)
 
 
-class SpotDriver:
-    """See the module's docstring.
+class SpotDriver(SpotTraining):
+    """`SpotTraining` with the head: see the module's docstring.
 
     Args:
       config: keys of the cluster.
       training: of the drafter that workers train.
       put: stores a value, and returns a reference to it.
-
-    Attributes:
-      plan: see `SpotTraining`.
     """
 
     def __init__(self, config: SpotKeys, training: WorkerTraining, put: Callable[[Any], Any]) -> None:
         limits = dataclasses.astuple(training.limits)
         joiners_train = config.spot.joiners == "train"
-        rule = SpotRule(config.spot.idle, config.spot.save_every, *limits, joiners_train=joiners_train)
-        self.plan = SpotTraining(rule)
+        super().__init__(
+            SpotRule(config.spot.idle, config.spot.save_every, *limits, joiners_train=joiners_train)
+        )
         self._training, self._put = training, put
         self._trained: dict[int, Trained] = {}  # with heads that have not been taken over, by session
         self._head: Any = None  # reference to what the next session goes on from
         self._counted, self._settle_seconds = SpotCounts(), 0.0
 
-    def hear(self, event: IdleEvent) -> None:
+    def on(self, event: IdleEvent, now: float) -> list[Command]:
         """Keeps the head that a session has saved, unless it is older than what is known: where joiners
         train, beside those of the other sessions.
         """
-        if isinstance(event, Trained) and event.head is not None and self.plan.takes(event):
-            others = self._trained if self.plan.rule.joiners_train else {}
+        if isinstance(event, Trained) and event.head is not None and self.takes(event):
+            others = self._trained if self.rule.joiners_train else {}
             self._trained = others | {event.session: event}
             self._head = self._put(averaged(list(self._trained.values())))
+        return super().on(event, now)
 
     def completed(self, order: IdleOrder) -> IdleOrder:
         """Returns an order; one to lead with the head that the session goes on from."""
@@ -88,12 +89,12 @@ class SpotDriver:
             self._head = self._put(saved) if saved else None
         return dataclasses.replace(order, head=self._head)
 
-    def settle(self, listen: Callable[[float], None]) -> None:
+    def finish(self, listen: Callable[[float], None]) -> None:
         """Waits until a session that was halted has said how far it went, so that all workers draft with the
         newest head. The policy's update has mostly taken longer.
         """
         start = time.perf_counter()
-        while not self.plan.settled and time.perf_counter() - start < _SETTLE:
+        while not self.settled and time.perf_counter() - start < _SETTLE:
             listen(_WAIT)
         self._settle_seconds += time.perf_counter() - start
 
@@ -109,7 +110,7 @@ class SpotDriver:
 
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call."""
-        before, self._counted = self._counted, dataclasses.replace(self.plan.counts)
+        before, self._counted = self._counted, dataclasses.replace(self.counts)
         metrics = {
             f"cluster/spot_{name}": value - getattr(before, name)
             for name, value in dataclasses.asdict(self._counted).items()

@@ -98,19 +98,19 @@ def test_a_slow_worker_changes_no_token():
 
 def test_a_run_whose_workers_come_and_go(world, alone, monkeypatch):
     """One worker at first, then three, then one again."""
-    wishes = {}
+    desired_in = {}
 
     def interfere(fabric):
-        file = world / "wishes" / "run" / "workers"
+        file = world / "resized" / "run" / "workers"
         rollouts = max((worker._rollout for worker in fabric.workers.values()), default=-1)
-        for rollout, wish in ((1, "3"), (3, "1")):
-            if rollouts == rollout and rollout not in wishes:
-                wishes[rollout] = wish
-                file.write_text(wish)
+        for rollout, desired in ((1, "3"), (3, "1")):
+            if rollouts == rollout and rollout not in desired_in:
+                desired_in[rollout] = desired
+                file.write_text(desired)
 
-    clustered, turns = local_run(world, "wishes", monkeypatch, "cluster.workers=1", interfere=interfere)
+    clustered, turns = local_run(world, "resized", monkeypatch, "cluster.workers=1", interfere=interfere)
     assert not differences(alone, clustered)
-    assert list(wishes.values()) == ["3", "1"]
+    assert list(desired_in.values()) == ["3", "1"]
     said = " ".join(turns.said)
     assert "3 workers are kept running from now on" in said
     assert said.count("is let go") == 2
