@@ -1,4 +1,4 @@
-"""A GRPO step here, in TRL and in Tunix: `python scripts/bench_peers.py [--config FILE] [key=value ...]`.
+"""A GRPO step here and in TRL: `python scripts/bench_peers.py [--config FILE] [key=value ...]`.
 
 All get the same exported policy, prompts, group size, lengths, learning rate and number type, and train for
 the same number of steps, each in a process of its own, ours before and after them: once as it is, and once

@@ -92,12 +92,6 @@ def test_micro_batches_of_parts_are_refused(script, capsys, size):
     assert f"--micro-batch: {size} is not a number of whole groups of 8" in capsys.readouterr().err
 
 
-def test_an_old_python_is_refused_before_anything_is_installed(script, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 9, 0))
-    assert script.BENCHMARK.main([*TOY, "--peers", "tunix", "--environments", str(tmp_path)]) == 2
-    assert "tunix needs Python 3.11" in capsys.readouterr().err
-
-
 def test_the_last_number_is_the_answer(script):
     rewards = load_script("peer_benchmarks.right_answer").rewards
     texts = ["31+6=37#37", "37 or 38", "none", "007"]
@@ -106,6 +100,5 @@ def test_the_last_number_is_the_answer(script):
 
 
 def test_jobs_can_be_read_by_programs_without_rljax(script):
-    for name in ("trl_grpo", "tunix_grpo"):
-        text = (Path(script.__file__).parent / "peer_benchmarks" / f"{name}.py").read_text()
-        assert "import rljax" not in text and "from rljax" not in text
+    text = (Path(script.__file__).parent / "peer_benchmarks" / "trl_grpo.py").read_text()
+    assert "import rljax" not in text and "from rljax" not in text

@@ -126,8 +126,6 @@ def _attention(
     lengths: Array,
     node_keys: Array,
     node_values: Array,
-    _keys: Array,
-    _values: Array,
     *tree: Array,
 ) -> tuple[Array]:
     """Attention of the nodes, and of decoding where there is no tree, slot by slot."""
@@ -194,7 +192,7 @@ def _rounded(weight: Array) -> tuple[Array, ...]:
         return tuple(jax.tree.leaves(round_to_nearest(weight, 4, 128, "xla")))
 
 
-def _scores(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array]:
+def _logprobs(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array]:
     """Logprobs of the targets, and entropies."""
     head = lm_head.astype(jnp.float64)
 
@@ -209,13 +207,9 @@ def _scores(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array
     return tuple(each.reshape(targets.shape) for each in lax.map(of_chunk, chunks))
 
 
-def _logprobs(hidden: Array, lm_head: Array, targets: Array, _: Array) -> tuple[Array, Array]:
-    return _scores(hidden, lm_head, targets)
-
-
-def _gradients(hidden: Array, lm_head: Array, targets: Array, _: Array) -> tuple[Array, Array]:
+def _gradients(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array]:
     arguments = hidden.astype(jnp.float64), lm_head.astype(jnp.float64)
-    return jax.grad(lambda *args: jnp.sum(_scores(*args, targets)[0]), (0, 1))(*arguments)
+    return jax.grad(lambda *args: jnp.sum(_logprobs(*args, targets)[0]), (0, 1))(*arguments)
 
 
 CHECKS = (

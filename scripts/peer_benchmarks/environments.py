@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rljax.errors import UserError
 
-PEERS = {"trl": (("trl==1.16.0", "torch==2.13.0"), (3, 10)), "tunix": (("google-tunix==0.1.7",), (3, 11))}
-"""By library: what is installed, and the oldest Python that it runs on."""
+PEERS = {"trl": ("trl==1.16.0", "torch==2.13.0")}
+"""By library: what is installed."""
 
 
 def interpreter(peer: str, directory: Path, python: str | None) -> Path:
@@ -25,14 +25,11 @@ def interpreter(peer: str, directory: Path, python: str | None) -> Path:
     executable = directory / peer / "bin" / "python"
     if executable.exists():
         return executable
-    requirements, oldest = PEERS[peer]
-    if python is None and sys.version_info[:2] < oldest:
-        raise UserError(f"{peer} needs Python {'.'.join(map(str, oldest))}: name one with --python")
     partial = directory / f"{peer}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         subprocess.run([python or sys.executable, "-m", "venv", os.fspath(partial)], check=True)
-        subprocess.run([partial / "bin" / "python", "-m", "pip", "install", "-q", *requirements], check=True)
+        subprocess.run([partial / "bin" / "python", "-m", "pip", "install", "-q", *PEERS[peer]], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"{peer}: its environment cannot be made: {error}") from error
     partial.rename(directory / peer)

@@ -37,7 +37,7 @@ def check_config(config: ExperimentConfig) -> None:
 
 
 def write_job(run: TrainingRun, prompts: list[dict[str, str]], micro_batch: int, directory: Path) -> None:
-    """Writes the job that `trl_grpo.py` and `tunix_grpo.py` read, and the policy that it begins with.
+    """Writes the job that `trl_grpo.py` reads, and the policy that it begins with.
 
     Args:
       run: the experiment, before its first step.
