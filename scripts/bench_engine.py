@@ -10,12 +10,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from engine_benchmarks.decode import bandwidth_rows, decode_rows, startup_rows
-from engine_benchmarks.pool import pool_rows
 from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.steps import (
     block_rows,
     companion_rows,
-    layer_rows,
     price_rows,
     sampling_rows,
     self_draft_rows,
@@ -43,8 +41,6 @@ _CASES = (
     ("companion", companion_rows, (2, (2, 8), 9), (1, (2, 8), 3)),
     ("price", price_rows, (7, 8), (2, 4)),
     ("blocks", block_rows, (9,), (2,)),
-    ("layers", layer_rows, (7,), (2,)),
-    ("pool", pool_rows, ((2, 4, 8),), ((2, 4),)),
     ("sampling", sampling_rows, (8, 16, 10), (8, 8, 3)),
 )
 
@@ -52,7 +48,7 @@ _CASES = (
 def _plan(arguments: Namespace) -> list[Measurement]:
     names = policies_of(arguments)
     return [
-        Measurement(section, name, run, (name, *(quick if arguments.quick else whole)), section != "pool")
+        Measurement(section, name, run, (name, *(quick if arguments.quick else whole)))
         for section, run, whole, quick in _CASES
         for name in names
     ] + [Measurement("rows", "bits", row_invariance_rows, (names,), disturbed=False)]

@@ -1,7 +1,7 @@
-"""Memory, checkpoints, padding and judges of training: `python scripts/bench_training.py [--policy NAMES]`.
+"""Memory, checkpoints and padding of training: `python scripts/bench_training.py [--policy NAMES]`.
 
 What these cost SmolLM2, or the policies that are named, for the pages of `docs` that say so.
-`docs/benchmarks.md` says what each row means; only those of checkpoints and of the judge are seconds.
+`docs/benchmarks.md` says what each row means; only those of checkpoints are seconds.
 """
 
 import sys
@@ -9,7 +9,6 @@ from argparse import Namespace
 
 from rljax.benchmark_runs import Benchmark, Measurement
 from training_benchmarks.checkpoint import checkpoint_rows
-from training_benchmarks.judge import judge_rows
 from training_benchmarks.memory import loading_rows, lora_rows, memory_rows, padding_rows
 from workloads import POLICY_OPTION, policies_of
 
@@ -29,7 +28,7 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         for section, run, more in _CASES
         for name in names
     ]
-    return [*of_policies, padding, Measurement("judge", "128 responses", judge_rows, (128,))]
+    return [*of_policies, padding]
 
 
 BENCHMARK = Benchmark(

@@ -1,7 +1,7 @@
 """A rollout with a long tail and a slot for every response: plain, and with three kinds of drafts.
 
-The policy is the one in the folder that `REPORT_POLICY` names (`gpu_parts/carry.py`). Without a folder it is
-the long-tail benchmark's, trained here for a few seconds and grown to 95 million parameters.
+The policy is the one in the Hugging Face folder that `REPORT_POLICY` names. Without a folder it is the
+long-tail benchmark's, trained here for a few seconds and grown to 95 million parameters.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ import numpy as np
 
 from drafters.base import Outcome
 from drafters.registry import make_drafters, rehearse_drafters
-from gpu_parts.carry import joined
 from gpu_parts.engines import KERNELS, compile_together
 from gpu_parts.part import Part, run
 from rljax.assembly.decoding import make_scheduler, unmeasured_numerics, warm_up
@@ -189,8 +188,7 @@ def measure(part: Part) -> None:
 
 def _config(quick: bool, folder: str | None) -> ExperimentConfig:
     if folder is not None:
-        path = joined(Path(folder))
-        return load_config(_CONFIG, [*_RUN, *_REAL, f"policy.path={path}"])
+        return load_config(_CONFIG, [*_RUN, *_REAL, f"policy.path={folder}"])
     return load_config(_CONFIG, [*_RUN, *(_QUICK if quick else _WARM_START)])
 
 
