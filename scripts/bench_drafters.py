@@ -10,7 +10,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
-from drafter_benchmarks.adaptation import adaptation_rows
 from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
 from drafter_benchmarks.rl import rl_rows
@@ -35,7 +34,6 @@ def _plan(arguments: Namespace) -> list[Measurement]:
     return [
         Measurement("packing", "against padding", packing_rows, (config, settings, 5)),
         *(Measurement("checkpoint", name, saving_rows, (name, 7)) for name in (REAL, "2M", "100M")),
-        Measurement("adaptation", "heads", adaptation_rows, (config, settings, 4, _SLICES), disturbed=False),
         Measurement("rl", "beside a policy that is trained", rl_rows, rl, disturbed=False),
         Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),

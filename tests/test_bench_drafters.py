@@ -13,7 +13,6 @@ from rljax.training.drafter_warm_up import WarmUp
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-adaptation = load_script("drafter_benchmarks.adaptation")
 objectives = load_script("drafter_benchmarks.objectives")
 packing = load_script("drafter_benchmarks.packing")
 rl = load_script("drafter_benchmarks.rl")
@@ -79,16 +78,6 @@ def luck(monkeypatch):
     """Every response has a reward of its own: else nothing would be learned here."""
     reward = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
     monkeypatch.setattr(ChainArithmetic, "reward", reward)
-
-
-def test_adaptation_rows(config, luck):
-    rows = by_name(adaptation.adaptation_rows(config, SETTINGS, rl_steps=2, slices=2))
-    assert len(rows) == 6
-    heads = {
-        name: rows[f"adaptation/RL policy/{name} head"].value for name in ("frozen", "trained on", "adapted")
-    }
-    assert len(set(heads.values())) == 3  # three different heads
-    assert rows["adaptation/base policy/frozen head"].value != heads["frozen"]  # two policies
 
 
 @pytest.mark.long

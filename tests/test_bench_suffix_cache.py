@@ -95,21 +95,11 @@ def test_query_rows(arctic):
 
 
 def test_memory_rows(arctic):
-    *memory, everything, some = bench.memory_rows(4, 64, prompts=2)
-    assert [row.unit for row in memory] == ["bytes/token"] * 3
-    for row in memory:
+    rows = bench.memory_rows(4, 64, prompts=2)
+    assert [row.unit for row in rows] == ["bytes/token"] * 2
+    for row in rows:
         assert 0 < row.details["used"] <= row.value
         assert row.baseline_value == (100.0 if arctic else row.value)
-    tokens = bench.PUBLISHED_PROMPTS * bench.PUBLISHED_TOKENS
-    assert everything.value == pytest.approx(tokens * memory[-1].value / 1e9)
-    assert 4 * tokens / 1e9 < some.value < everything.value
-    assert some.ratio == pytest.approx(640 / some.value)
-
-
-@pytest.mark.long
-def test_thread_rows():
-    rows = bench.thread_rows(4, 128, repeats=1)
-    assert [row.baseline for row in rows] == ["one thread"] * 2
 
 
 def test_quality_counts_what_the_response_goes_on_with():
@@ -147,5 +137,3 @@ def test_says_in_one_line_what_is_missing(arctic, capsys):
     bench.announce(["insert"])
     printed = capsys.readouterr().out
     assert printed.count("\n") == (0 if arctic else 1)
-    bench.announce(["threads"])
-    assert capsys.readouterr().out == ""

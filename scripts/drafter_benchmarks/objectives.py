@@ -5,7 +5,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from drafter_benchmarks.adaptation import by_position
+from drafter_benchmarks.rl import by_position
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.objective import HeadTraining

@@ -2,7 +2,7 @@
 
 The policy in fewer bits: tokens per pass as the policy's entropy falls (EfficientRollout's block efficiency).
 A head: the accuracy lost by an update of the policy, and regained by training on that step's rollouts, beside
-the same head as it was before RL.
+the same head as it was before RL (TLT, Table 6 and Figure 16).
 
 Computed from hidden states, without decoding: see `drafters/eagle/evaluation.py`.
 """
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from drafter_benchmarks.adaptation import by_position, trained_with, warm_up_head
 from drafters.eagle import losses
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
+from drafters.eagle.spot_trainer import HeadTrainer
 from drafters.eagle.states import StateReader, States
 from drafters.quantized import QuantizedPolicy, default_format
 from rljax.benchmarking import Row, counted_row
@@ -29,10 +29,11 @@ from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
+from rljax.progress import Progress
 from rljax.training import loop
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.training.training_run import TrainingRun
-from rollout_benchmarks.variants import collect_step, open_run
+from rollout_benchmarks.variants import collect_step, open_run, with_keys
 
 _BITS = (8, 4)
 _LENGTHS, _LENGTH = (2, 5, 11), 5  # of chains; rows report the latter
@@ -61,10 +62,11 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
       slices: number of slices of the head in each of these steps.
     """
     rows: list[Row] = []
-    with open_run(trained_with(config, rl_steps)) as (run, progress):
+    config = with_keys(config, optimizer={"warmup_steps": 0}, training={"steps": rl_steps})
+    with open_run(config) as (run, progress):
         head = HeadConfig(settings.variant, run.trainer.config)
         rollouts, trainer = PolicyRollouts(run, head), make_trainer(run, head, settings)
-        warm_up_head(trainer, rollouts, settings, shared_params(run.state.params, head.policy), progress)
+        _warm_up(trainer, rollouts, settings, shared_params(run.state.params, head.policy), progress)
         frozen, quantized = trainer.params, {bits: QuantizedPolicy(default_format(bits)) for bits in _BITS}
         numerics = dataclasses.replace(run.numerics, row_invariant=False)
         training = config.training
@@ -112,6 +114,32 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
             loop.learn(run, groups)
             progress.step(step + 1, {"reward": reward})
     return rows
+
+
+def _warm_up(
+    trainer: HeadTrainer, rollouts: PolicyRollouts, settings: WarmUp, shared: Params, progress: Progress
+) -> None:
+    """Trains all slices of a warm-up on rollouts of the current policy; `shared` is its embeddings and LM
+    head.
+    """
+    progress.stage("warm-up", settings.steps, sparse=True)
+    for done in range(settings.steps):
+        if done % settings.slices_per_round == 0:
+            step = done // settings.slices_per_round
+            trainer.begin_step(step)
+            for sequence in rollouts.training(step):
+                trainer.add(*sequence)
+        trainer.slice(shared)
+        progress.step(done + 1, {})
+
+
+def by_position(acceptance: Acceptance) -> dict[str, Any]:
+    """Details of a row about a head."""
+    return {
+        "acceptance_by_position": list(acceptance.by_position),
+        "agreement_by_position": list(acceptance.agreement),
+        "starts": acceptance.starts,
+    }
 
 
 def _efficiency_row(name: str, drafts: SelfDrafts, first: SelfDrafts, details: dict[str, Any]) -> Row:
