@@ -2,7 +2,6 @@
 
     python3 scripts/gpu_report.py                        # all parts, the most important evidence first
     python3 scripts/gpu_report.py --parts verify,update  # some of them
-    python3 scripts/gpu_report.py --preflight            # whether the machine runs our kernels at all
     python3 scripts/gpu_report.py --quick                # a look on a CPU: tiny shapes
 
 Each part is a process with a limit of its own, `scripts/gpu_parts/NAME.py`, and rewrites its file after every
@@ -13,7 +12,6 @@ process imports neither JAX nor the project: it stays alive whatever they do.
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -23,12 +21,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parent.parent
-_LOG_BYTES = 8 * 2**20  # more is not kept: a part may print without an end
+_BUDGET, _QUICK_BUDGET = 480.0, 240.0  # seconds for everything
 _TO_STOP = 3.0  # seconds between asking a process to end and ending it
 _LEAST_SHARE = 0.5  # of the seconds in the table: with less, parts end before their first rows
 _LEAST_MEMORY = 40  # GiB of the GPU that must be free: an update of 1.7B takes the most
@@ -51,19 +49,17 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of the report, or one of its native tests.
+    """One part of the report.
 
     Attributes:
-      name: of the module in `scripts/gpu_parts/`, and of the file; for tests, of the file of tests.
+      name: of the module in `scripts/gpu_parts/`, and of the file.
       seconds: share of the budget; of the default budget about this many.
       variants: starts, one after another.
-      tests: whether it is `tests/kernels/test_NAME.py`.
     """
 
     name: str
     seconds: float
     variants: tuple[Variant, ...] = (Variant(),)
-    tests: bool = False
 
 
 PARTS = (
@@ -86,26 +82,6 @@ PARTS = (
     Part("rollout", 110),
     Part("update", 70),
 )
-PREFLIGHT = (
-    Part("preflight", 20),
-    Part("tree_attention", 65, tests=True),
-    Part("noisy_argmax", 65, tests=True),
-)
-BUDGETS = {"report": 480, "quick": 240, "preflight": 150}
-
-WHEELS = {
-    "pydantic": "pydantic==2.14.4",
-    "pydantic_core": "pydantic-core==2.50.5",  # the one that this pydantic wants
-    "annotated_types": "annotated-types",
-    "typing_inspection": "typing-inspection",
-    "typing_extensions": "typing-extensions",
-    "tensorboardX": "tensorboardX",
-}
-"""What an image with JAX and PyTorch may lack: modules, and the wheels to carry, 3 MB in all."""
-PACKAGES = (
-    *("jax", "flax", "optax", "orbax.checkpoint", "tensorstore", "numpy", "ml_dtypes", "packaging", "yaml"),
-    *("rich", "tokenizers", "jinja2", "safetensors", "numba", "matplotlib"),
-)
 
 
 class Misuse(Exception):
@@ -113,28 +89,6 @@ class Misuse(Exception):
 
 
 # -- before anything runs ----------------------------------------------------------------------------------
-
-
-def check_packages(modules: Iterable[str]) -> None:
-    """Raises `Misuse` with the command that fetches them if some modules are not installed."""
-    missing = [module for module in modules if not _installed(module)]
-    if not missing:
-        return
-    wheels = " ".join(WHEELS.get(module, module.split(".")[0].replace("_", "-")) for module in missing)
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    raise Misuse(
-        f"not installed: {', '.join(missing)}; where there is a network: python3 -m pip download --no-deps"
-        f" --only-binary=:all: --python-version {version} --implementation cp --platform manylinux2014_x86_64"
-        f" -d wheels {wheels}; here: python3 -m pip install --no-index --no-deps --target SITE wheels/*.whl,"
-        " and PYTHONPATH=SITE (docs/gpu.md)"
-    )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is missing
-        return False
 
 
 def gpu() -> str:
@@ -182,16 +136,14 @@ def check_budget(parts: Sequence[Part], budget: float) -> None:
 
 
 class Log:
-    """Everything that is printed, on the screen and in a file of limited size."""
+    """Everything that is printed, on the screen and in a file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = path.open("a", encoding="utf-8")
 
     def __call__(self, text: str) -> None:
         print(text, flush=True)
-        if self._file.tell() < _LOG_BYTES:
-            self._file.write((text + "\n").encode()[:65_536])
-            self._file.flush()
+        print(text, file=self._file, flush=True)
 
 
 def run_process(command: Sequence[str], environment: dict[str, str], seconds: float, log: Log) -> str:
@@ -310,9 +262,6 @@ class Report:
         return outcome
 
     def _command(self, part: Part, variant: Variant, path: Path, seconds: float) -> list[str]:
-        if part.tests:
-            tests = f"tests/kernels/test_{part.name}.py"
-            return [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-m", "accelerator", tests]
         command = [sys.executable, "-m", f"gpu_parts.{part.name}", "--output", str(path)]
         command += ["--seconds", f"{seconds:.1f}", *(["--quick"] if self.quick else [])]
         return [*command, *(["--variant", variant.name] if variant.name else [])]
@@ -354,27 +303,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line: 0 if all parts were complete, 1 if not, 2 for what cannot work here."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--budget", type=float, help="seconds for everything (480; --quick 240; --preflight 150)"
-    )
+    parser.add_argument("--budget", type=float, help="seconds for everything (480; --quick 240)")
     parser.add_argument("--parts", metavar="NAMES", help=f"of {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--output", type=Path, help="folder of the results; default: by the device's name")
-    parser.add_argument(
-        "--preflight", action="store_true", help="versions, one kernel, two files of native tests"
-    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes: a look on a CPU")
     arguments = parser.parse_args(argv)
-    kind = "preflight" if arguments.preflight else "quick" if arguments.quick else "report"
-    budget = BUDGETS[kind] if arguments.budget is None else arguments.budget
+    usual = _QUICK_BUDGET if arguments.quick else _BUDGET
+    budget = usual if arguments.budget is None else arguments.budget
     try:
-        if arguments.preflight and arguments.parts:
-            raise Misuse("--parts: --preflight has parts of its own; leave one of the two out")
-        parts = PREFLIGHT if arguments.preflight else chosen_parts(arguments.parts)
+        parts = chosen_parts(arguments.parts)
         check_budget(parts, budget)
-        check_packages([*PACKAGES, *WHEELS, *(["pytest"] if arguments.preflight else [])])
         device = "quick" if arguments.quick else gpu()
-        if not arguments.quick:
-            check_packages(["jax_plugins"])
         folder = f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}"
         output = arguments.output or _ROOT / ("runs" if arguments.quick else "benchmarks/results") / folder
         output.mkdir(parents=True, exist_ok=True)
