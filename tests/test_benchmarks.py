@@ -16,7 +16,6 @@ from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.transformer import num_params
 from rljax.requests import Completion
-from tests.devices import run_on_devices
 from tests.scripts import load_script
 from tests.test_docs import NAMES, PAGES, commands
 
@@ -132,7 +131,7 @@ def of_plan(name, *arguments):
     return benchmark.planned(benchmark.parser().parse_args(arguments))
 
 
-@pytest.mark.parametrize("name", ["decoupled", "engine", "training"])
+@pytest.mark.parametrize("name", ["engine", "training"])
 def test_the_first_policy_is_the_real_model(name):
     assert of_plan(name)[0].arguments[0] == "smollm2"
     assert of_plan(name, "--policy", "25M,95M")[1].arguments[0] == "95M"
@@ -171,38 +170,11 @@ def test_an_accelerator_is_refused(name, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("error: JAX runs on gpu, ")
 
 
-def test_one_device_is_too_few_to_draft_beside(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    assert load_script("bench_decoupled").BENCHMARK.main([]) == 2
-    assert "--xla_force_host_platform_device_count=2" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["cluster", "engine", "suffix_cache"])
 def test_a_quick_run_has_every_section(name):
     plans = of_plan(name), of_plan(name, "--quick")
     whole, quick = ({measurement.section for measurement in plan} for plan in plans)
     assert whole == quick
-
-
-_DECOUPLED = """
-import json
-from tests.scripts import load_script
-bench = load_script("bench_decoupled")
-bench._RESPONSE, bench._NOISE, bench._WAYS, bench._ROLLOUTS = 8, (0.01,), bench._WAYS[:2], 1
-bench._HEAD |= {"slices": 1, "rows": 1}
-rows = [*bench.model_rows("tiny"), *bench.head_rows("tiny")]
-print("FOUND" + json.dumps([[row.name, row.value / row.baseline_value] for row in rows]))
-"""
-
-
-@pytest.mark.long
-def test_drafting_beside_on_two_devices():
-    """Tokens that differ end it."""
-    found = dict(run_on_devices(_DECOUPLED, 2))
-    ways = [
-        f"tiny/{mode}/window 3/{by}" for by in ("noise 0.01", "head") for mode in ("coupled", "decoupled")
-    ]
-    assert list(found) == ways and min(found.values()) >= 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
