@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine_benchmarks.update import random_sequence
+from engine_benchmarks.update import equal_sequences
 from process_memory import forget_peak, memory_kilobytes
 from rljax.benchmark_runs import in_fresh_process
 from rljax.benchmarking import Row, counted_row
@@ -175,12 +175,9 @@ def _trainer(config: ModelConfig, kind: Kind) -> Trainer:
 def peak_of_updates(policy: str, what: str) -> int:
     """Returns the bytes by which the resident memory of this process grows, at its peak, by three updates."""
     jax.block_until_ready(jnp.asarray([1.0]))  # so that the backend's memory is not counted
-    config, kind, rng = config_of(policy), UPDATES[what], np.random.default_rng(0)
+    config, kind = config_of(policy), UPDATES[what]
     rows, length = _TRAINING.rows_per_microbatch, _TRAINING.pack_length
-    vocab, weight = config.vocab_size, 1 / (rows * (length - 64))
-    sequences = [
-        random_sequence(rng, rng.integers(0, vocab, 64), length - 64, vocab, weight) for _ in range(rows)
-    ]
+    sequences = equal_sequences(rows, length, 64, config.vocab_size)
     batch = build_batch(sequences, pack_sequences([length] * rows, length), range(rows))
     trainer, before = _trainer(config, kind), memory_kilobytes("VmRSS")
     params = params_of(policy)
