@@ -20,17 +20,16 @@ from rljax.benchmarking import Row, counted_row, timed_row
 from rljax.timing import compare
 
 try:
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
     from arctic_inference.suffix_decoding._C import SuffixTree
 except ImportError:
-    SuffixDecodingCache = SuffixTree = None
+    SuffixTree = None
 
 DEPTH = 64  # of arctic's trees, and the longest match of ours
 BUDGET = 16  # draft tokens
 LEAST_PROBABILITY = 0.1  # of a path: arctic's default
 TOKENS_PER_STEP = 4  # between two queries of a response
 VOCABULARY = 32_000
-CACHE, TREE = "arctic-inference's cache", "arctic-inference's C++ tree"
+TREE = "arctic-inference's C++ tree"
 MISSING = "not measured: arctic-inference is not installed"
 
 # --- traces ----------------------------------------------------------------------------------------------
@@ -78,17 +77,6 @@ def insert_stepwise(responses: np.ndarray) -> SuffixForest:
     for position in range(responses.shape[1]):
         forest.extend(sequences, responses[:, position : position + 1], ones)
     return forest
-
-
-def arctic_cache(responses: np.ndarray, stepwise: bool = False) -> "SuffixDecodingCache":
-    """Fills arctic's cache: one tree of all responses, and one per request (with an empty prompt)."""
-    cache = SuffixDecodingCache(max_tree_depth=DEPTH)
-    for request in range(len(responses)):
-        cache.start_request(request, np.empty(0, np.int32))
-    for positions in _steps(responses, stepwise):
-        for request, response in enumerate(responses):
-            cache.add_active_response(request, response[positions])
-    return cache
 
 
 def arctic_trees(groups: Sequence[np.ndarray], stepwise: bool = False) -> list["SuffixTree"]:
@@ -144,18 +132,6 @@ class Queries:
                 )
             )  # fmt: skip
         return drafts
-
-    def ask_cache(self, cache: "SuffixDecodingCache", tree: bool) -> list:
-        """Asks a cache in which the held-out responses are requests "0", "1", ... with an empty prompt."""
-        names = [str(row) for row in range(len(self.responses))]
-        return [
-            cache.speculate(
-                names[row], response[max(position - DEPTH, 0) : position], BUDGET,
-                max_spec_factor=1e6, min_token_prob=LEAST_PROBABILITY, use_tree_spec=tree,
-            )
-            for position in self.positions
-            for row, response in enumerate(self.responses)
-        ]  # fmt: skip
 
     def ask_tree(self, suffix_tree: "SuffixTree", tree: bool) -> list:
         return [
@@ -246,9 +222,7 @@ def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row
     stepwise: dict[str, Callable[[], object]] = {"ours": lambda: insert_stepwise(responses)}
     many: dict[str, Callable[[], object]] = {"ours": lambda: insert_whole(small)}
     if SuffixTree is not None:
-        whole[CACHE] = lambda: arctic_cache(responses)
         whole[TREE] = lambda: arctic_trees([responses])
-        stepwise[CACHE] = lambda: arctic_cache(responses, stepwise=True)
         stepwise[TREE] = lambda: arctic_trees([responses], stepwise=True)
         many[TREE] = lambda: arctic_trees(small)
     size = f"{count} x {length}"
@@ -265,20 +239,15 @@ def query_rows(count: int, length: int, repeats: int) -> list[Row]:
     stored, queries = responses[:count], Queries.along(responses[count:, :2048])
     forest = insert_whole([stored])
     if SuffixTree is not None:
-        cache, (suffix_tree,) = arctic_cache(stored), arctic_trees([stored])
-        for request in range(count):
-            cache.stop_request(request)
-            cache.start_request(str(request), np.empty(0, np.int32))
+        (suffix_tree,) = arctic_trees([stored])
     rows = []
     for tree in (False, True):
         actions: dict[str, Callable[[], object]] = {"ours": lambda tree=tree: queries.ask_ours(forest, tree)}
         quality = queries.quality_of_ours(actions["ours"]())
         details = {MISSING: quality}
         if SuffixTree is not None:
-            actions[CACHE] = lambda tree=tree: queries.ask_cache(cache, tree)
             actions[TREE] = lambda tree=tree: queries.ask_tree(suffix_tree, tree)
-            for baseline in (CACHE, TREE):
-                details[baseline] = {**quality, **queries.quality_of_theirs(actions[baseline]())}
+            details[TREE] = {**quality, **queries.quality_of_theirs(actions[TREE]())}
         name = f"query/{count} x {length}/{'tree' if tree else 'chain'} of {BUDGET}"
         rows += timed_rows(name, actions, len(queries), repeats, details)
     return rows
