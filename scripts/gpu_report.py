@@ -1,6 +1,6 @@
 """Everything that only a GPU can tell, in eight minutes, on a bare machine: docs/gpu.md.
 
-    python3 scripts/gpu_report.py                        # all parts, the most important evidence first
+    python3 scripts/gpu_report.py | tee report.txt       # all parts, the most important evidence first
     python3 scripts/gpu_report.py --parts verify,update  # some of them
     python3 scripts/gpu_report.py --quick                # a look on a CPU: tiny shapes
 
@@ -19,11 +19,10 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BUDGET, _QUICK_BUDGET = 480.0, 240.0  # seconds for everything
@@ -135,50 +134,22 @@ def check_budget(parts: Sequence[Part], budget: float) -> None:
 # -- processes ---------------------------------------------------------------------------------------------
 
 
-class Log:
-    """Everything that is printed, on the screen and in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def __call__(self, text: str) -> None:
-        print(text, flush=True)
-        print(text, file=self._file, flush=True)
-
-
-def run_process(command: Sequence[str], environment: dict[str, str], seconds: float, log: Log) -> str:
+def run_process(command: Sequence[str], environment: dict[str, str], seconds: float) -> str:
     """Runs a command in a process group of its own, and ends all of the group.
 
     Returns:
       "complete", or why it is not.
     """
     process = subprocess.Popen(
-        command,
-        cwd=_ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        command, cwd=_ROOT, env=environment, stderr=subprocess.STDOUT, start_new_session=True
     )
-    reader = threading.Thread(target=_copy_lines, args=(process.stdout, log), daemon=True)
-    reader.start()
-    outcome = f"cut short after {seconds:.0f} s"
     try:
         status = process.wait(seconds)
-        outcome = "complete" if status == 0 else f"failed with status {status}"
+        return "complete" if status == 0 else f"failed with status {status}"
     except subprocess.TimeoutExpired:
-        pass
+        return f"cut short after {seconds:.0f} s"
     finally:
         _end_group(process)
-        reader.join(_TO_STOP)
-    return outcome
-
-
-def _copy_lines(stream: IO[str], log: Log) -> None:
-    for line in stream:
-        log(line.rstrip("\n"))
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
@@ -214,82 +185,61 @@ def environment_of(quick: bool) -> dict[str, str]:
 # -- the report --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """Runs parts within a budget; see `main`."""
+def run_parts(parts: Sequence[Part], budget: float, output: Path, quick: bool) -> bool:
+    """Runs parts, each within its share of the time that is left; whether all were complete."""
+    end, lines, whole = time.monotonic() + budget - _TO_STOP, [], True
+    try:
+        for index, part in enumerate(parts):
+            share = _share([other.seconds for other in parts[index:]], quick)
+            content = run_part(part, share * (end - time.monotonic()), output, quick)
+            whole &= content["outcome"] == "complete"
+            rows, seconds, outcome = (content[name] for name in ("rows", "seconds", "outcome"))
+            lines.append(f"{part.name:16} {len(rows):3} rows in {seconds:5.1f} s: {outcome}")
+    finally:
+        say(*lines, f"written: {output}")
+    return whole
 
-    output: Path
-    quick: bool
-    log: Log
 
-    def run(self, parts: Sequence[Part], budget: float) -> bool:
-        """Runs the parts, each within its share of the time that is left; whether all were complete."""
-        end, outcomes = time.monotonic() + budget - _TO_STOP, {}
-        try:
-            for index, part in enumerate(parts):
-                share = self._share([other.seconds for other in parts[index:]])
-                outcomes[part.name] = self._run_part(part, share * (end - time.monotonic()))
-        finally:
-            self._summary(outcomes)
-        return set(outcomes.values()) == {"complete"}
-
-    def _share(self, seconds: Sequence[float]) -> float:
-        """Returns what the first of these gets of the time that is left. A look may take what it takes."""
-        return 1.0 if self.quick else seconds[0] / sum(seconds)
-
-    def _run_part(self, part: Part, limit: float) -> str:
-        start, path = time.monotonic(), self.output / f"{part.name}.json"
-        path.unlink(missing_ok=True)
-        outcomes = []
-        variants = part.variants[:1] if self.quick else part.variants  # the others differ in flags for GPUs
-        for index, variant in enumerate(variants):
-            share = self._share([other.share for other in variants[index:]])
-            seconds = max(share * (start + limit - time.monotonic()), 0.0)
-            command = self._command(part, variant, path, seconds)
-            label = f"{part.name} ({variant.name})" if variant.name else part.name
-            self.log(f"== {label}, at most {seconds:.0f} s: {shlex.join(command)}")
-            environment = environment_of(self.quick)
-            flags = [environment.get("XLA_FLAGS", ""), variant.flags]
-            environment["XLA_FLAGS"] = " ".join(filter(None, flags))
-            outcome = run_process(command, environment, seconds, self.log)
-            self.log(f"== {label}: {outcome}")
-            outcomes.append(f"{variant.name}: {outcome}" if variant.name else outcome)
-        whole = all(outcome.endswith("complete") for outcome in outcomes)
-        outcome = "complete" if whole else "; ".join(outcomes)
-        self._write_outcome(
-            part, path, outcome, {"seconds": round(time.monotonic() - start, 1), "limit": limit}
-        )
-        return outcome
-
-    def _command(self, part: Part, variant: Variant, path: Path, seconds: float) -> list[str]:
+def run_part(part: Part, limit: float, output: Path, quick: bool) -> dict[str, Any]:
+    """Runs a part, and returns its file, to which it adds how the part ended. There is a file, whatever
+    happened.
+    """
+    start, path = time.monotonic(), output / f"{part.name}.json"
+    path.unlink(missing_ok=True)
+    outcomes = []
+    variants = part.variants[:1] if quick else part.variants  # the others differ in flags for GPUs
+    for index, variant in enumerate(variants):
+        share = _share([other.share for other in variants[index:]], quick)
+        seconds = max(share * (start + limit - time.monotonic()), 0.0)
         command = [sys.executable, "-m", f"gpu_parts.{part.name}", "--output", str(path)]
-        command += ["--seconds", f"{seconds:.1f}", *(["--quick"] if self.quick else [])]
-        return [*command, *(["--variant", variant.name] if variant.name else [])]
+        command += ["--seconds", f"{seconds:.1f}", *(["--quick"] if quick else [])]
+        command += ["--variant", variant.name] if variant.name else []
+        label = f"{part.name} ({variant.name})" if variant.name else part.name
+        say(f"== {label}, at most {seconds:.0f} s: {shlex.join(command)}")
+        environment = environment_of(quick)
+        flags = [environment.get("XLA_FLAGS", ""), variant.flags]
+        environment["XLA_FLAGS"] = " ".join(filter(None, flags))
+        outcome = run_process(command, environment, seconds)
+        say(f"== {label}: {outcome}")
+        outcomes.append(f"{variant.name}: {outcome}" if variant.name else outcome)
+    for leftover in output.glob("*.tmp"):  # of a process that was ended as it wrote
+        leftover.unlink()
+    whole = all(outcome.endswith("complete") for outcome in outcomes)
+    content = read_json(path) or {"part": part.name, "rows": [], "notes": []}
+    content["outcome"] = "complete" if whole else "; ".join(outcomes)
+    content |= {"seconds": round(time.monotonic() - start, 1), "limit": limit}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return content
 
-    def _write_outcome(self, part: Part, path: Path, outcome: str, times: dict[str, float]) -> None:
-        """Adds to the part's file how it ended. There is a file, whatever happened."""
-        content = read_json(path) or {"part": part.name, "rows": [], "notes": []}
-        for leftover in self.output.glob("*.tmp"):  # of a process that was ended as it wrote
-            leftover.unlink()
-        path.write_text(
-            json.dumps(content | {"outcome": outcome, **times}, indent=1) + "\n", encoding="utf-8"
-        )
 
-    def _summary(self, outcomes: dict[str, str]) -> None:
-        """Prints every row and every note, and how each part ended."""
-        for name in outcomes:
-            content = read_json(self.output / f"{name}.json") or {}
-            for row in content.get("rows", []):
-                value = "nan" if row["value"] is None else f"{row['value']:.4g}"
-                variant = f" ({row['variant']})" if row.get("variant") else ""
-                self.log(f"{name}: {row['name']}{variant}: {value} {row['unit']}")
-            for note in content.get("notes", []):
-                self.log(f"{name}: {note}")
-        for name, outcome in outcomes.items():
-            content = read_json(self.output / f"{name}.json") or {}
-            rows, seconds = len(content.get("rows", [])), content.get("seconds", 0.0)
-            self.log(f"{name:16} {rows:3} rows in {seconds:5.1f} s: {outcome}")
-        self.log(f"written: {self.output}")
+def _share(seconds: Sequence[float], quick: bool) -> float:
+    """Returns what the first of these gets of the time that is left. A look may take what it takes."""
+    return 1.0 if quick else seconds[0] / sum(seconds)
+
+
+def say(*lines: str) -> None:
+    """Prints lines at once, among those of the parts."""
+    print(*lines, sep="\n", flush=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -317,7 +267,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}"
         output = arguments.output or _ROOT / ("runs" if arguments.quick else "benchmarks/results") / folder
         output.mkdir(parents=True, exist_ok=True)
-        log = Log(output / "log.txt")
     except Misuse as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -325,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --output: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part in progress, too
-    log(f"{device}: {budget:g} s for {', '.join(part.name for part in parts)}; {sys.executable}")
-    return 0 if Report(output, arguments.quick, log).run(parts, budget) else 1
+    say(f"{device}: {budget:g} s for {', '.join(part.name for part in parts)}; {sys.executable}")
+    return 0 if run_parts(parts, budget, output, arguments.quick) else 1
 
 
 if __name__ == "__main__":

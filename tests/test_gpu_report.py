@@ -63,16 +63,14 @@ def test_all_parts_run_in_order_and_their_files_are_few(report):
     status, printed, errors = report()
     assert status == 0 and not errors
     names = [part.name for part in gpu_report.PARTS]
-    assert sorted(os.listdir(report.output)) == sorted([*(f"{name}.json" for name in names), "log.txt"])
-    assert len(names) + 1 <= 8
+    assert sorted(os.listdir(report.output)) == sorted(f"{name}.json" for name in names)
     begun = [line.split()[1] for line in printed.splitlines() if line.startswith("== ") and "at most" in line]
     assert list(dict.fromkeys(line.rstrip(",") for line in begun)) == names
     assert all(content(report.output, name)["outcome"] == "complete" for name in names)
     # A part is started once for each set of flags, and each start adds to its file.
     flags = [row["name"] for row in content(report.output, "exactness")["rows"]]
     assert flags == ["flags --xla_gpu_autotune_level=0", "flags "]
-    assert (report.output / "log.txt").read_text() == printed and "part decode prints" in printed
-    assert "exactness          2 rows" in printed and "update: update says" in printed
+    assert "part decode prints" in printed and "exactness          2 rows" in printed
 
 
 def test_time_is_shared_and_what_is_left_goes_to_the_parts_behind(report):
@@ -99,13 +97,12 @@ def test_a_part_that_fails_leaves_its_rows_and_the_others_run(report):
     assert (verify["outcome"], verify["rows"]) == ("failed with status 1", [])
 
 
-def test_a_part_that_hangs_is_ended_with_its_children(tmp_path):
-    log = gpu_report.Log(tmp_path / "log.txt")
+def test_a_part_that_hangs_is_ended_with_its_children(capfd):
     command = [sys.executable, "-c", f"import subprocess, time\n{_HANGS}"]
     start = time.monotonic()
-    outcome = gpu_report.run_process(command, dict(os.environ), 1.0, log)
+    outcome = gpu_report.run_process(command, dict(os.environ), 1.0)
     assert outcome == "cut short after 1 s" and time.monotonic() - start < 60
-    child = int((tmp_path / "log.txt").read_text().split()[1])
+    child = int(capfd.readouterr().out.split()[1])
     with pytest.raises(ProcessLookupError):
         for _ in range(200):  # until whoever adopted it has waited for it
             os.kill(child, 0)
