@@ -54,8 +54,8 @@ def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
     settings = [*script._OVERRIDES, *SETTINGS, f"run_dir={tmp_path / 'run'}"]
     settings.append(f"warm_start.cache_dir={tmp_path / 'cache'}")
     config = load_config("configs/quickstart.yaml", settings)
-    peers = [("trl", Path(sys.executable))]
-    time, tokens, *whole = script.rows_of(config, settings, peers, "configs/quickstart.yaml", micro_batch=2)
+    python = Path(sys.executable)
+    time, tokens, *whole = script.rows_of(config, settings, python, "configs/quickstart.yaml", micro_batch=2)
     names = [row.name for row in whole]
     assert names == ["step without skipping/trl/time", "step without skipping/trl/tokens"]
     assert (time.name, time.baseline_value) == ("step/trl/time", 10.0)
@@ -82,13 +82,13 @@ def test_a_peer_that_fails_is_one_line(script, tmp_path):
     ],
 )
 def test_what_peers_cannot_be_given_is_refused(script, capsys, tmp_path, setting, said):
-    assert script.BENCHMARK.main([*TOY, setting, "--environments", str(tmp_path)]) == 2
+    assert script.BENCHMARK.main([*TOY, setting, "--environment", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "4", "24", "128"])  # groups of 8, 64 responses a step
 def test_micro_batches_of_parts_are_refused(script, capsys, size):
-    assert script.BENCHMARK.main([*TOY, "--peers", "trl", "--micro-batch", size]) == 2
+    assert script.BENCHMARK.main([*TOY, "--micro-batch", size]) == 2
     assert f"--micro-batch: {size} is not a number of whole groups of 8" in capsys.readouterr().err
 
 

@@ -117,7 +117,6 @@ def test_an_unknown_section_is_one_line(name, capsys):
         ("engine", ["--policy", "tiny,95m"], "--policy: '95m' is not one; did you mean '95M'? "),
         ("learning", ["--only", "lora", "--ways", "LORA"], "--ways: 'LORA' is not one; did you mean"),
         ("learning", ["--seeds", "0"], "--seeds: 0 is not at least 1"),
-        ("peers", ["--peers", "verl"], "--peers: 'verl' is not one; they are trl"),
     ],
 )
 def test_a_mistake_is_one_line(name, arguments, message, capsys):
