@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from drafter_benchmarks.training import add_rollouts, by_position, train_head
 from drafters.eagle import losses
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
-from drafters.eagle.spot_trainer import HeadTrainer
 from drafters.eagle.states import StateReader, States
 from drafters.quantized import QuantizedPolicy, default_format
 from rljax.benchmarking import Row, counted_row
@@ -29,7 +29,6 @@ from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
-from rljax.progress import Progress
 from rljax.training import loop
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.training.training_run import TrainingRun
@@ -66,7 +65,7 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
     with open_run(config) as (run, progress):
         head = HeadConfig(settings.variant, run.trainer.config)
         rollouts, trainer = PolicyRollouts(run, head), make_trainer(run, head, settings)
-        _warm_up(trainer, rollouts, settings, shared_params(run.state.params, head.policy), progress)
+        train_head(trainer, settings, shared_params(run.state.params, head.policy), rollouts.training)
         frozen, quantized = trainer.params, {bits: QuantizedPolicy(default_format(bits)) for bits in _BITS}
         numerics = dataclasses.replace(run.numerics, row_invariant=False)
         training = config.training
@@ -84,9 +83,7 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
                 measure, run, head, shared=shared, heldout=heldout, depth=settings.depth
             )
             old, updated = worth(frozen), worth(trainer.params)
-            trainer.begin_step(step)
-            for sequence in rollouts.read(groups):
-                trainer.add(*sequence)
+            add_rollouts(trainer, step, rollouts.read(groups))
             for _ in range(slices):
                 trainer.slice(shared)
             trained = worth(trainer.params)
@@ -114,32 +111,6 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
             loop.learn(run, groups)
             progress.step(step + 1, {"reward": reward})
     return rows
-
-
-def _warm_up(
-    trainer: HeadTrainer, rollouts: PolicyRollouts, settings: WarmUp, shared: Params, progress: Progress
-) -> None:
-    """Trains all slices of a warm-up on rollouts of the current policy; `shared` is its embeddings and LM
-    head.
-    """
-    progress.stage("warm-up", settings.steps, sparse=True)
-    for done in range(settings.steps):
-        if done % settings.slices_per_round == 0:
-            step = done // settings.slices_per_round
-            trainer.begin_step(step)
-            for sequence in rollouts.training(step):
-                trainer.add(*sequence)
-        trainer.slice(shared)
-        progress.step(done + 1, {})
-
-
-def by_position(acceptance: Acceptance) -> dict[str, Any]:
-    """Details of a row about a head."""
-    return {
-        "acceptance_by_position": list(acceptance.by_position),
-        "agreement_by_position": list(acceptance.agreement),
-        "starts": acceptance.starts,
-    }
 
 
 def _efficiency_row(name: str, drafts: SelfDrafts, first: SelfDrafts, details: dict[str, Any]) -> Row:
