@@ -61,7 +61,6 @@ _PUBLISHED = {"head_dim": 128, "rope_theta": 1e6, "max_positions": 32_768}
 _QWEN2 = _PUBLISHED | {"architecture": "qwen2", "attention_bias": True, "qk_norm": False}
 SHAPES = {
     "tiny": qwen3(320, 128, 1, 2, 1, 256, **_PUBLISHED),  # for a look
-    "2 layers": qwen3(320, 128, 2, 2, 1, 256),
     "2M": qwen3(320, 192, 4, 6, 2, 512),  # the quickstart's
     "25M": qwen3(8192, 512, 7, 8, 4, 1536),
     "50M": qwen3(8192, 768, 7, 12, 4, 2048),
@@ -75,7 +74,6 @@ SHAPES = {
     "Qwen3-1.7B": qwen3(151_936, 2048, 28, 16, 8, 6144, **_PUBLISHED),
     "Qwen3-8B": qwen3(151_936, 4096, 36, 32, 8, 12_288, **_PUBLISHED, tie_embeddings=False),
     "Qwen2.5-1.5B": qwen3(151_936, 1536, 28, 12, 2, 8960, **_QWEN2),
-    "Qwen2.5-7B": qwen3(152_064, 3584, 28, 28, 4, 18_944, **_QWEN2, tie_embeddings=False),
 }
 
 
