@@ -112,9 +112,11 @@ BENCHMARK = Benchmark(
     name="kernels",
     description=__doc__,
     plan=_plan,
-    quick_plan=_plan,
-    quick_help="tiny shapes and few repeats: a look at a CPU, where kernels are interpreted",
     options={
+        "--quick": {
+            "action": "store_true",
+            "help": "tiny shapes and few repeats: a look at a CPU, where kernels are interpreted",
+        },
         "--op": {"dest": "only", "metavar": "OPS", "help": "the same as --only"},
         "--implementation": {
             "default": "",
@@ -136,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = BENCHMARK.parser().parse_args(argv)
     if arguments.tune is None and (arguments.quick or jax.default_backend() != "cpu"):
+        if arguments.quick and arguments.output is None:
+            arguments.output = Path("benchmarks/results/kernels-quick.json")
         return BENCHMARK.run(arguments)
     if arguments.tune is None:
         raise UserError("no accelerator here: --quick measures tiny shapes, interpreted")

@@ -1,4 +1,4 @@
-"""The history drafters' automata: `python scripts/bench_suffix_cache.py [--quick] [--only SECTIONS]`.
+"""The history drafters' automata: `python scripts/bench_suffix_cache.py [--only SECTIONS]`.
 
 Microseconds per token inserted and per query and bytes per token, against the C++ suffix tree of
 arctic-inference on the same traces, both sides in one process and in alternation. arctic-inference builds
@@ -287,12 +287,6 @@ BENCHMARK = Benchmark(
         Measurement("query", "64 x 4096", query_rows, (64, 4096, 5)),
         Measurement("memory", "64 x 4096", memory_rows, (64, 4096, 512), disturbed=False),
     ),
-    quick_plan=(
-        Measurement("insert", "16 x 1024", insert_rows, (16, 1024, 32, 3)),
-        Measurement("query", "16 x 1024", query_rows, (16, 1024, 3)),
-        Measurement("memory", "16 x 1024", memory_rows, (16, 1024, 32), disturbed=False),
-    ),
-    quick_help="short responses, few rounds",
     packages=("numba", "numpy", "arctic-inference"),
     prepare=announce,
 )

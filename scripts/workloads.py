@@ -106,8 +106,8 @@ POLICY_OPTION: Mapping[str, Mapping[str, Any]] = {
 
 
 def policies_of(arguments: Namespace) -> list[str]:
-    """The policies that `--policy` names; the real one without it, and a small one in a quick run."""
-    names = (arguments.policy or ("2M" if arguments.quick else REAL)).split(",")
+    """The policies that `--policy` names; the real one without it."""
+    names = (arguments.policy or REAL).split(",")
     for name in names:
         if name not in (REAL, *SHAPES):
             raise UserError(f"--policy: {name!r} is not one; {known_names(name, [REAL, *SHAPES])}")

@@ -169,13 +169,6 @@ def test_an_accelerator_is_refused(name, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("error: JAX runs on gpu, ")
 
 
-@pytest.mark.parametrize("name", ["cluster", "engine", "suffix_cache"])
-def test_a_quick_run_has_every_section(name):
-    plans = of_plan(name), of_plan(name, "--quick")
-    whole, quick = ({measurement.section for measurement in plan} for plan in plans)
-    assert whole == quick
-
-
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_what_the_pages_tell_to_measure_is_a_section(page):
     for name, *words in commands(page.read_text(encoding="utf-8")):
