@@ -1,14 +1,11 @@
 """scripts/bench_learning.py: its configs, its rows and its picture; nothing is trained here."""
 
-import json
-
 import pytest
 
 from rljax.reports.decisions import RunDecisions
 from rljax.reports.runs import RunData
 from tests.scripts import SCRIPTS, load_script
 
-bench = load_script("bench_learning")
 learning = load_script("training_benchmarks.learning")
 CONFIG = str(SCRIPTS.parent / "configs/bench_algorithms.yaml")
 
@@ -98,14 +95,3 @@ def test_lora_and_agents_are_compared_with_the_plain_way(run_of):
     plain = run_of(0.25, rollout__tokens=[9, *[200] * 5])
     values, _ = rows_of("agents", {"in the run": [plain], "agents": [agents]})
     assert values == {"agents/tokens": (50.0, 100.0), "agents/held-out": (0.5, 0.25)}
-
-
-def test_what_was_written_is_drawn(run_of, tmp_path, capsys):
-    results, picture = tmp_path / "results.json", tmp_path / "picture.png"
-    arguments = ["--output", str(results), "--plot", str(picture)]
-    assert bench.main(arguments) == 2
-    assert f"error: {results}: holds no results" in capsys.readouterr().err
-    _, rows = rows_of("staleness", {name: [run_of(0.5)] for name in ("0", "1", "at-most-2")})
-    results.write_text(json.dumps({"rows": [*rows, {"name": "time"}]}))
-    assert bench.main(arguments) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
