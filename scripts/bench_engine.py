@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from engine_benchmarks.decode import bandwidth_rows, decode_rows, startup_rows
+from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.steps import (
     block_rows,
@@ -32,10 +32,8 @@ def prepare(sections: Sequence[str]) -> None:
 _CASES = (  # the section, what measures it, and its arguments after the policy
     # By batch: new tokens of each response, and rounds.
     ("decode", decode_rows, ({1: (128, 5), 8: (128, 3), 64: (128, 3)},)),
-    ("bandwidth", bandwidth_rows, (64, 7)),
     ("update", update_rows, (3,)),
     ("update", shared_prompt_rows, (3,)),
-    ("startup", startup_rows, (3,)),
     ("self_draft", self_draft_rows, ((1, 8), 5)),
     ("companion", companion_rows, (2, (2, 8), 9)),
     ("price", price_rows, (7, 8)),

@@ -170,7 +170,7 @@ def import_reference() -> None:
     except ImportError as error:
         raise UserError(
             f"{error.name} is not installed, and decode and update compare with transformers on PyTorch: "
-            "install the dev extra (pip install -e '.[dev]'), or measure --only bandwidth,startup"
+            "install the dev extra (pip install -e '.[dev]'), or leave them out by --only"
         ) from error
     torch.set_num_threads(num_cores())
     transformers.logging.set_verbosity_error()

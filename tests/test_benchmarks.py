@@ -14,7 +14,6 @@ from rljax.benchmark_runs import Benchmark
 from rljax.config import OptimizerConfig, TrainingConfig, load_config
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
-from rljax.models.transformer import num_params
 from rljax.requests import Completion
 from tests.scripts import load_script
 from tests.test_docs import NAMES, PAGES, commands
@@ -25,7 +24,6 @@ _TINY_UPDATES = {
     "LONG_PROMPT_TOKENS": 90,
     "GROUP_SIZE": 2,
 }
-_READING = {"measure_read_bandwidth": lambda repeats: {"a": 1e9, "b": 4e9}}
 _MIXES = ("greedy", "temperature 0.7 and top_p 0.9")
 
 _SHARING = (
@@ -48,8 +46,6 @@ _SHARING = (
 # Module, function, arguments, values of the module's names, and the number of rows.
 SECTIONS = [
     ("engine_benchmarks.decode", "decode_rows", ("tiny", {2: (3, 1)}), {}, 3),
-    ("engine_benchmarks.decode", "bandwidth_rows", ("tiny", 4, 1), _READING, 2),
-    ("engine_benchmarks.decode", "startup_rows", ("tiny", 1), {}, 2),
     ("engine_benchmarks.update", "update_rows", ("tiny", 1), _TINY_UPDATES, 2),
     ("engine_benchmarks.update", "shared_prompt_rows", ("tiny", 1), _TINY_UPDATES, 2),
     ("engine_benchmarks.steps", "self_draft_rows", ("tiny", (1,), 1), {}, 12),
@@ -156,7 +152,7 @@ def test_without_the_real_model_one_line_says_how_to_get_it(capsys, monkeypatch)
 def test_a_missing_baseline_names_the_extra(capsys, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, "torch", None if missing == "torch" else object())
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert load_script("bench_engine").BENCHMARK.main(["--only", "startup,decode"]) == 2
+    assert load_script("bench_engine").BENCHMARK.main(["--only", "blocks,decode"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {missing} is not installed")
     assert "dev extra" in error and error.count("\n") == 1
@@ -219,13 +215,6 @@ def test_rows_see_what_depends_on_their_number():
     assert rows._differing(lambda x: x + 1, ones) == []
 
 
-def test_bytes_of_a_step_count_a_tied_embedding_once_and_an_untied_input_not_at_all():
-    decode = load_script("engine_benchmarks.decode")
-    tied = decode.config_of("tiny")
-    untied = dataclasses.replace(tied, tie_embeddings=False)
-    assert decode.step_weight_bytes(tied) == decode.step_weight_bytes(untied) == 4 * num_params(tied)
-
-
 def test_what_is_written_plainly_is_read_again(tmp_path):
     checkpoint = load_script("training_benchmarks.checkpoint")
     optimizer = make_optimizer(OptimizerConfig(), 1)
@@ -234,25 +223,6 @@ def test_what_is_written_plainly_is_read_again(tmp_path):
     read = checkpoint.read_plainly(tmp_path / "plain", jax.eval_shape(lambda: state))
     for ours, theirs in zip(*map(jax.tree.leaves, (state, read)), strict=True):
         assert ours.dtype == theirs.dtype and bool((ours == theirs).all())
-
-
-def test_a_second_process_gets_the_first_ones_cache(monkeypatch):
-    decode, caches = load_script("engine_benchmarks.decode"), []
-
-    def first_step(function, checkpoint, cache):
-        assert function is decode.first_step
-        caches.append(cache)
-        seconds = 1.0 if caches.count(cache) == 2 else 4.0
-        now = decode.time.time()
-        return {"created": now + seconds, "decoded": now + 2 * seconds, "compiling": seconds}
-
-    monkeypatch.setattr(decode, "in_fresh_process", first_step)
-    process, engine = decode.startup_rows("tiny", repeats=2)
-    assert caches[0] == caches[1] != caches[2] == caches[3]
-    for row, seconds in ((process, 2.0), (engine, 1.0)):
-        assert row.value == pytest.approx(seconds, abs=0.1)
-        assert row.baseline_value == pytest.approx(4 * seconds, abs=0.1)
-    assert (engine.details["compiling_s"], engine.details["baseline_compiling_s"]) == (1.0, 4.0)
 
 
 @pytest.mark.long
