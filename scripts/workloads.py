@@ -69,8 +69,6 @@ SHAPES = {
     # Shaped like small published ones: the embedding is a quarter of the weights.
     "100M": qwen3(51_200, 512, 17, 4, 2, 2560),
     "140M": qwen3(32_000, 768, 18, 12, 4, 2048),
-    # Nearly all of its memory is logits.
-    "1 layer": qwen3(32_000, 64, 1, 1, 1, 128),
     "Qwen3-1.7B": qwen3(151_936, 2048, 28, 16, 8, 6144, **_PUBLISHED),
     "Qwen3-8B": qwen3(151_936, 4096, 36, 32, 8, 12_288, **_PUBLISHED, tie_embeddings=False),
     "Qwen2.5-1.5B": qwen3(151_936, 1536, 28, 12, 2, 8960, **_QWEN2),

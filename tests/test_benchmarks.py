@@ -53,8 +53,6 @@ SECTIONS = [
     ("engine_benchmarks.steps", "sampling_rows", ("tiny", 2, 4, 1, _MIXES), {}, 2),
     ("engine_benchmarks.steps", "price_rows", ("tiny", 1, 1, (2,)), {}, 6),
     ("engine_benchmarks.steps", "block_rows", ("tiny", 1, (2,)), {}, 2),
-    ("training_benchmarks.memory", "padding_rows", ((512, 2048), 40, 3), {}, 2),
-    ("training_benchmarks.memory", "memory_rows", ("tiny", (2, 128), 32), {}, 3),
     ("training_benchmarks.memory", "loading_rows", ("tiny", 1, [("bfloat16", "float32")]), {}, 2),
     ("training_benchmarks.memory", "lora_rows", ("tiny",), {}, 6),
     ("training_benchmarks.checkpoint", "checkpoint_rows", ("tiny", 1), {}, 7),
@@ -64,7 +62,7 @@ SECTIONS = [
     ("cluster_benchmarks.turns", "spot_rows", (2, 2), {}, 2),
 ]
 _NEEDS = dict.fromkeys(("decode_rows", "update_rows", "shared_prompt_rows"), ("torch", "transformers"))
-_FAST = {"padding_rows", "coordinator_rows", "saving_rows"}
+_FAST = {"coordinator_rows", "saving_rows"}
 
 
 @pytest.mark.parametrize(
