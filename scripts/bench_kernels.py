@@ -1,4 +1,4 @@
-"""Speed of the kernels: `python scripts/bench_kernels.py [--op OPS] [--implementation NAMES] [--quick]`.
+"""Speed of the kernels: `python scripts/bench_kernels.py [--only OPS] [--implementation NAMES] [--quick]`.
 
 Every operation of `rljax/kernels` at shapes of real policies: seconds per call, and the achieved share of the
 device's copy bandwidth and matrix rate, measured in the same run. Each row compares one implementation with
@@ -117,7 +117,6 @@ BENCHMARK = Benchmark(
             "action": "store_true",
             "help": "tiny shapes and few repeats: a look at a CPU, where kernels are interpreted",
         },
-        "--op": {"dest": "only", "metavar": "OPS", "help": "the same as --only"},
         "--implementation": {
             "default": "",
             "metavar": "NAMES",

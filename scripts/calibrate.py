@@ -50,9 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
     parser.add_argument(
-        "--cache", metavar="DIR", help="keeps constants (default: the config's speculation.calibration_dir)"
+        "--again", action="store_true", help="measure although speculation.calibration_dir has constants"
     )
-    parser.add_argument("--again", action="store_true", help="measure although the cache has constants")
     parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="FILE", help=f"default: {_OUTPUT}")
     parser.add_argument("--rounds", type=int, default=3, help="sweeps over all shapes")
     parser.add_argument("--repeats", type=int, default=3, help="passes of a shape in a sweep")
@@ -66,7 +65,7 @@ def calibrate_config(config: ExperimentConfig, arguments: argparse.Namespace) ->
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name}: {getattr(arguments, name)} is too few; use at least 1")
     console, fmt = results_console(), draft_format(config)
-    directory = config.speculation.calibration_dir if arguments.cache is None else arguments.cache
+    directory = config.speculation.calibration_dir
     # Times depend neither on the values of the weights, so none are trained first, nor on the drafter; and
     # `choice: roofline` would need the constants that are measured here.
     bare = config.model_copy(update={"warm_start": None, "speculation": SpeculationConfig()})
