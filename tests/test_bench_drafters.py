@@ -80,7 +80,6 @@ def luck(monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", reward)
 
 
-@pytest.mark.long
 def test_rl_rows(config, luck):
     rows = rl.rl_rows(config, SETTINGS, rl_steps=2, slices=2)
     names = [
