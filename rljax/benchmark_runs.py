@@ -69,8 +69,6 @@ class Benchmark:
       description: its first line is for `--help`.
       plan: everything it measures, in order; or what makes it of the parsed arguments, where the script has
         options of its own. The sections must not depend on them.
-      quick_plan: plan of `--quick`, or what makes it; empty for no such option.
-      quick_help: difference of the quick plan, for `--help`.
       packages: packages to record the versions of; see `machine_facts`.
       prepare: called with the chosen sections before the first measurement; raises a UserError where they
         cannot run.
@@ -85,8 +83,6 @@ class Benchmark:
     name: str
     description: str
     plan: Plan | Callable[[argparse.Namespace], Plan]
-    quick_plan: Plan | Callable[[argparse.Namespace], Plan] = ()
-    quick_help: str = "fewer and smaller measurements"
     packages: Sequence[str] = ()
     prepare: Callable[[Sequence[str]], None] = lambda sections: None
     disturbance: str = ""
@@ -104,7 +100,7 @@ class Benchmark:
         parser = argparse.ArgumentParser(
             prog=f"bench_{self.name}.py", description=self.description.splitlines()[0], allow_abbrev=False
         )
-        parser.set_defaults(quick=False, file="")
+        parser.set_defaults(file="")
         for name, option in self.options.items():
             parser.add_argument(name, **option)
         if self.config:
@@ -115,8 +111,6 @@ class Benchmark:
             parser.add_argument(
                 "overrides", nargs="*", metavar="key=value", help=f"set keys of the config{after}"
             )
-        if self.quick_plan:
-            parser.add_argument("--quick", action="store_true", help=self.quick_help)
         sections = _sections(self.planned(parser.parse_args([])))
         parser.add_argument(
             "--only", metavar="SECTIONS", help=f"some of {','.join(sections)}, separated by commas"
@@ -125,8 +119,7 @@ class Benchmark:
             "--output",
             type=Path,
             metavar="FILE",
-            help=f"default: {self.default_output(sections, sections)}; "
-            f"partial {'and quick ' if self.quick_plan else ''}runs write beside it",
+            help=f"default: {self.default_output(sections, sections)}; partial runs write beside it",
         )
         parser.add_argument(
             "--seconds",
@@ -136,11 +129,10 @@ class Benchmark:
         )
         return parser
 
-    def default_output(self, only: Sequence[str], sections: Sequence[str], quick: bool = False) -> Path:
+    def default_output(self, only: Sequence[str], sections: Sequence[str]) -> Path:
         """Whole runs go to NAME.json, others beside it: they must not replace the figures that are cited."""
         partial = only if set(only) != set(sections) else ()
-        name = "-".join([self.name, *partial, *(["quick"] if quick else [])])
-        return Path("benchmarks/results") / f"{name}.json"
+        return Path("benchmarks/results") / f"{'-'.join([self.name, *partial])}.json"
 
     @exit_status("interrupted")
     def run(self, arguments: argparse.Namespace) -> None:
@@ -153,8 +145,7 @@ class Benchmark:
 
     def planned(self, arguments: argparse.Namespace) -> Plan:
         """The measurements that the arguments of `parser` ask for."""
-        plan = self.quick_plan if arguments.quick else self.plan
-        return plan(arguments) if callable(plan) else plan
+        return self.plan(arguments) if callable(self.plan) else self.plan
 
     def _measure(self, arguments: argparse.Namespace) -> None:
         plan, seconds = self.planned(arguments), arguments.seconds
@@ -162,7 +153,7 @@ class Benchmark:
         if self.on_cpu and jax.default_backend() != "cpu":
             raise UserError(f"JAX runs on {jax.default_backend()}, {self.on_cpu}: set JAX_PLATFORMS=cpu")
         self.prepare(chosen)
-        output = arguments.output or self.default_output(chosen, _sections(plan), arguments.quick)
+        output = arguments.output or self.default_output(chosen, _sections(plan))
         console, rows, begun = results_console(), [], time.perf_counter()
         for measurement in plan:
             if measurement.section not in chosen:

@@ -11,20 +11,15 @@ made them:
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
 from rich.console import Console
 from rich.table import Table
 
-from rljax.provenance import num_cores, write_figures
-from rljax.timing import Comparison, interleave
+from rljax.provenance import write_figures
+from rljax.timing import Comparison
 
 # --- interference ----------------------------------------------------------------------------------------
 
@@ -67,54 +62,6 @@ class Interference:
         times = os.times()
         own = times.user + times.system + times.children_user + times.children_system
         return (sum(ticks) - ticks[3] - ticks[4]) / per_second, own, sum(ticks) / per_second
-
-
-# --- memory bandwidth ------------------------------------------------------------------------------------
-
-
-@jax.jit
-def _sum(x: Array) -> Array:
-    return jnp.sum(x)
-
-
-@jax.jit
-def _matrix_vector(matrix: Array, vector: Array) -> Array:
-    return matrix @ vector
-
-
-def measure_read_bandwidth(megabytes: int = 512, repeats: int = 5) -> dict[str, float]:
-    """Bytes per second that this machine reads from memory, by method; the largest is the machine's.
-
-    Several ways to add up one large array on all cores: no library is the fastest everywhere, and
-    interference only ever slows a read down, so of each the fastest run counts. PyTorch joins in where it is
-    installed.
-
-    Args:
-      megabytes: size of the array in MiB; well beyond the last cache, and like what it is compared with.
-      repeats: runs of each method.
-    """
-    columns = 1024
-    rows = megabytes * 2**20 // (4 * columns)
-    # Written, not np.zeros: untouched pages all are the one zero page, and would be read from the cache.
-    array = np.ones((rows, columns), np.float32)
-    on_device, vector = jnp.asarray(array), jnp.ones(columns, jnp.float32)
-    cores = num_cores()
-    parts = np.array_split(array, cores)
-    methods: dict[str, Callable[[], object]] = {
-        "jax sum": lambda: _sum(on_device).block_until_ready(),
-        "jax matrix-vector": lambda: _matrix_vector(on_device, vector).block_until_ready(),
-    }
-    with ThreadPoolExecutor(cores) as threads:
-        methods["numpy sum"] = lambda: list(threads.map(np.sum, parts))
-        try:
-            import torch
-        except ImportError:
-            pass
-        else:
-            tensor = torch.from_numpy(array)
-            methods["torch sum"] = lambda: tensor.sum()
-        seconds = interleave(methods, repeats)
-    return {name: array.nbytes / min(times) for name, times in seconds.items()}
 
 
 # --- results ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rollout workers: `python scripts/bench_cluster.py [--quick] [--only SECTIONS] [key=value ...]`.
+"""Rollout workers: `python scripts/bench_cluster.py [--only SECTIONS] [key=value ...]`.
 
 `overhead`, `cores` and `recovery` run the config, SmolLM2's by default; the others need no policy, or one
 that learns in seconds.
@@ -278,19 +278,13 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
     return rows
 
 
-# The section, what measures it, and its arguments in a whole run, and in a quick one.
-_COUNTED = (
+_COUNTED = (  # the section, what measures it, and its arguments
     # Of the coordinator: workers, slots, responses.
-    (
-        "coordinator",
-        coordinator_rows,
-        ([(8, 64, 4096), (4000, 8, 64_000)], 5),
-        ([(8, 8, 512), (400, 8, 6400)], 1),
-    ),
-    ("sharing", sharing_rows, ([2, 4], 16), ([2], 4)),
-    ("spot", spot_rows, (8, 48), (2, 8)),
-    ("small_model", small_model_rows, (8, 48), (2, 8)),
-    ("weights", weights_rows, ([100, 400],), ([10],)),
+    ("coordinator", coordinator_rows, ([(8, 64, 4096), (4000, 8, 64_000)], 5)),
+    ("sharing", sharing_rows, ([2, 4], 16)),
+    ("spot", spot_rows, (8, 48)),
+    ("small_model", small_model_rows, (8, 48)),
+    ("weights", weights_rows, ([100, 400],)),
 )
 
 
@@ -300,17 +294,13 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         Measurement(section, arguments.file, rows, (arguments.file, arguments.overrides))
         for section, rows in of_runs
     ]
-    return runs + [
-        Measurement(section, "without a config", rows, quick if arguments.quick else whole)
-        for section, rows, whole, quick in _COUNTED
-    ]
+    return runs + [Measurement(section, "without a config", rows, given) for section, rows, given in _COUNTED]
 
 
 BENCHMARK = Benchmark(
     name="cluster",
     description=__doc__,
     plan=_plan,
-    quick_plan=_plan,
     config=REAL_CONFIG,
     packages=("ray",),
     disturbance="processes share the cores, so all rows but counts and those of the coordinator suffer",

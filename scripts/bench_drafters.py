@@ -11,8 +11,6 @@ from pathlib import Path
 
 from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
 from drafter_benchmarks.activation_aware import activation_aware_rows
-from drafter_benchmarks.adaptation import adaptation_rows
-from drafter_benchmarks.in_loop import in_loop_rows
 from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
 from drafter_benchmarks.rl import rl_rows
@@ -37,9 +35,7 @@ def _plan(arguments: Namespace) -> list[Measurement]:
     return [
         Measurement("packing", "against padding", packing_rows, (config, settings, 5)),
         *(Measurement("checkpoint", name, saving_rows, (name, 7)) for name in (REAL, "2M", "100M")),
-        Measurement("adaptation", "heads", adaptation_rows, (config, settings, 4, _SLICES), disturbed=False),
         Measurement("rl", "beside a policy that is trained", rl_rows, rl, disturbed=False),
-        Measurement("loop", "a head trained in the loop", in_loop_rows, rl, disturbed=False),
         Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
         Measurement(
@@ -71,7 +67,7 @@ BENCHMARK = Benchmark(
             "help": "where losses keeps rollouts and results, so that the same command goes on (default:"
             " cache/losses)",
         },
-        "--updates": {"type": int, "default": 8, "help": "of the policy, in rl and loop (default: 8)"},
+        "--updates": {"type": int, "default": 8, "help": "of the policy, in rl (default: 8)"},
     },
 )
 

@@ -9,13 +9,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from engine_benchmarks.decode import bandwidth_rows, decode_rows, startup_rows
-from engine_benchmarks.pool import pool_rows
+from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.steps import (
     block_rows,
     companion_rows,
-    layer_rows,
     price_rows,
     sampling_rows,
     self_draft_rows,
@@ -31,30 +29,23 @@ def prepare(sections: Sequence[str]) -> None:
         import_reference()
 
 
-# The section, what measures it, and its arguments after the policy: in a whole run, and in a quick one.
-_CASES = (
+_CASES = (  # the section, what measures it, and its arguments after the policy
     # By batch: new tokens of each response, and rounds.
-    ("decode", decode_rows, ({1: (128, 5), 8: (128, 3), 64: (128, 3)},), ({1: (32, 3), 64: (32, 2)},)),
-    ("bandwidth", bandwidth_rows, (64, 7), (32, 3)),
-    ("update", update_rows, (3,), (3,)),
-    ("update", shared_prompt_rows, (3,), (3,)),
-    ("startup", startup_rows, (3,), (1,)),
-    ("self_draft", self_draft_rows, ((1, 8), 5), ((2, 8), 3)),
-    ("companion", companion_rows, (2, (2, 8), 9), (1, (2, 8), 3)),
-    ("price", price_rows, (7, 8), (2, 4)),
-    ("blocks", block_rows, (9,), (2,)),
-    ("layers", layer_rows, (7,), (2,)),
-    ("pool", pool_rows, ((2, 4, 8),), ((2, 4),)),
-    ("sampling", sampling_rows, (8, 16, 10), (8, 8, 3)),
+    ("decode", decode_rows, ({1: (128, 5), 8: (128, 3), 64: (128, 3)},)),
+    ("update", update_rows, (3,)),
+    ("update", shared_prompt_rows, (3,)),
+    ("self_draft", self_draft_rows, ((1, 8), 5)),
+    ("companion", companion_rows, (2, (2, 8), 9)),
+    ("price", price_rows, (7, 8)),
+    ("blocks", block_rows, (9,)),
+    ("sampling", sampling_rows, (8, 16, 10)),
 )
 
 
 def _plan(arguments: Namespace) -> list[Measurement]:
     names = policies_of(arguments)
     return [
-        Measurement(section, name, run, (name, *(quick if arguments.quick else whole)), section != "pool")
-        for section, run, whole, quick in _CASES
-        for name in names
+        Measurement(section, name, run, (name, *given)) for section, run, given in _CASES for name in names
     ] + [Measurement("rows", "bits", row_invariance_rows, (names,), disturbed=False)]
 
 
@@ -62,9 +53,7 @@ BENCHMARK = Benchmark(
     name="engine",
     description=__doc__,
     plan=_plan,
-    quick_plan=_plan,
     options=POLICY_OPTION,
-    quick_help="the policy 2M, short responses, few rounds",
     packages=("torch", "transformers"),
     prepare=prepare,
     disturbance="threads that wait for each other suffer most, above all PyTorch's",

@@ -1,4 +1,4 @@
-"""Speed of the kernels: `python scripts/bench_kernels.py [--op OPS] [--implementation NAMES] [--quick]`.
+"""Speed of the kernels: `python scripts/bench_kernels.py [--only OPS] [--implementation NAMES] [--quick]`.
 
 Every operation of `rljax/kernels` at shapes of real policies: seconds per call, and the achieved share of the
 device's copy bandwidth and matrix rate, measured in the same run. Each row compares one implementation with
@@ -112,10 +112,11 @@ BENCHMARK = Benchmark(
     name="kernels",
     description=__doc__,
     plan=_plan,
-    quick_plan=_plan,
-    quick_help="tiny shapes and few repeats: a look at a CPU, where kernels are interpreted",
     options={
-        "--op": {"dest": "only", "metavar": "OPS", "help": "the same as --only"},
+        "--quick": {
+            "action": "store_true",
+            "help": "tiny shapes and few repeats: a look at a CPU, where kernels are interpreted",
+        },
         "--implementation": {
             "default": "",
             "metavar": "NAMES",
@@ -136,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = BENCHMARK.parser().parse_args(argv)
     if arguments.tune is None and (arguments.quick or jax.default_backend() != "cpu"):
+        if arguments.quick and arguments.output is None:
+            arguments.output = Path("benchmarks/results/kernels-quick.json")
         return BENCHMARK.run(arguments)
     if arguments.tune is None:
         raise UserError("no accelerator here: --quick measures tiny shapes, interpreted")

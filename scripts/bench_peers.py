@@ -1,9 +1,9 @@
-"""A GRPO step here, in TRL and in Tunix: `python scripts/bench_peers.py [--config FILE] [key=value ...]`.
+"""A GRPO step here and in TRL: `python scripts/bench_peers.py [--config FILE] [key=value ...]`.
 
-All get the same exported policy, prompts, group size, lengths, learning rate and number type, and train for
-the same number of steps, each in a process of its own, ours before and after them: once as it is, and once
-without leaving out responses that have no advantage. The other libraries are installed into environments of
-their own. `docs/benchmarks.md` says what each row means.
+Both get the same exported policy, prompts, group size, lengths, learning rate and number type, and train for
+the same number of steps, each in a process of its own, ours before and after TRL: once as it is, and once
+without leaving out responses that have no advantage. TRL is installed into an environment of its own.
+`docs/benchmarks.md` says what each row means.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from peer_benchmarks.environments import PEERS, interpreter
+from peer_benchmarks.environment import interpreter
 from peer_benchmarks.job import WARM_STEPS, Step, check_config, write_job
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row
@@ -38,15 +38,11 @@ _HERE = Path(__file__).parent
 
 def _step_rows(arguments: Namespace) -> list[Row]:
     config = with_number_type(arguments.config)
-    names = arguments.peers.split(",")
-    for name in names:
-        if name not in PEERS:
-            raise UserError(f"--peers: {name!r} is not one; they are {', '.join(PEERS)}")
     check_config(config)
     micro_batch = _micro_batch(arguments.micro_batch, config)
-    peers = [(name, interpreter(name, arguments.environments, arguments.python)) for name in names]
+    python = interpreter(arguments.environment, arguments.python)
     settings = [*_OVERRIDES, *arguments.overrides, f"policy.compute_dtype={config.policy.compute_dtype}"]
-    return rows_of(config, settings, peers, arguments.file, micro_batch)
+    return rows_of(config, settings, python, arguments.file, micro_batch)
 
 
 BENCHMARK = Benchmark(
@@ -56,26 +52,25 @@ BENCHMARK = Benchmark(
     config=REAL_CONFIG,
     settings=_OVERRIDES,
     options={
-        "--peers": {"default": ",".join(PEERS), "help": "libraries, separated by commas (default: all)"},
-        "--environments": {
+        "--environment": {
             "type": Path,
-            "default": Path("cache/peers"),
+            "default": Path("cache/peers/trl"),
             "metavar": "DIR",
-            "help": "where each library is installed at the first use (default: cache/peers)",
+            "help": "where TRL is installed at the first use (default: cache/peers/trl)",
         },
         "--micro-batch": {
             "type": int,
             "metavar": "N",
-            "help": "sequences that the other libraries update with at a time, where memory does not do for"
-            " all of a step (default: all)",
+            "help": "sequences that TRL updates with at a time, where memory does not do for all of a step"
+            " (default: all)",
         },
-        "--python": {"metavar": "FILE", "help": "the interpreter to make environments with"},
+        "--python": {"metavar": "FILE", "help": "the interpreter to make the environment with"},
     },
 )
 
 
 def _micro_batch(wanted: int | None, config: ExperimentConfig) -> int:
-    """Returns how many sequences the other libraries update with at a time: all of a step, or `wanted`."""
+    """Returns how many sequences TRL updates with at a time: all of a step, or `wanted`."""
     group = config.rollout.samples_per_prompt
     size = group * config.rollout.prompts_per_step
     if wanted is None:
@@ -91,7 +86,7 @@ def _micro_batch(wanted: int | None, config: ExperimentConfig) -> int:
 def rows_of(
     config: ExperimentConfig,
     settings: Sequence[str],
-    peers: Sequence[tuple[str, Path]],
+    python: Path,
     file: str | Path,
     micro_batch: int,
 ) -> list[Row]:
@@ -106,31 +101,30 @@ def rows_of(
             }
 
         before = ours("before")
-        theirs = [(name, *_peer(name, python, job)) for name, python in peers]
+        steps, versions = _theirs(python, job)
         after = ours("after")
     rows = []
-    for name, steps, versions in theirs:
-        for way in _WAYS:
-            both = [*before[way], *after[way]]
-            details = {
-                "parameters": parameters,
-                "dtype": config.policy.compute_dtype,
-                "speculation": config.speculation.drafter,
-                "steps": len(steps),
-                "peer_micro_batch": micro_batch,
-                "our_steps": len(both),
-                "our_seconds_before_and_after": [_per_step(before[way]), _per_step(after[way])],
-                "our_tokens_per_step": sum(step.tokens for step in both) / len(both),
-                "peer_tokens_per_step": sum(step.tokens for step in steps) / len(steps),
-                "our_reward": sum(step.reward for step in both) / len(both),
-                "peer_reward": sum(step.reward for step in steps) / len(steps),
-                "versions": versions,
-            }
-            seconds, rates = (_per_step(both), _per_step(steps)), (_rate(both), _rate(steps))
-            rows += [
-                counted_row(f"{way}/{name}/time", *seconds, "s/step", name, less=True, **details),
-                counted_row(f"{way}/{name}/tokens", *rates, "response tokens/s", name, **details),
-            ]
+    for way in _WAYS:
+        both = [*before[way], *after[way]]
+        details = {
+            "parameters": parameters,
+            "dtype": config.policy.compute_dtype,
+            "speculation": config.speculation.drafter,
+            "steps": len(steps),
+            "peer_micro_batch": micro_batch,
+            "our_steps": len(both),
+            "our_seconds_before_and_after": [_per_step(before[way]), _per_step(after[way])],
+            "our_tokens_per_step": sum(step.tokens for step in both) / len(both),
+            "peer_tokens_per_step": sum(step.tokens for step in steps) / len(steps),
+            "our_reward": sum(step.reward for step in both) / len(both),
+            "peer_reward": sum(step.reward for step in steps) / len(steps),
+            "versions": versions,
+        }
+        seconds, rates = (_per_step(both), _per_step(steps)), (_rate(both), _rate(steps))
+        rows += [
+            counted_row(f"{way}/trl/time", *seconds, "s/step", "trl", less=True, **details),
+            counted_row(f"{way}/trl/tokens", *rates, "response tokens/s", "trl", **details),
+        ]
     return rows
 
 
@@ -160,10 +154,10 @@ def _ours(file: str | Path, settings: Sequence[str], job: Path, name: str) -> li
     return steps[WARM_STEPS:]
 
 
-def _peer(name: str, python: Path, job: Path) -> tuple[list[Step], dict[str, str]]:
-    """Trains the job with another library; returns its steps, and versions."""
-    output = job / f"{name}.json"
-    _run([python, _HERE / "peer_benchmarks" / f"{name}_grpo.py", job / "job.json", output], name)
+def _theirs(python: Path, job: Path) -> tuple[list[Step], dict[str, str]]:
+    """Trains the job with TRL; returns its steps, and versions."""
+    output = job / "trl.json"
+    _run([python, _HERE / "peer_benchmarks" / "trl_grpo.py", job / "job.json", output], "trl")
     results = json.loads(output.read_text(encoding="utf-8"))
     calls = results["calls"]
     # From one call of the reward function to the next: an update, and the rollout of the tokens counted.

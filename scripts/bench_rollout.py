@@ -13,13 +13,11 @@ from pathlib import Path
 
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.errors import UserError, exit_status
-from rollout_benchmarks.ahead import ahead_rows
 from rollout_benchmarks.algorithms import algorithm_rows
 from rollout_benchmarks.costs import first_step_rows, pass_rows
 from rollout_benchmarks.draft_lengths import draft_length_rows, plot
 from rollout_benchmarks.races import race_rows
 from rollout_benchmarks.rollout import rollout_rows
-from rollout_benchmarks.strategies import strategy_rows
 from rollout_benchmarks.variants import CONFIGURED, PLAIN, VARIANTS
 from workloads import REAL_CONFIG
 
@@ -30,12 +28,10 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         if name not in VARIANTS | CONFIGURED:
             known = [*list(VARIANTS)[1:], *CONFIGURED]
             raise UserError(f"--variants: {name!r} is not one; they are {', '.join(known)}")
-    rates, overrides = (1e-6, 1e-5, 1e-4, 1e-3), arguments.overrides
+    overrides = arguments.overrides
     return [
         Measurement("rollout", "tokens per second", rollout_rows, (config, names)),
-        Measurement("strategies", "each always", strategy_rows, (config, 4)),
         Measurement("pass", "cost of verifying", pass_rows, (config, 5)),
-        Measurement("ahead", "tokens a pass", ahead_rows, (config, rates, 4), disturbed=False),
         Measurement("races", "tokens a pass", race_rows, (config,), disturbed=False),
         Measurement("draft_lengths", "tokens a pass", draft_length_rows, (config,), disturbed=False),
         Measurement(

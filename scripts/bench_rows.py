@@ -1,6 +1,5 @@
 """Whether a row's bits can depend on the number of rows, on an accelerator: docs/row-invariance.md.
 
-    python scripts/bench_rows.py                          # on this device: computes and compares bits
     python scripts/bench_rows.py --compiled-for v5e:1x1   # without the device: reads the compiled programs
 
 Compiled programs tell which kernel computes a formulation for every number of rows, and in which pieces it
@@ -25,8 +24,6 @@ from jax.sharding import SingleDeviceSharding
 
 from rljax import target
 from rljax.engine import kv_cache
-from rljax.engine.buckets import make_buckets
-from rljax.engine.invariance import measure, row_counts
 from rljax.errors import exit_status
 from rljax.kernels.tree_attention import decode_attention, tree_attention
 from rljax.models.config import ModelConfig
@@ -226,7 +223,7 @@ def _split_of(dot: str, inside: str) -> int:
     return int(shape[1].split(",")[int(batch[1].split(",")[0])])
 
 
-# -- the two commands --------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------
 
 
 def compiled(name: str, config: ModelConfig, dtype: str, rows: Sequence[int]) -> dict[str, Any]:
@@ -273,42 +270,30 @@ def _line(formulation: str, by_rows: dict[int, list[Kernel]]) -> str:
     return f"{formulation}: {verdict} ({' | '.join(parts)})" + "".join(f"; {why}" for why in sorted(unknown))
 
 
-def measured(config: ModelConfig, dtype: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """Compares bits on this device, as a run does at its start."""
-    buckets = make_buckets(128, 2048, True, verify_buckets=(8, 16, 32, 64, 128), max_drafts=15)
-    invariance = measure(config, Numerics(True, dtype), row_counts(buckets, (512,)))
-    say(invariance.summary(dtype))
-    return dataclasses.asdict(invariance)
-
-
 @exit_status()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--compiled-for", metavar="DEVICES", help="such as v5e:1x1, v6e:1x1 or h100:1")
+    parser.add_argument("--compiled-for", required=True, metavar="DEVICES", help="v5e:1x1, v6e:1x1, h100:1")
     parser.add_argument("--policy", choices=[REAL, *SHAPES], default="Qwen2.5-1.5B")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
     arguments = parser.parse_args(argv)
-    result: dict[str, Any] = {"policy": arguments.policy, "dtype": arguments.dtype}
-    config = config_of(arguments.policy)
-    if arguments.compiled_for:
-        name = arguments.compiled_for.split(":")[0]
-        found = compiled(arguments.compiled_for, config, arguments.dtype, arguments.rows)
-        result |= {
-            "compiled_for": arguments.compiled_for,
-            "formulations": {
-                formulation: {
-                    str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
-                    for rows, kernels in by_rows.items()
-                }
-                for formulation, by_rows in found.items()
-            },
-        }
-    else:
-        name = jax.devices()[0].device_kind.lower().replace(" ", "-")
-        result |= {"measured": measured(config, arguments.dtype, print)}
+    found = compiled(arguments.compiled_for, config_of(arguments.policy), arguments.dtype, arguments.rows)
+    result = {
+        "policy": arguments.policy,
+        "dtype": arguments.dtype,
+        "compiled_for": arguments.compiled_for,
+        "formulations": {
+            formulation: {
+                str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
+                for rows, kernels in by_rows.items()
+            }
+            for formulation, by_rows in found.items()
+        },
+    }
+    name = arguments.compiled_for.split(":")[0]
     output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
     write_figures(output, result, command_line())
     print(f"wrote {output}")

@@ -1,4 +1,4 @@
-"""The history drafters' automata: `python scripts/bench_suffix_cache.py [--quick] [--only SECTIONS]`.
+"""The history drafters' automata: `python scripts/bench_suffix_cache.py [--only SECTIONS]`.
 
 Microseconds per token inserted and per query and bytes per token, against the C++ suffix tree of
 arctic-inference on the same traces, both sides in one process and in alternation. arctic-inference builds
@@ -11,7 +11,6 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -23,20 +22,17 @@ from rljax.benchmarking import Row, counted_row, timed_row
 from rljax.timing import compare
 
 try:
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
     from arctic_inference.suffix_decoding._C import SuffixTree
 except ImportError:
-    SuffixDecodingCache = SuffixTree = None
+    SuffixTree = None
 
 DEPTH = 64  # of arctic's trees, and the longest match of ours
 BUDGET = 16  # draft tokens
 LEAST_PROBABILITY = 0.1  # of a path: arctic's default
 TOKENS_PER_STEP = 4  # between two queries of a response
 VOCABULARY = 32_000
-CACHE, TREE = "arctic-inference's cache", "arctic-inference's C++ tree"
+TREE = "arctic-inference's C++ tree"
 MISSING = "not measured: arctic-inference is not installed"
-# The published scale of RhymeRL, section 5.3: prompts, tokens of a response, and its trees on eight nodes.
-PUBLISHED_PROMPTS, PUBLISHED_TOKENS, PUBLISHED_GIGABYTES = 230_000, 16_384, 8 * 80
 
 # --- traces ----------------------------------------------------------------------------------------------
 
@@ -83,17 +79,6 @@ def insert_stepwise(responses: np.ndarray) -> SuffixForest:
     for position in range(responses.shape[1]):
         forest.extend(sequences, responses[:, position : position + 1], ones)
     return forest
-
-
-def arctic_cache(responses: np.ndarray, stepwise: bool = False) -> "SuffixDecodingCache":
-    """Fills arctic's cache: one tree of all responses, and one per request (with an empty prompt)."""
-    cache = SuffixDecodingCache(max_tree_depth=DEPTH)
-    for request in range(len(responses)):
-        cache.start_request(request, np.empty(0, np.int32))
-    for positions in _steps(responses, stepwise):
-        for request, response in enumerate(responses):
-            cache.add_active_response(request, response[positions])
-    return cache
 
 
 def arctic_trees(groups: Sequence[np.ndarray], stepwise: bool = False) -> list["SuffixTree"]:
@@ -149,18 +134,6 @@ class Queries:
                 )
             )  # fmt: skip
         return drafts
-
-    def ask_cache(self, cache: "SuffixDecodingCache", tree: bool) -> list:
-        """Asks a cache in which the held-out responses are requests "0", "1", ... with an empty prompt."""
-        names = [str(row) for row in range(len(self.responses))]
-        return [
-            cache.speculate(
-                names[row], response[max(position - DEPTH, 0) : position], BUDGET,
-                max_spec_factor=1e6, min_token_prob=LEAST_PROBABILITY, use_tree_spec=tree,
-            )
-            for position in self.positions
-            for row, response in enumerate(self.responses)
-        ]  # fmt: skip
 
     def ask_tree(self, suffix_tree: "SuffixTree", tree: bool) -> list:
         return [
@@ -251,9 +224,7 @@ def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row
     stepwise: dict[str, Callable[[], object]] = {"ours": lambda: insert_stepwise(responses)}
     many: dict[str, Callable[[], object]] = {"ours": lambda: insert_whole(small)}
     if SuffixTree is not None:
-        whole[CACHE] = lambda: arctic_cache(responses)
         whole[TREE] = lambda: arctic_trees([responses])
-        stepwise[CACHE] = lambda: arctic_cache(responses, stepwise=True)
         stepwise[TREE] = lambda: arctic_trees([responses], stepwise=True)
         many[TREE] = lambda: arctic_trees(small)
     size = f"{count} x {length}"
@@ -270,36 +241,29 @@ def query_rows(count: int, length: int, repeats: int) -> list[Row]:
     stored, queries = responses[:count], Queries.along(responses[count:, :2048])
     forest = insert_whole([stored])
     if SuffixTree is not None:
-        cache, (suffix_tree,) = arctic_cache(stored), arctic_trees([stored])
-        for request in range(count):
-            cache.stop_request(request)
-            cache.start_request(str(request), np.empty(0, np.int32))
+        (suffix_tree,) = arctic_trees([stored])
     rows = []
     for tree in (False, True):
         actions: dict[str, Callable[[], object]] = {"ours": lambda tree=tree: queries.ask_ours(forest, tree)}
         quality = queries.quality_of_ours(actions["ours"]())
         details = {MISSING: quality}
         if SuffixTree is not None:
-            actions[CACHE] = lambda tree=tree: queries.ask_cache(cache, tree)
             actions[TREE] = lambda tree=tree: queries.ask_tree(suffix_tree, tree)
-            for baseline in (CACHE, TREE):
-                details[baseline] = {**quality, **queries.quality_of_theirs(actions[baseline]())}
+            details[TREE] = {**quality, **queries.quality_of_theirs(actions[TREE]())}
         name = f"query/{count} x {length}/{'tree' if tree else 'chain'} of {BUDGET}"
         rows += timed_rows(name, actions, len(queries), repeats, details)
     return rows
 
 
 def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
-    """Measures the allocated bytes per token, and computes those of the published scale."""
+    """Measures the allocated bytes per token."""
     groups = {
         f"{count} x {length}": [rl_like_responses(0, count, length)],
         f"{prompts} prompts x 8 x 256": [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
-        # As the published scale is counted: a response a prompt.
-        "1 x 16384": [rl_like_responses(0, 1, PUBLISHED_TOKENS)],
     }
-    rows, forests = [], {}
+    rows = []
     for size, traces in groups.items():
-        forests[size] = forest = insert_whole(traces)
+        forest = insert_whole(traces)
         tokens = sum(trace.size for trace in traces)
         arctic_bytes = None
         if SuffixTree is not None:
@@ -308,53 +272,7 @@ def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
         baseline = MISSING if arctic_bytes is None else TREE
         both, used = (value, arctic_bytes or value), forest.used_bytes / tokens
         rows.append(counted_row(f"memory/{size}", *both, "bytes/token", baseline, less=True, used=used))
-    return [*rows, *scale_rows(forests["1 x 16384"].nbytes / PUBLISHED_TOKENS)]
-
-
-def scale_rows(bytes_per_token: float, active_prompts: int = 1024) -> list[Row]:
-    """Computes the memory of the published scale from measured bytes: all as automata, or mostly tokens."""
-    gigabyte = 1e9
-    tokens = PUBLISHED_PROMPTS * PUBLISHED_TOKENS
-    automata, raw = tokens * bytes_per_token / gigabyte, tokens * 4 / gigabyte
-    active = active_prompts * PUBLISHED_TOKENS * bytes_per_token / gigabyte
-    plans = {"automata of all": automata, f"tokens of all, automata of {active_prompts}": raw + active}
-    name, baseline = (
-        f"scale/{PUBLISHED_PROMPTS // 1000}K prompts x 16K tokens",
-        "RhymeRL's trees as published: at most 80 GB on each of 8 nodes",
-    )
-    details = {"raw_tokens_gb": raw, "bytes_per_token": bytes_per_token}
-    return [
-        counted_row(f"{name}/{plan}", size, PUBLISHED_GIGABYTES, "GB", baseline, less=True, **details)
-        for plan, size in plans.items()
-    ]
-
-
-def thread_rows(count: int, length: int, repeats: int) -> list[Row]:
-    """Measures filling two forests, and halves of a batch asking one, in two threads and in one."""
-    halves = [rl_like_responses(seed, count // 2, length) for seed in range(2)]
-    forest = insert_whole(halves[:1])
-    queries = [Queries.along(half[:, :2048]) for half in halves]
-    with ThreadPoolExecutor(2) as threads:
-        fill = {
-            "ours": lambda: list(threads.map(insert_whole, ([half] for half in halves))),
-            "one thread": lambda: [insert_whole([half]) for half in halves],
-        }
-        rows = timed_rows("threads/two forests filled", fill, 2 * halves[0].size, repeats)
-        # Following a response changes the forest, proposing does not: each thread asks where it stands.
-        sequences = [forest.track(np.zeros(count // 2, np.int32)) for _ in halves]
-        for part, half in zip(sequences, halves, strict=True):
-            forest.advance(part, half, np.full(count // 2, 64, np.int32))
-
-        def ask(part: np.ndarray) -> None:
-            for _ in range(len(queries[0].positions)):
-                forest.propose(part, np.full(len(part), BUDGET, np.int32), BUDGET)
-
-        asked = {
-            "ours": lambda: list(threads.map(ask, sequences)),
-            "one thread": lambda: [ask(part) for part in sequences],
-        }
-        amount = count * len(queries[0].positions)
-        return [*rows, *timed_rows("threads/one forest asked", asked, amount, repeats)]
+    return rows
 
 
 def begin_rows(prompts: int, count: int, length: int, repeats: int) -> list[Row]:
@@ -397,7 +315,7 @@ def begin_rows(prompts: int, count: int, length: int, repeats: int) -> list[Row]
 
 def announce(sections: Sequence[str]) -> None:
     """Prints a line about a missing baseline, before minutes of measurements."""
-    if SuffixTree is None and {"insert", "query", "memory"} & set(sections):
+    if SuffixTree is None:
         print("arctic-inference is not installed: rows that compare with it carry our values alone")
 
 
@@ -408,17 +326,8 @@ BENCHMARK = Benchmark(
         Measurement("insert", "64 x 4096", insert_rows, (64, 4096, 512, 5)),
         Measurement("query", "64 x 4096", query_rows, (64, 4096, 5)),
         Measurement("memory", "64 x 4096", memory_rows, (64, 4096, 512), disturbed=False),
-        Measurement("threads", "64 x 4096", thread_rows, (64, 4096, 5)),
         Measurement("begin", "64 prompts x 16 x 512", begin_rows, (64, 16, 512, 5)),
     ),
-    quick_plan=(
-        Measurement("insert", "16 x 1024", insert_rows, (16, 1024, 32, 3)),
-        Measurement("query", "16 x 1024", query_rows, (16, 1024, 3)),
-        Measurement("memory", "16 x 1024", memory_rows, (16, 1024, 32), disturbed=False),
-        Measurement("threads", "16 x 1024", thread_rows, (16, 1024, 3)),
-        Measurement("begin", "16 prompts x 8 x 128", begin_rows, (16, 8, 128, 3)),
-    ),
-    quick_help="short responses, few rounds",
     packages=("numba", "numpy", "arctic-inference"),
     prepare=announce,
 )

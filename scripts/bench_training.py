@@ -1,7 +1,7 @@
-"""Memory, checkpoints, padding and judges of training: `python scripts/bench_training.py [--policy NAMES]`.
+"""Memory and checkpoints of training: `python scripts/bench_training.py [--policy NAMES]`.
 
 What these cost SmolLM2, or the policies that are named, for the pages of `docs` that say so.
-`docs/benchmarks.md` says what each row means; only those of checkpoints and of the judge are seconds.
+`docs/benchmarks.md` says what each row means; only those of checkpoints are seconds.
 """
 
 import sys
@@ -9,12 +9,10 @@ from argparse import Namespace
 
 from rljax.benchmark_runs import Benchmark, Measurement
 from training_benchmarks.checkpoint import checkpoint_rows
-from training_benchmarks.judge import judge_rows
-from training_benchmarks.memory import loading_rows, lora_rows, memory_rows, padding_rows
+from training_benchmarks.memory import loading_rows, lora_rows
 from workloads import POLICY_OPTION, policies_of
 
 _CASES = (  # the section, what measures it, and its arguments after the policy
-    ("memory", memory_rows, ((4, 768),)),
     ("checkpoint", checkpoint_rows, (5,)),
     ("loading", loading_rows, (5,)),
     ("lora", lora_rows, ()),
@@ -23,13 +21,11 @@ _CASES = (  # the section, what measures it, and its arguments after the policy
 
 def _plan(arguments: Namespace) -> list[Measurement]:
     names = policies_of(arguments)
-    padding = Measurement("padding", "256 sequences", padding_rows, ((512, 768, 1024, 2048),), False)
-    of_policies = [
+    return [
         Measurement(section, name, run, (name, *more), section == "checkpoint")
         for section, run, more in _CASES
         for name in names
     ]
-    return [*of_policies, padding, Measurement("judge", "128 responses", judge_rows, (128,))]
 
 
 BENCHMARK = Benchmark(

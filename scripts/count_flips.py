@@ -5,7 +5,6 @@ that resume: the same command goes on where it stopped. There should be no flip 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from rljax.benchmarking import results_console
 from rljax.config import load_config
 from rljax.errors import UserError, exit_status
-from rljax.provenance import command_line, git_commit
+from rljax.provenance import command_line, write_figures
 from rollout_benchmarks.flips import MECHANISMS, PartsFile, count_part, parts, processor_line, summary
 
 # A policy that is cheap to decode, sure of some tokens and unsure of others.
@@ -61,13 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in count_part(config, part, arguments.steps, missing):
                 file.append(line)
     rows = summary(file.lines)
-    result = {"command": command_line(), "commit": git_commit(), "machine": file.header["machine"]}
-    result |= {
-        "workload": workload,
-        "numerics": sorted({str(line["numerics"]) for line in file.lines}),
-        "rows": rows,
-    }
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    numerics = sorted({str(line["numerics"]) for line in file.lines})
+    figures = {"workload": workload, "numerics": numerics, "rows": rows}
+    write_figures(arguments.output, figures, command_line())
     console = results_console()
     console.print(f"{file.tokens:,} tokens compared on {processor_line()}")
     for row in rows:

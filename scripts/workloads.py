@@ -61,7 +61,6 @@ _PUBLISHED = {"head_dim": 128, "rope_theta": 1e6, "max_positions": 32_768}
 _QWEN2 = _PUBLISHED | {"architecture": "qwen2", "attention_bias": True, "qk_norm": False}
 SHAPES = {
     "tiny": qwen3(320, 128, 1, 2, 1, 256, **_PUBLISHED),  # for a look
-    "2 layers": qwen3(320, 128, 2, 2, 1, 256),
     "2M": qwen3(320, 192, 4, 6, 2, 512),  # the quickstart's
     "25M": qwen3(8192, 512, 7, 8, 4, 1536),
     "50M": qwen3(8192, 768, 7, 12, 4, 2048),
@@ -70,12 +69,9 @@ SHAPES = {
     # Shaped like small published ones: the embedding is a quarter of the weights.
     "100M": qwen3(51_200, 512, 17, 4, 2, 2560),
     "140M": qwen3(32_000, 768, 18, 12, 4, 2048),
-    # Nearly all of its memory is logits.
-    "1 layer": qwen3(32_000, 64, 1, 1, 1, 128),
     "Qwen3-1.7B": qwen3(151_936, 2048, 28, 16, 8, 6144, **_PUBLISHED),
     "Qwen3-8B": qwen3(151_936, 4096, 36, 32, 8, 12_288, **_PUBLISHED, tie_embeddings=False),
     "Qwen2.5-1.5B": qwen3(151_936, 1536, 28, 12, 2, 8960, **_QWEN2),
-    "Qwen2.5-7B": qwen3(152_064, 3584, 28, 28, 4, 18_944, **_QWEN2, tie_embeddings=False),
 }
 
 
@@ -108,8 +104,8 @@ POLICY_OPTION: Mapping[str, Mapping[str, Any]] = {
 
 
 def policies_of(arguments: Namespace) -> list[str]:
-    """The policies that `--policy` names; the real one without it, and a small one in a quick run."""
-    names = (arguments.policy or ("2M" if arguments.quick else REAL)).split(",")
+    """The policies that `--policy` names; the real one without it."""
+    names = (arguments.policy or REAL).split(",")
     for name in names:
         if name not in (REAL, *SHAPES):
             raise UserError(f"--policy: {name!r} is not one; {known_names(name, [REAL, *SHAPES])}")
@@ -172,7 +168,7 @@ def import_reference() -> None:
     except ImportError as error:
         raise UserError(
             f"{error.name} is not installed, and decode and update compare with transformers on PyTorch: "
-            "install the dev extra (pip install -e '.[dev]'), or measure --only bandwidth,startup"
+            "install the dev extra (pip install -e '.[dev]'), or leave them out by --only"
         ) from error
     torch.set_num_threads(num_cores())
     transformers.logging.set_verbosity_error()

@@ -13,8 +13,6 @@ from rljax.training.drafter_warm_up import WarmUp
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-adaptation = load_script("drafter_benchmarks.adaptation")
-in_loop = load_script("drafter_benchmarks.in_loop")
 objectives = load_script("drafter_benchmarks.objectives")
 packing = load_script("drafter_benchmarks.packing")
 rl = load_script("drafter_benchmarks.rl")
@@ -82,17 +80,6 @@ def luck(monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", reward)
 
 
-def test_adaptation_rows(config, luck):
-    rows = by_name(adaptation.adaptation_rows(config, SETTINGS, rl_steps=2, slices=2))
-    assert len(rows) == 6
-    heads = {
-        name: rows[f"adaptation/RL policy/{name} head"].value for name in ("frozen", "trained on", "adapted")
-    }
-    assert len(set(heads.values())) == 3  # three different heads
-    assert rows["adaptation/base policy/frozen head"].value != heads["frozen"]  # two policies
-
-
-@pytest.mark.long
 def test_rl_rows(config, luck):
     rows = rl.rl_rows(config, SETTINGS, rl_steps=2, slices=2)
     names = [
@@ -115,17 +102,6 @@ def test_rl_rows(config, luck):
     frozen, updated, trained = (row.details["accept_length"] for row in second[2:])
     assert len({frozen, updated, trained}) == 3
     assert second[3].baseline_value == first[4].value and second[4].baseline_value == second[3].value
-
-
-@pytest.mark.long
-def test_in_loop_rows(config, luck):
-    rows = in_loop.in_loop_rows(config, SETTINGS, steps=2, slices=8)
-    assert [row.name for row in rows] == [f"in loop/step {step}" for step in range(2)]
-    assert rows[0].value == rows[0].baseline_value  # the same head before the first slice
-    assert any(row.value != row.baseline_value for row in rows[1:])
-    for row in rows:
-        assert set(row.details["seconds"]) == {"plain", "frozen", "trained"}
-        assert min(row.details["speculated_share"].values()) > 0
 
 
 def test_self_drafts_by_a_plain_loop():

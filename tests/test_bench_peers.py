@@ -54,8 +54,8 @@ def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
     settings = [*script._OVERRIDES, *SETTINGS, f"run_dir={tmp_path / 'run'}"]
     settings.append(f"warm_start.cache_dir={tmp_path / 'cache'}")
     config = load_config("configs/quickstart.yaml", settings)
-    peers = [("trl", Path(sys.executable))]
-    time, tokens, *whole = script.rows_of(config, settings, peers, "configs/quickstart.yaml", micro_batch=2)
+    python = Path(sys.executable)
+    time, tokens, *whole = script.rows_of(config, settings, python, "configs/quickstart.yaml", micro_batch=2)
     names = [row.name for row in whole]
     assert names == ["step without skipping/trl/time", "step without skipping/trl/tokens"]
     assert (time.name, time.baseline_value) == ("step/trl/time", 10.0)
@@ -82,20 +82,14 @@ def test_a_peer_that_fails_is_one_line(script, tmp_path):
     ],
 )
 def test_what_peers_cannot_be_given_is_refused(script, capsys, tmp_path, setting, said):
-    assert script.BENCHMARK.main([*TOY, setting, "--environments", str(tmp_path)]) == 2
+    assert script.BENCHMARK.main([*TOY, setting, "--environment", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["0", "4", "24", "128"])  # groups of 8, 64 responses a step
 def test_micro_batches_of_parts_are_refused(script, capsys, size):
-    assert script.BENCHMARK.main([*TOY, "--peers", "trl", "--micro-batch", size]) == 2
+    assert script.BENCHMARK.main([*TOY, "--micro-batch", size]) == 2
     assert f"--micro-batch: {size} is not a number of whole groups of 8" in capsys.readouterr().err
-
-
-def test_an_old_python_is_refused_before_anything_is_installed(script, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 9, 0))
-    assert script.BENCHMARK.main([*TOY, "--peers", "tunix", "--environments", str(tmp_path)]) == 2
-    assert "tunix needs Python 3.11" in capsys.readouterr().err
 
 
 def test_the_last_number_is_the_answer(script):
@@ -106,6 +100,5 @@ def test_the_last_number_is_the_answer(script):
 
 
 def test_jobs_can_be_read_by_programs_without_rljax(script):
-    for name in ("trl_grpo", "tunix_grpo"):
-        text = (Path(script.__file__).parent / "peer_benchmarks" / f"{name}.py").read_text()
-        assert "import rljax" not in text and "from rljax" not in text
+    text = (Path(script.__file__).parent / "peer_benchmarks" / "trl_grpo.py").read_text()
+    assert "import rljax" not in text and "from rljax" not in text

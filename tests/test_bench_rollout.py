@@ -13,7 +13,6 @@ costs = load_script("rollout_benchmarks.costs")
 draft_lengths = load_script("rollout_benchmarks.draft_lengths")
 races = load_script("rollout_benchmarks.races")
 rollout = load_script("rollout_benchmarks.rollout")
-strategies = load_script("rollout_benchmarks.strategies")
 variants = load_script("rollout_benchmarks.variants")
 
 _TINY = [
@@ -143,32 +142,6 @@ def test_a_row_is_of_an_epoch_or_of_prompts_that_never_come_back(tmp_path, overr
     config = load_config(write_config(tmp_path), overrides)
     steps = range(config.training.steps)
     assert {name: list(steps[stretch]) for name, stretch in rollout.stretches(config).items()} == names
-
-
-@pytest.mark.long
-def test_strategy_rows(config, monkeypatch):
-    monkeypatch.setattr(strategies, "_DEPTHS", (2,))
-    monkeypatch.setattr(strategies, "_NODES", (3,))
-    monkeypatch.setattr(strategies, "_TOP_KS", (1,))
-    monkeypatch.setattr(strategies, "_BITS", (8,))
-    monkeypatch.setattr(strategies, "_LENGTHS", (2,))
-    monkeypatch.setattr(strategies, "_HEAD", "eagle")  # an EAGLE-3 head needs more layers
-    monkeypatch.setattr(strategies, "_TRAINING", {"slices": 1, "depths": [2], "train_below": 0})
-    rows = strategies.strategy_rows(config, training_steps=1)
-    assert [row.name for row in rows] == [
-        "strategies/depth/depth 2, 3 to verify",
-        "strategies/top_k/top_k 1",
-        "strategies/batch/2 slots, 3 to verify",
-        "strategies/bits/8 bits, 2 drafts",
-    ]
-    assert [row.details["strategy"] for row in rows] == [
-        "eagle 2/2/3",
-        "eagle 4/1/4",
-        "eagle 4/2/3",
-        "quantized 2/1/2",
-    ]
-    assert all(row.details["verifying_passes"] > 0 for row in rows)
-    assert rows[-1].details["acceptance"] > 0.5
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ BENCHMARK = Benchmark(
         Measurement("refused", "1M", _refuse),
         Measurement("stopped", "1M", _interrupt),
     ],
-    quick_plan=[Measurement("sum", "quick", lambda: [_row("sum/quick")])],
     packages=("numpy",),
 )
 
@@ -71,10 +70,9 @@ def test_sections_are_measured_in_the_order_of_the_plan(capsys, tmp_path):
     assert printed.endswith(f"ratios above 1 mean that rljax is better; 4 rows are in {output}\n")
 
 
-@pytest.mark.parametrize("quick", [(), ("--quick",)])
-def test_an_unknown_section_is_one_line(capsys, quick):
-    assert run("--only", "sum,maen", *quick) == 2
-    known = "sum" if quick else "sum,mean,refused,stopped"
+def test_an_unknown_section_is_one_line(capsys):
+    assert run("--only", "sum,maen") == 2
+    known = "sum,mean,refused,stopped"
     assert capsys.readouterr().err == f"error: --only: 'maen' is not a section; they are {known}\n"
 
 
@@ -88,16 +86,11 @@ def test_what_was_measured_before_an_error_is_written(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("quick", "only", "name"),
-    [
-        (False, "sum mean refused stopped", "sums.json"),
-        (False, "sum mean", "sums-sum-mean.json"),
-        (True, "sum", "sums-quick.json"),
-    ],
+    ("only", "name"), [("sum mean refused stopped", "sums.json"), ("sum mean", "sums-sum-mean.json")]
 )
-def test_only_a_whole_run_replaces_the_published_results(quick, only, name):
-    sections = ("sum",) if quick else ("sum", "mean", "refused", "stopped")
-    assert BENCHMARK.default_output(tuple(only.split()), sections, quick) == Path("benchmarks/results") / name
+def test_only_a_whole_run_replaces_the_published_results(only, name):
+    sections = ("sum", "mean", "refused", "stopped")
+    assert BENCHMARK.default_output(tuple(only.split()), sections) == Path("benchmarks/results") / name
 
 
 def test_after_some_seconds_nothing_begins_but_the_first(capsys, tmp_path):
@@ -115,17 +108,8 @@ def test_where_nothing_could_be_measured_there_is_an_error(capsys, tmp_path):
 
 def test_without_an_output_results_go_beside_the_published_ones(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert run("--quick") == 0
-    assert names(tmp_path / "benchmarks/results/sums-quick.json") == ["sum/quick"]
     assert run("--only", "mean,sum") == 0
     assert (tmp_path / "benchmarks/results/sums-sum-mean.json").is_file()
-
-
-def test_a_benchmark_without_a_quick_plan_has_no_such_option(capsys):
-    whole = Benchmark("sums", "Sums.", BENCHMARK.plan)
-    assert "--quick" not in whole.parser().format_help() and "--quick" in BENCHMARK.parser().format_help()
-    with pytest.raises(SystemExit):
-        run("--quick", benchmark=whole)
 
 
 def test_what_cannot_run_is_refused_before_anything_is_measured(capsys):

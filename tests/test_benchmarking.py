@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rljax import benchmarking
 from rljax.benchmarking import (
     Interference,
     Row,
     counted_row,
-    measure_read_bandwidth,
     print_table,
     results_console,
     speed_row,
@@ -57,18 +55,6 @@ def test_paired_puts_ours_below_the_line(monkeypatch):
 
 
 # --- machine ---------------------------------------------------------------------------------------------
-
-
-def test_every_method_of_reading_counts_bytes_of_the_whole_array(monkeypatch):
-    def run_once(methods, repeats):
-        for method in methods.values():
-            method()
-        return {name: [4.0, 0.5] for name in methods}
-
-    monkeypatch.setattr(benchmarking, "interleave", run_once)
-    bandwidths = measure_read_bandwidth(megabytes=2)
-    assert {"jax sum", "jax matrix-vector", "numpy sum"} <= bandwidths.keys()
-    assert set(bandwidths.values()) == {2 * 2**20 / 0.5}  # the fastest run counts
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux's counters")

@@ -9,7 +9,8 @@ import pytest
 from rljax.commands import report
 from rljax.reports.decisions import accept_length, by_position
 from rljax.reports.figures import COLORS, new_figure
-from rljax.reports.runs import read_runs
+from rljax.reports.learning import draw_rewards
+from rljax.reports.runs import read_runs, series_of
 from rljax.run_directory import RunDirectory
 from rljax.speculation.pass_record import PLAIN, Decision
 
@@ -82,7 +83,7 @@ def test_what_a_run_lacks_is_null_in_the_figures(tmp_path, monkeypatch):
 def test_more_runs_than_colours_are_all_drawn(tmp_path):
     runs = read_runs([write_run(tmp_path / str(number), 1) for number in range(len(COLORS) + 1)])
     axes = new_figure(4, 3).subplots()
-    report._plot_rewards(axes, runs)
+    draw_rewards(axes, series_of(runs))
     assert len(axes.get_legend_handles_labels()[1]) == len(runs)
 
 
@@ -134,11 +135,10 @@ SLOW = [
 ]
 
 
-def test_decisions_drawn_and_told(tmp_path, capsys):
+def test_decisions_are_told(tmp_path, capsys):
     """In words: shares of tokens, and of the steps that were not faster than plain, why."""
     run = write_decisions(write_run(tmp_path / "run", 2), FAST, SLOW)
-    picture = tmp_path / "new" / "decisions.png"
-    assert report.main([str(run), "--decisions", str(picture)]) == 0
+    assert report.main([str(run)]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run: ")]
     assert told == [
         "run: of 179 tokens that were decided on, 42% with drafts of eagle, 39% with drafts of srt,"
@@ -148,7 +148,6 @@ def test_decisions_drawn_and_told(tmp_path, capsys):
         " the largest median, .. tokens/s against .. plain; furthest off: srt with 16 rows: predicted"
         " 2.00 times plain and brought 0.50",
     ]
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_acceptance_by_position_by_hand():
@@ -173,25 +172,10 @@ def test_of_many_slow_steps_the_slowest_are_told(tmp_path, capsys):
     assert told[6:] == ["run: 6 more of 11 steps brought no more than that either"]
 
 
-def test_decisions_without_any_promise_can_be_drawn(tmp_path, capsys):
-    """As in the first rollout of a bandit; and several runs are drawn below each other."""
-    first = write_decisions(write_run(tmp_path / "one", 1), [decide(PLAIN, 4, 1.0, 0.0, 0.0)])
-    second = write_decisions(write_run(tmp_path / "two", 1), [decide("srt", 4, 1.0, 0.0, 0.0)])
-    picture = tmp_path / "decisions.svg"
-    assert report.main([str(first), str(second), "--decisions", str(picture)]) == 0
-    assert picture.read_text().count("<svg") == 1
-    assert "100% plain" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("empty", [False, True])
-def test_no_decisions_are_one_line(tmp_path, capsys, empty):
+def test_a_run_without_decisions_has_no_words_of_them(tmp_path, capsys, empty):
     run = write_run(tmp_path / "run", 1)
     if empty:
         write_decisions(run, [])
-    assert report.main([str(run)]) == 0  # a run without drafts
-    out = capsys.readouterr().out
-    assert report.main([str(run), "--decisions", str(tmp_path / "a.png")]) == 2
-    again = capsys.readouterr()
-    assert out == f"{again.out}report: {run / 'report.html'}\n"
-    assert again.err.startswith(f"error: {run / 'decisions.jsonl'}: no decisions there to draw; ")
-    assert again.err.count("\n") == 1 and not (tmp_path / "a.png").exists()
+    assert report.main([str(run)]) == 0
+    assert "decided" not in capsys.readouterr().out

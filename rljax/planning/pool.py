@@ -64,10 +64,10 @@ class _Planned:
 class PlanningPool(ExecutablePool):
     """A pool that compiles programs for the shapes of their arguments and runs none.
 
-    Programs are traced by the thread that asks for them, and may be compiled by others meanwhile.
+    Programs are traced by the thread that asks for them, and compiled by others meanwhile.
 
     Args:
-      compilers: threads that compile; None for the one that asks.
+      compilers: threads that compile.
       row_invariant: see `ExecutablePool`.
       place: gives a result's shapes the shardings that the run's arrays have.
       default: the sharding of arguments that have none.
@@ -80,7 +80,7 @@ class PlanningPool(ExecutablePool):
 
     def __init__(
         self,
-        compilers: Executor | None,
+        compilers: Executor,
         row_invariant: bool,
         place: Callable[[Any], Any],
         default: Any,
@@ -120,12 +120,7 @@ class PlanningPool(ExecutablePool):
         start = time.perf_counter()
         lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(self._abstract, args))
         tracing = time.perf_counter() - start
-        if self._compilers is not None:
-            compiled = self._compilers.submit(self._compiled, key, lowered, tracing)
-        else:
-            compiled = Future()
-            compiled.set_result(self._compiled(key, lowered, tracing))
-        self._under_way.append(compiled)
+        self._under_way.append(self._compilers.submit(self._compiled, key, lowered, tracing))
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         self._by_key[key] = _Planned(self._place(results))
         return self._by_key[key]

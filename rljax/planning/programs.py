@@ -110,7 +110,7 @@ class Planning:
       mesh: devices; None for one.
       device: the first device.
       hidden_layers: see `DecodeEngine`; of a policy that is planned with fewer layers, as many others.
-      compilers: see `PlanningPool`.
+      compilers: see `PlanningPool`; None where nothing is compiled.
     """
 
     config: ExperimentConfig
@@ -159,6 +159,7 @@ class Planning:
         self, skips: Callable[[tuple], bool] = lambda args: False, drafter: str | None = None
     ) -> PlanningPool:
         """Returns a pool for the devices; arguments as of `PlanningPool`."""
+        assert self.compilers is not None
         exact = bool(self.config.engine.row_invariant)
         return PlanningPool(self.compilers, exact, self.place, self._default, skips, drafter)
 

@@ -1,7 +1,5 @@
 """Decisions of a run's manager (RUN_DIR/decisions.jsonl), as figures and in words.
 
-    python scripts/report.py RUN_DIR --decisions decisions.png
-
 The gain is the ratio of sampled tokens to the tokens that plain decoding was predicted to sample in the same
 time, from the log (`rljax/speculation/pass_record.py`). The log leaves out plain steps of batches above
 `speculation.max_batch`, prefilling, and the host's work between passes.
@@ -17,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rljax.errors import UserError
-from rljax.reports.figures import COLORS, new_figure, save
 from rljax.run_directory import RunDirectory
 from rljax.speculation.pass_record import PLAIN, Decision
 
@@ -159,35 +155,6 @@ def _worst_prediction(decisions: Sequence[Decision]) -> str | None:
 
 
 # --- drawn -------------------------------------------------------------------------------------------------
-
-
-def draw(runs: Sequence[RunDecisions], path: Path) -> None:
-    """Draws five panels per run, runs below each other."""
-    for run in runs:
-        if not run.steps:
-            raise UserError(
-                f"{run.path / 'decisions.jsonl'}: no decisions there to draw; runs with speculation.drafter"
-                " have some once a batch is down to speculation.max_batch"
-            )
-    figure = new_figure(13, 13 * len(runs))
-    parts = figure.subfigures(len(runs), 1, squeeze=False)[:, 0]
-    for run, part in zip(runs, parts, strict=True):
-        palette = itertools.cycle(COLORS)
-        colors = {drafter: _PLAIN_COLOR if drafter == PLAIN else next(palette) for drafter in run.drafters}
-        grid = part.add_gridspec(3, 2)
-        for place, drawer in (
-            (grid[0, :], draw_timeline),
-            (grid[1, 0], draw_shares),
-            (grid[1, 1], draw_predictions),
-            (grid[2, 0], draw_accept_lengths),
-            (grid[2, 1], draw_positions),
-        ):
-            axes = part.add_subplot(place)
-            drawer(axes, run, colors)
-            axes.grid(alpha=0.3)
-            axes.set_axisbelow(True)
-        part.suptitle(f"What the rollout manager decided: {run.name}")
-    save(figure, path)
 
 
 def draw_timeline(axes: "Axes", run: RunDecisions, colors: Mapping[str, str]) -> None:

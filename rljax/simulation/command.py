@@ -3,12 +3,11 @@
 import argparse
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rljax.errors import ConfigError, UserError
+from rljax.errors import ConfigError, exit_status
 from rljax.provenance import command_line, write_figures
 from rljax.simulation.calibration import compared, read_run, seconds_of
 from rljax.simulation.calibration import table as calibration_table
@@ -70,24 +69,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
     arguments = _parser().parse_intermixed_args(argv)
-    try:
-        if arguments.figure is not None:
-            from rljax.simulation.figures import run_figures
+    if arguments.figure is not None:
+        from rljax.simulation.figures import run_figures
 
-            run_figures(arguments.figure)
-        elif arguments.calibrate is not None:
-            _calibrate(arguments)
-        elif arguments.sizes is not None:
-            _choose_sizes(arguments)
-        else:
-            _simulate(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        run_figures(arguments.figure)
+    elif arguments.calibrate is not None:
+        _calibrate(arguments)
+    elif arguments.sizes is not None:
+        _choose_sizes(arguments)
+    else:
+        _simulate(arguments)
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:

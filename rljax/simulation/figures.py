@@ -266,9 +266,9 @@ def as_rows(result: Mapping[str, Any]) -> str:
     """Returns a figure as rows of the table in docs/simulation.md."""
     link = f"[{result['paper']}](../benchmarks/results/simulation-{result['figure']}.json)"
     return "\n".join(
-        f"| {link} | {row['name']} | {_published(row)} | {row['value']:.3g}"
+        f"| {'' if number else link} | {row['name']} | {_published(row)} | {row['value']:.3g}"
         f" | {row['low']:.3g} to {row['high']:.3g} | {row.get('verdict', '')} |"
-        for row in result["rows"]
+        for number, row in enumerate(result["rows"])
     )
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rljax.reports.figures import new_figure, save
 from rljax.simulation.cluster import Cluster, Span, StepTimes
 
 _MOST_ROWS = 48  # workers in a picture
+_COLOURS = [f"C{number}" for number in range(10)]  # of Matplotlib's cycle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +112,8 @@ def draw_timeline(
     clusters: dict[str, Cluster], path: Path, first_step: int, last_step: int, title: str = ""
 ) -> None:
     """Writes a picture: a panel a cluster, a row a worker, a colour a step, and the trainer below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        len(clusters), 1, figsize=(11, 1.2 + 2.6 * len(clusters)), sharex=True, squeeze=False
-    )
-    colours = plt.get_cmap("tab10").colors
+    figure = new_figure(11, 1.2 + 2.6 * len(clusters))
+    axes = figure.subplots(len(clusters), 1, sharex=True, squeeze=False)
     latest = 0.0
     for axis, (name, cluster) in zip(axes[:, 0], clusters.items(), strict=True):
         begin = cluster.steps[first_step - 1].begin
@@ -130,7 +125,7 @@ def draw_timeline(
                 axis.broken_barh(
                     [(span.begin - begin, span.end - span.begin)],
                     (row_of[span.worker] + 0.05, 0.9),
-                    facecolors=colours[span.step % 10],
+                    facecolors=_COLOURS[span.step % 10],
                     hatch="////" if span.kind == "copy" else None,
                     edgecolor="white",
                     linewidth=0.2,
@@ -139,7 +134,7 @@ def draw_timeline(
             step = cluster.steps[number - 1]
             length = cluster.machines.train_seconds(step.tokens)
             axis.broken_barh(
-                [(step.trained - length - begin, length)], (-2.4, 1.6), facecolors=colours[number % 10]
+                [(step.trained - length - begin, length)], (-2.4, 1.6), facecolors=_COLOURS[number % 10]
             )
             latest = max(latest, step.trained - begin)
         axis.set_yticks([-1.6, len(row_of) / 2], ["trainer", f"{workers} workers"])
@@ -150,10 +145,7 @@ def draw_timeline(
     axes[-1, 0].set_xlim(0, latest)
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

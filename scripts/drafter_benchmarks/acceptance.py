@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drafter_benchmarks.training import train_head
 from drafters.eagle.data import DataBuffer
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import BlockShape, HeadConfig, shared_params
@@ -81,13 +82,7 @@ def acceptance_rows(
                 head = HeadConfig(variant, head.policy, vocabulary=head.vocabulary, block=block)
                 training = HeadTraining(steps=steps, **_EACH | {loss: 1.0})
                 trainer = make_trainer(run, head, dataclasses.replace(settings, training=training))
-                for done in range(settings.steps):
-                    step = done // settings.slices_per_round
-                    if done % settings.slices_per_round == 0:
-                        trainer.begin_step(step)
-                        for sequence in sampled[step]:
-                            trainer.add(*sequence)
-                    trainer.slice(shared)
+                train_head(trainer, settings, shared, sampled.__getitem__)
                 acceptance = measure(run, head, trainer.params, shared, heldout, settings.depth)
                 file.write_text(json.dumps(dataclasses.asdict(acceptance)), encoding="utf-8")
             worth[name] = Acceptance(**json.loads(file.read_text(encoding="utf-8")))

@@ -5,7 +5,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from drafter_benchmarks.adaptation import by_position
+from drafter_benchmarks.training import by_position, train_head
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.objective import HeadTraining
@@ -48,13 +48,7 @@ def objective_rows(
             trainer = trainers[name] = make_trainer(run, head, trainer_settings)
             heldout = rollouts.heldout(settings.heldout)
             before = measure(run, head, trainer.params, shared, heldout, settings.depth)
-            for done in range(settings.steps):
-                if done % settings.slices_per_round == 0:
-                    step = done // settings.slices_per_round
-                    trainer.begin_step(step)
-                    for sequence in rollouts.read(groups[step]):
-                        trainer.add(*sequence)
-                trainer.slice(shared)
+            train_head(trainer, settings, shared, lambda step, of=rollouts: of.read(groups[step]))
             after = measure(run, head, trainer.params, shared, heldout, settings.depth)
             worth[name] = before, after
             progress.step(number, {"accept_length": after.accept_length})

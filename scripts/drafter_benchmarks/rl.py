@@ -2,7 +2,7 @@
 
 The policy in fewer bits: tokens per pass as the policy's entropy falls (EfficientRollout's block efficiency).
 A head: the accuracy lost by an update of the policy, and regained by training on that step's rollouts, beside
-the same head as it was before RL.
+the same head as it was before RL (TLT, Table 6 and Figure 16).
 
 Computed from hidden states, without decoding: see `drafters/eagle/evaluation.py`.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from drafter_benchmarks.adaptation import by_position, trained_with, warm_up_head
+from drafter_benchmarks.training import add_rollouts, by_position, train_head
 from drafters.eagle import losses
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
@@ -32,7 +32,7 @@ from rljax.numerics.rows import Numerics
 from rljax.training import loop
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
 from rljax.training.training_run import TrainingRun
-from rollout_benchmarks.variants import collect_step, open_run
+from rollout_benchmarks.variants import collect_step, open_run, with_keys
 
 _BITS = (8, 4)
 _LENGTHS, _LENGTH = (2, 5, 11), 5  # of chains; rows report the latter
@@ -61,10 +61,11 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
       slices: number of slices of the head in each of these steps.
     """
     rows: list[Row] = []
-    with open_run(trained_with(config, rl_steps)) as (run, progress):
+    config = with_keys(config, optimizer={"warmup_steps": 0}, training={"steps": rl_steps})
+    with open_run(config) as (run, progress):
         head = HeadConfig(settings.variant, run.trainer.config)
         rollouts, trainer = PolicyRollouts(run, head), make_trainer(run, head, settings)
-        warm_up_head(trainer, rollouts, settings, shared_params(run.state.params, head.policy), progress)
+        train_head(trainer, settings, shared_params(run.state.params, head.policy), rollouts.training)
         frozen, quantized = trainer.params, {bits: QuantizedPolicy(default_format(bits)) for bits in _BITS}
         numerics = dataclasses.replace(run.numerics, row_invariant=False)
         training = config.training
@@ -82,9 +83,7 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
                 measure, run, head, shared=shared, heldout=heldout, depth=settings.depth
             )
             old, updated = worth(frozen), worth(trainer.params)
-            trainer.begin_step(step)
-            for sequence in rollouts.read(groups):
-                trainer.add(*sequence)
+            add_rollouts(trainer, step, rollouts.read(groups))
             for _ in range(slices):
                 trainer.slice(shared)
             trained = worth(trainer.params)

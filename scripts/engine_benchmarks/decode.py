@@ -1,23 +1,15 @@
-"""The plain engine: tokens per second against `generate`, bytes of weights against what the machine reads,
-and seconds until a process has decoded its first step.
-"""
+"""The plain engine: tokens per second against `generate`."""
 
 import functools
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rljax.benchmark_runs import in_fresh_process
-from rljax.benchmarking import Row, measure_read_bandwidth, speed_row, timed_row
+from rljax.benchmarking import Row, speed_row
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import enable_compilation_cache
 from rljax.errors import UserError
-from rljax.models import huggingface
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.sampling.distribution import SamplingParams
@@ -26,12 +18,10 @@ from workloads import (
     PROMPT_TOKENS,
     SWITCH,
     assignments,
-    checkpoint_of,
     config_of,
     import_reference,
     make_engine,
     make_reference,
-    params_of,
     random_prompts,
 )
 
@@ -40,8 +30,6 @@ if TYPE_CHECKING:
 
 GREEDY = SamplingParams(temperature=0.0)
 _CHECKED_TOKENS = 8
-
-# --- tokens per second -----------------------------------------------------------------------------------
 
 
 def decode(
@@ -181,107 +169,3 @@ def _first_token_and_step(seconds: dict[str, list[float]], side: str, new_tokens
     first = seconds[f"first token, {side}"]
     behind = [whole - begin for whole, begin in zip(seconds[side], first, strict=True)]
     return statistics.median(first), statistics.median(behind) / (new_tokens - 1)
-
-
-# --- weights read per second -----------------------------------------------------------------------------
-
-
-def step_weight_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of float32 weights that a decode step reads: all, except for an untied input
-    embedding, of which it reads a row.
-    """
-    unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    return 4 * (num_params(config) - unread)
-
-
-def bandwidth_rows(name: str, steps: int, repeats: int) -> list[Row]:
-    """Measures bytes of weights per second while one response is decoded, against the machine's bandwidth."""
-    config, params = config_of(name), params_of(name)
-    weight_bytes, length = step_weight_bytes(config), PROMPT_TOKENS + steps + 1
-    engines = {SWITCH[on]: make_engine(config, on, 1, length) for on in (True, False)}
-    weights = {engine: engine.load_params(params) for engine in engines.values()}
-
-    def steps_per_second(engine: DecodeEngine) -> float:
-        """Measures the decode loop alone: the prompt is in its slot, and the first step is not timed."""
-        params = weights[engine]
-        prefix = engine.prefill(params, random_prompts(1, config.vocab_size))
-        (request,) = assignments(1, steps + 1)
-        state = engine.insert(prefix, engine.init_state(1, length), request)
-        state, _ = engine.generate(params, state, max_steps=1)
-        done, start = 0, time.perf_counter()
-        while done < steps:
-            state, result = engine.generate(params, state)
-            done += result.steps
-        return done / (time.perf_counter() - start)
-
-    for engine in engines.values():
-        steps_per_second(engine)
-    rates: dict[str, list[float]] = {switch: [] for switch in engines}
-    readings: list[dict[str, float]] = []
-    for _ in range(repeats):  # a round: the machine's bandwidth, then both engines
-        readings.append(measure_read_bandwidth(repeats=3))
-        for switch, engine in engines.items():
-            rates[switch].append(steps_per_second(engine) * weight_bytes)
-    machine = [max(reading.values()) for reading in readings]
-    methods = {method: max(reading[method] for reading in readings) / 1e9 for method in readings[0]}
-    rows = []
-    for switch, rate in rates.items():
-        shares = [ours / readable for ours, readable in zip(rate, machine, strict=True)]
-        details = {
-            "params": num_params(config),
-            "weight_bytes": weight_bytes,
-            "rounds": repeats,
-            "ratio_low": min(shares),
-            "ratio_high": max(shares),
-            "best_over_best": max(rate) / max(machine),
-            "read_bandwidth_by_method": methods,
-        }
-        row = f"bandwidth/{name}/batch 1/row_invariant {switch}"
-        value, baseline = statistics.median(rate) / 1e9, statistics.median(machine) / 1e9
-        rows.append(Row(row, value, "GB/s", "read bandwidth", baseline, statistics.median(shares), details))
-    return rows
-
-
-# --- the first step of a process -------------------------------------------------------------------------
-
-
-def first_step(checkpoint: str, cache: str) -> dict[str, float]:
-    """Measures the seconds of a fresh process up to its first decode step."""
-    enable_compilation_cache(cache)
-    config = huggingface.load_model_config(Path(checkpoint))
-    params = huggingface.load_params(Path(checkpoint), config)
-    created = time.time()
-    engine = make_engine(config, True, slots=8, length=256, cache=Path(cache))
-    params = engine.load_params(params)
-    prefix = engine.prefill(params, random_prompts(8, config.vocab_size))
-    state = engine.bulk_insert(prefix, engine.init_state(8, 256), assignments(8, 128))
-    engine.generate(params, state, max_steps=1)
-    return {"created": created, "decoded": time.time(), "compiling": engine.pool.seconds}
-
-
-def startup_rows(name: str, repeats: int) -> list[Row]:
-    """Seconds to the first decode step of a second process, its programs cached, against a first one."""
-    runs: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoint = checkpoint_of(name, Path(directory))
-        for repeat in range(repeats):
-            for process in ("first", "second"):
-                started = time.time()
-                times = in_fresh_process(first_step, str(checkpoint), f"{directory}/cache{repeat}")
-                times |= {"process start": times["decoded"] - started}
-                runs[process].append(times | {"engine creation": times["decoded"] - times["created"]})
-
-    def seconds(process: str, since: str) -> list[float]:
-        return [run[since] for run in runs[process]]
-
-    return [
-        timed_row(
-            f"startup/{name}/{since} to first decode step",
-            compare(seconds("second", since), seconds("first", since)),
-            "empty compilation cache",
-            params=num_params(config_of(name)),
-            compiling_s=statistics.median(seconds("second", "compiling")),
-            baseline_compiling_s=statistics.median(seconds("first", "compiling")),
-        )
-        for since in ("process start", "engine creation")
-    ]

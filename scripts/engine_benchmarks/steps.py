@@ -1,7 +1,6 @@
 """Single steps and passes of the engine on the CPU, by what they are computed with.
 
 `price`: exactness, `engine.row_invariant` on against off. `blocks`: weights in blocks, against whole ones.
-`layers`: layers that are called, against inlined ones (`policy.outline_layers`).
 `self_draft`: steps that draft with quantized weights. `companion`: a small model beside the policy.
 `sampling`: settings a slot, against settings inside the programs.
 """
@@ -148,25 +147,6 @@ def block_rows(name: str, repeats: int, batches: Sequence[int] = (1, 2, 4, 8, 16
             seconds = interleave({"blocks": action, "whole": theirs[what][1]}, repeats)
             timing, row = compare(seconds["blocks"], seconds["whole"]), f"blocks/{name}/float32/{what}"
             rows.append(speed_row(row, tokens, timing, "whole weights", numerics=form))
-    return rows
-
-
-def layer_rows(name: str, repeats: int, batches: Sequence[int] = (4, 32)) -> list[Row]:
-    """Measures tokens per second of decode steps and updates, layers called, against inlined."""
-    config, params = config_of(name), params_of(name)
-    sequences = long_tailed_sequences(8, config.vocab_size)
-    tokens = sum(sequence.length for sequence in sequences)
-    sides: dict[bool, dict[str, tuple[int, Callable[[], object]]]] = {}
-    for called in (True, False):
-        numerics = dataclasses.replace(_numerics_of_a_run(config, "float32", True)[0], outline_layers=called)
-        side = sides[called] = {"update": (tokens, PackedUpdates(config, params, sequences, True, numerics))}
-        for batch in batches:
-            side |= _work(config, numerics, params, batch, most_verified=0)
-    rows = []
-    for what, (count, ours) in sides[True].items():
-        seconds = interleave({"called": ours, "inlined": sides[False][what][1]}, repeats)
-        timing = compare(seconds["called"], seconds["inlined"])
-        rows.append(speed_row(f"layers/{name}/{what}", count, timing, "layers inlined"))
     return rows
 
 

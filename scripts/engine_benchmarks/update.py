@@ -49,6 +49,15 @@ def random_sequence(
     )
 
 
+def equal_sequences(count: int, length: int, prompt: int, vocab_size: int) -> list[TrainingSequence]:
+    """Returns sequences of one length, which begin with a prompt: those that fill rows of a micro-batch."""
+    rng, weight = np.random.default_rng(0), 1 / (count * (length - prompt))
+    return [
+        random_sequence(rng, rng.integers(0, vocab_size, prompt), length - prompt, vocab_size, weight)
+        for _ in range(count)
+    ]
+
+
 def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]:
     """Returns random prompts and responses with log-normal lengths: the longest are several times the
     median.

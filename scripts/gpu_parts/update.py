@@ -4,15 +4,14 @@ import statistics
 import time
 
 import jax
-import numpy as np
 
-from engine_benchmarks.update import GRPO, random_sequence
+from engine_benchmarks.update import GRPO, equal_sequences
 from gpu_parts.engines import TimedPool, gpu_config, gpu_numerics, random_params
 from gpu_parts.part import Part, run
 from rljax.config import OptimizerConfig
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.learning.packing import build_batch, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import num_params
 from rljax.planning.command import present_topology
@@ -41,7 +40,8 @@ def measure(part: Part) -> None:
     params = random_params(config)
     state = trainer.init(params)
     del params
-    sequences = _sequences(config, tokens)
+    length = tokens // _SEQUENCES
+    sequences = equal_sequences(_SEQUENCES, length, min(_PROMPT, length // 2), config.vocab_size)
     lengths = [sequence.length for sequence in sequences]
     batch = build_batch(sequences, pack_sequences(lengths, tokens), range(1))
     state, metrics = trainer.update(state, [batch])  # compiles
@@ -67,17 +67,6 @@ def measure(part: Part) -> None:
         gradient_norm=metrics["gradient_norm"],
         **_utilization(part, flops, seconds),
     )
-
-
-def _sequences(config: ModelConfig, tokens: int) -> list[TrainingSequence]:
-    """Returns sequences of random tokens, of one length, that fill a row."""
-    rng, length = np.random.default_rng(0), tokens // _SEQUENCES
-    prompt = min(_PROMPT, length // 2)
-    weight, vocab = 1.0 / (_SEQUENCES * (length - prompt)), config.vocab_size
-    return [
-        random_sequence(rng, rng.integers(0, vocab, prompt), length - prompt, vocab, weight)
-        for _ in range(_SEQUENCES)
-    ]
 
 
 def _flops(config: ModelConfig, lengths: list[int]) -> float:

@@ -1,15 +1,11 @@
-"""Log-probabilities in training: a micro-batch scored, and with the gradient, beside Tokamax's loss."""
-
-from collections.abc import Callable
+"""Log-probabilities in training: a micro-batch scored, and with the gradient."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape
-from kernel_benchmarks.peers import tokamax_cross_entropy
-from rljax.kernels.switch import IMPLEMENTATIONS
+from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
@@ -37,33 +33,13 @@ def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
         hidden = jax.random.normal(keys[0], (1, tokens, policy.hidden), jnp.bfloat16)
         lm_head = 0.02 * jax.random.normal(keys[1], (policy.vocab, policy.hidden), jnp.bfloat16)
         targets = rng.integers(0, policy.vocab, (1, tokens), np.int32)
-        return (
-            hidden,
-            lm_head,
-            jnp.asarray(targets),
-            lm_head.T,  # Tokamax's layout
-        )
+        return hidden, lm_head, jnp.asarray(targets)
 
-    def by(implementation: str) -> Callable[..., tuple[Array, ...]]:
-        def score(hidden: Array, lm_head: Array, targets: Array, *_: Array) -> tuple[Array, Array]:
-            return token_logprobs(
-                hidden, lm_head, targets, _SAMPLING, _NUMERICS, _CHUNK, implementation=implementation
-            )
+    def score(*args: Array, implementation: str) -> tuple[Array, Array]:
+        return token_logprobs(*args, _SAMPLING, _NUMERICS, _CHUNK, implementation=implementation)
 
-        def gradients(hidden: Array, lm_head: Array, targets: Array, *_: Array) -> tuple[Array, ...]:
-            return jax.grad(lambda *args: jnp.sum(score(*args, targets)[0]), (0, 1))(hidden, lm_head)
-
-        return gradients if gradient else score
-
-    def tokamax(
-        hidden: Array, lm_head: Array, targets: Array, transposed: Array
-    ) -> Array | tuple[Array, ...]:
-        del lm_head
-
-        def loss(hidden: Array, head: Array) -> Array:
-            return tokamax_cross_entropy(hidden[0], targets[0], head)
-
-        return (jax.grad(loss, (0, 1)) if gradient else loss)(hidden, transposed)
+    def gradients(*args: Array, implementation: str) -> tuple[Array, ...]:
+        return jax.grad(lambda *args: jnp.sum(score(*args, implementation=implementation)[0]), (0, 1))(*args)
 
     product = 2 * tokens * policy.vocab * policy.hidden
     head = policy.vocab * policy.hidden * 2
@@ -72,7 +48,7 @@ def _case(policy: PolicyShape, tokens: int, gradient: bool) -> Case:
         name=f"{policy.name}, {tokens} tokens, {'with gradient' if gradient else 'scored'}",
         sizes=(policy.vocab, policy.hidden),
         make=make,
-        functions={name: by(name) for name in IMPLEMENTATIONS} | {"tokamax": tokamax},
+        functions=by_implementation(gradients if gradient else score),
         # Scoring reads both matrices; the backward pass reads and writes them.
         bytes=(head + states) * (3 if gradient else 1),
         # Logits; and in the backward pass logits again, and two products.

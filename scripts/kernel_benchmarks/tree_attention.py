@@ -1,6 +1,5 @@
-"""Tree attention at shapes of real policies, verifying and decoding, beside cuDNN's and Tokamax's."""
+"""Tree attention at shapes of real policies, verifying and decoding."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 from jax import Array
 
 from kernel_benchmarks.case import POLICIES, TINY, Case, PolicyShape, by_implementation
-from kernel_benchmarks.peers import cudnn_attention, tokamax_attention
 from rljax.kernels.tree_attention import decode_attention, tree_attention
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import Implementation
@@ -57,20 +55,15 @@ def _case(policy: PolicyShape, batch: int, capacity: int, nodes: int, ragged: bo
             normal(3, batch, nodes, kv_heads, dim),
             normal(4, batch, nodes, kv_heads, dim),
         )
-        # For others, keys and values as they want them; the mask is computed from the rest.
-        plain = tuple(normal(index, batch, capacity, kv_heads, dim) for index in (5, 6))
         if nodes == 1:
-            return (*args, *plain)
+            return args
         everywhere = jnp.broadcast_to(jnp.asarray(ancestors)[None], (batch, nodes, nodes))
         depth = jnp.broadcast_to(jnp.asarray(ancestors.sum(-1) - 1, jnp.int32)[None], (batch, nodes))
-        return (*args, *plain, everywhere, depth)
+        return (*args, everywhere, depth)
 
     name = f"{policy.name}, {batch} slots of {'up to ' * ragged}{capacity}, "
     name += f"{nodes} nodes" if nodes > 1 else "decoding"
-    functions = by_implementation(_verify if nodes > 1 else _decode) | {
-        "cudnn": _by_peer(cudnn_attention),
-        "tokamax": _by_peer(tokamax_attention),
-    }
+    functions = by_implementation(_verify if nodes > 1 else _decode)
     cached = 2 * int(lengths.sum()) * kv_heads * dim
     written_once = 2 * batch * nodes * (heads + kv_heads) * dim  # queries and output, the nodes' entries
     seen = int(lengths.sum()) * nodes + batch * int(ancestors.sum())  # pairs of node and position
@@ -79,26 +72,8 @@ def _case(policy: PolicyShape, batch: int, capacity: int, nodes: int, ragged: bo
 
 
 def _verify(*args: Array, implementation: Implementation) -> Array:
-    return tree_attention(*args[:6], *args[8:], _NUMERICS, implementation)
+    return tree_attention(*args, _NUMERICS, implementation)
 
 
 def _decode(*args: Array, implementation: Implementation) -> Array:
-    return decode_attention(*args[:6], _NUMERICS, implementation)
-
-
-def _by_peer(attention: Callable[..., Array]) -> Callable[..., Array]:
-    """`attention` over a cache [B, S, Hk, D] that holds the new entries in their places."""
-
-    def compute(*args: Array) -> Array:
-        queries, _, _, lengths, _, _, keys, values, *tree = args
-        nodes, capacity = queries.shape[1], keys.shape[1]
-        mask = None
-        if tree:
-            place = jnp.arange(capacity)[None] - lengths[:, None]  # of a position among the nodes: [B, S]
-            node = jnp.clip(place, 0, nodes - 1)[:, None, :]  # [B, 1, S]
-            sees = jnp.take_along_axis(tree[0], jnp.broadcast_to(node, (len(node), nodes, capacity)), 2)
-            inside = (place >= 0) & (place < nodes)
-            mask = ((place < 0)[:, None] | (inside[:, None] & sees))[:, None]
-        return attention(queries, keys, values, lengths + nodes, mask)
-
-    return compute
+    return decode_attention(*args, _NUMERICS, implementation)

@@ -1,4 +1,4 @@
-"""The job that all libraries are given: an exported policy, prompts with answers, and settings."""
+"""The job that TRL is given: an exported policy, prompts with answers, and settings."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ class Step:
 
 
 def check_config(config: ExperimentConfig) -> None:
-    """Raises a UserError for a config that the other libraries cannot be given."""
+    """Raises a UserError for a config that TRL cannot be given."""
     if config.algorithm.name != "grpo" or config.algorithm.kl_coefficient:
         raise UserError("algorithm: the comparison is GRPO without KL; set algorithm.kl_coefficient=0")
     if config.training.minibatches_per_step != 1:
@@ -37,7 +37,7 @@ def check_config(config: ExperimentConfig) -> None:
 
 
 def write_job(run: TrainingRun, prompts: list[dict[str, str]], micro_batch: int, directory: Path) -> None:
-    """Writes the job that `trl_grpo.py` and `tunix_grpo.py` read, and the policy that it begins with.
+    """Writes the job that `trl_grpo.py` reads, and the policy that it begins with.
 
     Args:
       run: the experiment, before its first step.

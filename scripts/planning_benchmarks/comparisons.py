@@ -3,8 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-import numpy as np
-
+from engine_benchmarks.update import equal_sequences
 from process_memory import forget_peak, memory_kilobytes
 from rljax.assembly.decoding import sampling_params
 from rljax.benchmarking import Row
@@ -12,7 +11,7 @@ from rljax.config import ExperimentConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
+from rljax.learning.packing import build_batch, pack_sequences
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.planning.planner import Plan
@@ -70,15 +69,7 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
     trainer = Trainer(run.model, numerics, recipe, pool)
     state = trainer.init(init_params(run.model, 0))
     rows, length = training.rows_per_microbatch, training.pack_length
-    rng = np.random.default_rng(0)
-    vocabulary, weight = run.model.vocab_size, 1.0 / (rows * length)
-    prompt, logprobs = 8, -np.ones(length - 8)
-
-    def sequence() -> TrainingSequence:
-        tokens = rng.integers(0, vocabulary, length)
-        return TrainingSequence(tokens[:prompt], tokens[prompt:], logprobs, 1.0, weight)
-
-    sequences = [sequence() for _ in range(rows)]
+    sequences = equal_sequences(rows, length, 8, run.model.vocab_size)
     packing = pack_sequences([length] * rows, length)
     batch = build_batch(sequences, packing, range(rows))
     holder = [state]

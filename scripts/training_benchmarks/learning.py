@@ -4,39 +4,23 @@ A run stays in the config's `run_dir` and goes on where an earlier call stopped;
 """
 
 import dataclasses
-import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rljax.algorithms.kl import kl_estimate
 from rljax.algorithms.registry import ALGORITHMS, NEED_TEACHER
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig, load_config
-from rljax.engine.number_type import with_number_type
 from rljax.errors import Interrupted
-from rljax.models.transformer import Params
-from rljax.progress import Progress
 from rljax.reports.runs import RunData, read_run
-from rljax.rollout.collector import EVALUATION, WantedGroups
-from rljax.run_directory import RunDirectory
 from rljax.training import session
-from rljax.training.building import make_run
-from rljax.training.interruption import StopRequest
-from rljax.training.loop import train as train_run
-from rljax.training.minibatches import completions_of, make_minibatches
-from rljax.training.training_run import TrainingRun
 from workloads import REAL_CONFIG
 
 Found = Mapping[str, Sequence[RunData]]
 """Finished runs, by way one a seed."""
 
-_KL = "kl_from_start.json"
 _RUNS = "run_dir=runs/learning"
 
 # --- runs ------------------------------------------------------------------------------------------------
@@ -49,47 +33,6 @@ def train_to_end(config: ExperimentConfig) -> RunData:
     if not steps or steps[-1]["step"] < config.training.steps:
         session.run(config)
     return read_run(path)
-
-
-def train_measuring_kl(config: ExperimentConfig) -> RunData:
-    """As `train_to_end`, in this process, which has both policies in the end: it writes the KL of the two."""
-    directory = RunDirectory(config.run_dir)
-    finished = directory.path / _KL
-    with directory.locked(), Progress() as progress, StopRequest(progress.message, first=None) as stop:
-        recorded = directory.recorded_config()
-        config = with_number_type(config, None if recorded is None else recorded.policy.compute_dtype)
-        directory.begin(config, allow_changes=False)
-        if not finished.exists():
-            checkpoints = session.open_checkpoints(directory, config.checkpoint)
-            try:
-                training = make_run(config, directory, checkpoints, progress, time.perf_counter(), stop)
-                start = jax.tree.map(jnp.copy, training.state.params)
-                with training.trackers:
-                    train_run(training)
-                finished.write_text(json.dumps(kl_from(start, training)), encoding="utf-8")
-            finally:
-                checkpoints.close()
-    return read_run(directory.path)
-
-
-def kl_from(start: Params, training: TrainingRun) -> float:
-    """Returns the mean KL(policy || start) of a response to a held-out problem: k3, summed over its
-    tokens.
-    """
-    trainer = training.trainer
-    groups, _, _ = training.collector.collect(
-        training.engine.load_params(training.state.params),
-        WantedGroups("heldout", training.heldout, 1, EVALUATION, 0),
-    )
-    settings = training.config.training.model_copy(update={"minibatches_per_step": 1})
-    (minibatch,) = make_minibatches(groups, settings, (0,), trainer.row_multiple)
-    total = 0.0
-    for batch, reference in zip(
-        minibatch.batches, trainer.score_reference(start, minibatch.batches), strict=True
-    ):
-        both = (np.where(batch.response_mask, each, 0.0) for each in (batch.rollout_logprobs, reference))
-        total += float(np.asarray(kl_estimate(*map(jnp.asarray, both), "k3")).sum())
-    return total / len(completions_of(groups))
 
 
 # --- rows ------------------------------------------------------------------------------------------------
@@ -143,16 +86,9 @@ def learning_row(name: str, runs: Sequence[RunData], **details: Any) -> Row:
     return counted_row(name, *means, "reward", "before RL", **(shared | details))
 
 
-def _algorithm_rows(found: Found) -> list[Row]:
-    rows = []
-    for name, runs in found.items():
-        kl = [json.loads((run.path / _KL).read_text(encoding="utf-8")) for run in runs]
-        rows.append(learning_row(f"algorithms/{name}", runs, kl_from_start=kl))
-    return rows
-
-
-def _staleness_rows(found: Found) -> list[Row]:
-    return [learning_row(f"staleness/{name}", runs) for name, runs in found.items()]
+def _held_out_rows(section: str) -> Callable[[Found], list[Row]]:
+    """Returns what makes a row of each way."""
+    return lambda found: [learning_row(f"{section}/{way}", runs) for way, runs in found.items()]
 
 
 def time_rows(found: Found) -> list[Row]:
@@ -247,7 +183,6 @@ class Experiment:
       keys: keys of the config, for all ways.
       seeds: of every way, by default.
       steps: of every run, by default; None for the config's.
-      train: trains a run to its end.
     """
 
     ways: Mapping[str, Sequence[str]]
@@ -256,17 +191,15 @@ class Experiment:
     keys: Sequence[str] = ()
     seeds: int = 1
     steps: int | None = None
-    train: Callable[[ExperimentConfig], RunData] = train_to_end
 
 
 _EXACT = "task.rewards=[{name: exact, args: {answer_in: marker, marker: '#'}}]"
 EXPERIMENTS = {
     "algorithms": Experiment(
         {name: (f"algorithm.name={name}",) for name in ALGORITHMS if name not in NEED_TEACHER},
-        _algorithm_rows,
+        _held_out_rows("algorithms"),
         REAL_CONFIG,
         seeds=3,
-        train=train_measuring_kl,
     ),
     "staleness": Experiment(
         {
@@ -274,7 +207,7 @@ EXPERIMENTS = {
             "1": ("rollout.staleness=1",),
             "at-most-2": ("rollout.max_staleness=2", "cluster.workers=2"),
         },
-        _staleness_rows,
+        _held_out_rows("staleness"),
         REAL_CONFIG,
         seeds=3,
     ),
@@ -375,7 +308,7 @@ def learning_rows(
             if way == "the teacher" and seed:
                 continue
             try:
-                runs.append(experiment.train(config_of(section, way, seed, file, overrides, steps)))
+                runs.append(train_to_end(config_of(section, way, seed, file, overrides, steps)))
             except Interrupted as interrupted:
                 raise KeyboardInterrupt from interrupted
     return experiment.rows(found)

@@ -1,7 +1,6 @@
-"""Padding of packed micro-batches, and memory: of a gradient's program, of updates with LoRA, of loading."""
+"""Memory of updates with LoRA, and of loading."""
 
 import dataclasses
-import functools
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -9,125 +8,24 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from engine_benchmarks.update import random_sequence
+from engine_benchmarks.update import GRPO, equal_sequences
 from process_memory import forget_peak, memory_kilobytes
 from rljax.benchmark_runs import in_fresh_process
 from rljax.benchmarking import Row, counted_row
-from rljax.config import AlgorithmConfig, LoraConfig, OptimizerConfig, TrainingConfig
-from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
+from rljax.config import LoraConfig, OptimizerConfig, TrainingConfig
+from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
-from rljax.kernels.token_logprobs.base import chunk_tokens
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import build_batch, pack_sequences
 from rljax.models import huggingface
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, init_factors
-from rljax.models.rope import rope_table
-from rljax.models.transformer import init_params, num_params
+from rljax.models.transformer import num_params
 from rljax.numerics.rows import Numerics, cast_matrices
 from rljax.sampling.distribution import SamplingParams
-from rljax.training.objectives import gradients, policy_objective
-from rljax.training.scoring import score_packed
 from rljax.training.update import Recipe, Trainer
 from workloads import config_of, params_of
-
-_DAPO = AlgorithmConfig(name="dapo")
-
-# --- padding ---------------------------------------------------------------------------------------------
-
-
-def padding_rows(pack_lengths: Sequence[int], count: int = 256, draws: int = 20) -> list[Row]:
-    """Share of padding with the last micro-batches halved, against micro-batches of one size."""
-    p75, sigma, longest, rows_per_microbatch = 100, 0.8, 500, 4
-    lengths = []
-    for seed in range(draws):
-        drawn = np.random.default_rng(seed).normal(size=count)
-        # 0.6745 is the normal distribution's 75th percentile.
-        lengths.append(np.clip(p75 * np.exp(sigma * (drawn - 0.6745)), 1, longest).astype(int))
-    rows = []
-    for pack_length in pack_lengths:
-        packings = [pack_sequences(each, pack_length) for each in lengths]
-
-        def padding(row_multiple: int, packings=packings) -> list[float]:
-            stops = [each.microbatches(rows_per_microbatch, row_multiple)[-1].stop for each in packings]
-            return [100 * each.padding_fraction(stop) for each, stop in zip(packings, stops, strict=True)]
-
-        ours, same_size = padding(1), padding(rows_per_microbatch)
-        means = statistics.mean(ours), statistics.mean(same_size)
-        rows.append(
-            counted_row(
-                f"padding/pack_length {pack_length}",
-                *means,
-                "%",
-                f"all micro-batches of {rows_per_microbatch}",
-                less=True,
-                worst=max(ours),
-                baseline_worst=max(same_size),
-                packed_rows=statistics.mean(packing.num_rows for packing in packings),
-                sequences=count,
-                draws=draws,
-                length_p75=p75,
-                length_sigma=sigma,
-                length_max=longest,
-                tokens=statistics.mean(int(each.sum()) for each in lengths),
-            )
-        )
-    return rows
-
-
-# --- a gradient's program --------------------------------------------------------------------------------
-
-
-@functools.cache
-def temporary_bytes(config: ModelConfig, shape: tuple[int, int], remat: bool, logprob_chunk: int) -> int:
-    """Returns the temporary bytes of the compiled gradient of one micro-batch [R, T], without running it."""
-    rows, length = shape
-    score = functools.partial(
-        score_packed,
-        config=config,
-        rope=jnp.asarray(rope_table(config, length)),
-        numerics=Numerics(),
-        sampling=SamplingParams(),
-        remat=remat,
-        logprob_chunk=logprob_chunk,
-    )
-    objective = functools.partial(policy_objective, algorithm=_DAPO)
-
-    def step(params, batch):
-        return gradients(params, batch, None, lambda params, batch: score(params, batch=batch), objective)
-
-    batch = build_batch([], pack_sequences([], length), range(rows))
-    params = jax.eval_shape(lambda: init_params(config, seed=0))
-    program = jax.jit(step).lower(params, batch).compile(compiler_options=row_invariant_compiler_options())
-    return program.memory_analysis().temp_size_in_bytes
-
-
-def memory_rows(name: str, shape: tuple[int, int], small_chunk: int = 256) -> list[Row]:
-    """Measures the memory saved on a micro-batch [R, T] by logits in chunks of the default and of a small
-    size, and by recomputing the layers.
-    """
-    config = config_of(name)
-    rows, tokens, chunk = [], shape[0] * shape[1], chunk_tokens(None, config.vocab_size)
-    for what, ours, baseline, theirs in (
-        ("logits in chunks", (False, chunk), "logits whole", (False, tokens)),
-        (f"logits in chunks of {small_chunk}", (False, small_chunk), "logits whole", (False, tokens)),
-        ("remat on", (True, chunk), "remat off", (False, chunk)),
-    ):
-        sides = [temporary_bytes(config, shape, *each) / 1e6 for each in (ours, theirs)]
-        details = {
-            "params": num_params(config),
-            "rows": shape[0],
-            "pack_length": shape[1],
-            "logprob_chunk": ours[1],
-            "layers": config.num_layers,
-            "vocab_size": config.vocab_size,
-            "logits_mb": 4e-6 * tokens * config.vocab_size,
-        }
-        rows.append(counted_row(f"memory/{name}/{what}", *sides, "MB", baseline, less=True, **details))
-    return rows
-
 
 # --- updates with LoRA -----------------------------------------------------------------------------------
 
@@ -165,7 +63,7 @@ def _trainer(config: ModelConfig, kind: Kind) -> Trainer:
     return Trainer(
         config,
         Numerics(compute_dtype=kind.dtype, outline_layers=True),
-        Recipe(SamplingParams(), _DAPO, _TRAINING, optimizer),
+        Recipe(SamplingParams(), GRPO, _TRAINING, optimizer),
         ExecutablePool(),
         None,
         adapter,
@@ -175,12 +73,9 @@ def _trainer(config: ModelConfig, kind: Kind) -> Trainer:
 def peak_of_updates(policy: str, what: str) -> int:
     """Returns the bytes by which the resident memory of this process grows, at its peak, by three updates."""
     jax.block_until_ready(jnp.asarray([1.0]))  # so that the backend's memory is not counted
-    config, kind, rng = config_of(policy), UPDATES[what], np.random.default_rng(0)
+    config, kind = config_of(policy), UPDATES[what]
     rows, length = _TRAINING.rows_per_microbatch, _TRAINING.pack_length
-    vocab, weight = config.vocab_size, 1 / (rows * (length - 64))
-    sequences = [
-        random_sequence(rng, rng.integers(0, vocab, 64), length - 64, vocab, weight) for _ in range(rows)
-    ]
+    sequences = equal_sequences(rows, length, 64, config.vocab_size)
     batch = build_batch(sequences, pack_sequences([length] * rows, length), range(rows))
     trainer, before = _trainer(config, kind), memory_kilobytes("VmRSS")
     params = params_of(policy)

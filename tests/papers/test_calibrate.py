@@ -79,9 +79,9 @@ def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch)
     assert "--again measures again" in capsys.readouterr().out
     assert not (tmp_path / "calibration.json").exists()  # nothing was measured
     with pytest.raises(AssertionError, match="measured again"):
-        calibrate.main([*arguments, "--cache", str(kept.parent), "--again"])
+        calibrate.main([*arguments, "--again"])
     with pytest.raises(AssertionError, match="measured again"):
-        calibrate.main([*arguments, "--cache", str(tmp_path / "elsewhere")])
+        calibrate.main([*arguments, f"speculation.calibration_dir={tmp_path / 'elsewhere'}"])
 
 
 @pytest.mark.parametrize(
