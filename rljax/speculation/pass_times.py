@@ -76,7 +76,7 @@ class PassTimes:
         self._add(seconds, "plain", batch, length)
 
     def add_verify(self, batch: int, length: int, rows: int, seconds: float) -> None:
-        """A verifying pass was measured."""
+        """A verifying pass was measured, with the work of the host for which the device waits."""
         self._add(seconds, "verify", batch, length, rows)
 
     def add_draft(

@@ -30,6 +30,7 @@ from rljax.speculation.pass_record import DecisionLog, PassRecord, VerifiedNodes
 from rljax.speculation.pass_times import DeviceClock, PassTimes
 from rljax.speculation.proposals import ActiveSlots, Proposer
 
+_QUESTIONS = 4  # in vain, after which drafters are asked half as soon about new requests
 _STEPS_WHILE_COMPILING = 16  # plain steps between two questions whether verifying passes are ready
 
 
@@ -41,6 +42,7 @@ class VerifyingPass:
       active: the slots that take part.
       shape: batch, cache length, rows.
       dispatched: when the device was given it, by `time.perf_counter`.
+      host: seconds for which the device waited for the host: to hear of the last pass, to propose and choose.
       timed: whether only passes were before it, so that its time is that of a pass.
     """
 
@@ -49,6 +51,7 @@ class VerifyingPass:
     choice: Choice
     shape: tuple[int, int, int]
     dispatched: float
+    host: float
     timed: bool
     pending: Pending
 
@@ -97,7 +100,9 @@ class SpeculativeDecoder:
         """So many requests are decoded from now on; drafters are asked at once again."""
         self.drafted, self.accepted = np.zeros(requests, np.int64), np.zeros(requests, np.int64)
         self._patience = 1  # plain steps until the drafters are asked again
+        self._in_vain = 0  # times that they were asked since the last verifying pass
         self._plain_requests: set[int] = set()  # the requests of the last plain steps
+        self._told = 0.0  # seconds that the device waited while all heard of the last pass
 
     def decode(
         self,
@@ -141,7 +146,7 @@ class SpeculativeDecoder:
         self._choice, under_way = choice, None
         # Verify: the device gets the pass, `finish` waits for it.
         if choice.rows:
-            under_way, state = self._verify(params, state, active, choice, timed)
+            under_way, state = self._verify(params, state, active, choice, timed, start + draft_seconds)
         elif self._under_way and (choice.draft_seconds or choice.events):
             # No plain step follows while other slots are verified.
             self.decisions.add(PassRecord(choice, state.batch, len(active.slots), tokens=0, seconds=0.0))
@@ -149,9 +154,15 @@ class SpeculativeDecoder:
         return state, under_way
 
     def _verify(
-        self, params: Params, state: DecodeState, active: ActiveSlots, choice: Choice, timed: bool
+        self,
+        params: Params,
+        state: DecodeState,
+        active: ActiveSlots,
+        choice: Choice,
+        timed: bool,
+        begun: float,
     ) -> tuple[VerifyingPass, DecodeState]:
-        """Gives the device a pass over the likeliest candidates of a choice."""
+        """Gives the device a pass over the likeliest candidates of a choice; the host began it at `begun`."""
         shape = (state.batch, state.cache.length, choice.rows)
         # The nodes that go into the pass, at the slots of the state.
         nodes = dict(self.engine.buckets.passes(state.batch))[choice.rows]
@@ -165,7 +176,9 @@ class SpeculativeDecoder:
         state, pending = self.engine.verify(params, state, tree, rows)
         self.drafters.draft_ahead(active.slots)
         self.clock.dispatched(self.times.verify(*shape))
-        under_way = VerifyingPass(active, tree, choice, shape, time.perf_counter(), timed, pending)
+        dispatched = time.perf_counter()
+        host = 0.0 if self._under_way else self._told + dispatched - begun
+        under_way = VerifyingPass(active, tree, choice, shape, dispatched, host, timed, pending)
         self._under_way.append(under_way)
         return under_way, state
 
@@ -173,9 +186,11 @@ class SpeculativeDecoder:
         """Waits for the pass that was started first, and tells everybody what it brought."""
         result, seconds = self._wait(under_way)
         start = time.perf_counter()
-        self._patience = 1
+        self._patience, self._in_vain = 1, 0
         self._tell(under_way, result, seconds)
-        self._statistics.host_seconds += time.perf_counter() - start
+        told = time.perf_counter() - start
+        self._told = 0.0 if self._under_way else told
+        self._statistics.host_seconds += told
         return result
 
     def _wait(self, under_way: VerifyingPass) -> tuple[DecodeResult, float]:
@@ -188,10 +203,10 @@ class SpeculativeDecoder:
             last_end = self.clock.last_end
             now = self.clock.finished(sum(self.times.verify(*other.shape) for other in self._under_way))
             seconds, timed = now - max(under_way.dispatched, last_end), under_way.timed
-        seconds, timed = agree(seconds, timed)
+        seconds, host, timed = agree(seconds, under_way.host, timed)
         # The first run of a program takes longer, and an untried pass would seem too slow for good.
         if timed and (under_way.shape in self._used or self.times.has_verify(*under_way.shape)):
-            self.times.add_verify(*under_way.shape, seconds)
+            self.times.add_verify(*under_way.shape, seconds + host)
         self._used.add(under_way.shape)
         self._statistics.device_seconds += seconds
         return result, seconds
@@ -240,7 +255,8 @@ class SpeculativeDecoder:
         until_active: int,
         most_steps: int | None = None,
     ) -> tuple[DecodeState, DecodeResult]:
-        """A few plain steps of all slots: twice as many every time in a row, until new requests come.
+        """A few plain steps of all slots: twice as many every time in a row, until new requests come. A call
+        of few steps costs more a step, so these begin with more where drafters were asked in vain before.
 
         Arguments as of `decode`.
         """
@@ -251,7 +267,7 @@ class SpeculativeDecoder:
         # New requests: drafters are asked again soon.
         requests = set(active.requests.tolist())
         if not requests <= self._plain_requests:
-            self._patience = 1
+            self._patience = min(2 ** (self._in_vain // _QUESTIONS), self.engine.decode_steps_per_sync)
         self._plain_requests = requests
         # Decode until the drafters are asked again, or for as long as the host allows.
         timed = may_verify and self._only_passes_before(state)
@@ -261,11 +277,13 @@ class SpeculativeDecoder:
             steps = min(_STEPS_WHILE_COMPILING if waits else self._patience, most)
         state, result = self.engine.generate(params, state, steps, until_active)
         seconds, timed = agree(self.clock.finished() - start, timed)
-        # Tell.
-        if timed:
+        # Tell. Plain decoding would not have ended this early: its steps are measured in longer calls.
+        cut = result.steps == steps < most
+        if timed and not (cut and self.times.has_plain(state.batch, state.cache.length)):
             self.times.add_plain(state.batch, state.cache.length, seconds / max(result.steps, 1))
         self._statistics.device_seconds += seconds
         if may_verify and self._choice is not None:
+            self._in_vain += 1
             tokens = int((result.tokens >= 0).sum())
             record = PassRecord(self._choice, state.batch, len(active.slots), tokens, seconds)
             self.manager.record(record)

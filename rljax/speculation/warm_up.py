@@ -30,7 +30,8 @@ from rljax.speculation.proposals import CompilationPlan, Proposer
 _REPEATS = 3
 _SPARE_CORES = 4  # with fewer, what the first step waits for is compiled first, and alone
 _VERIFY_DELAY = 1  # in buckets: after plain programs of the shapes that come next
-_PLAIN_STEPS = 4  # plain steps, or draft steps, in a row that are timed together
+_PLAIN_STEPS = 8  # in a row that are timed together: a call of few costs more a step than plain decoding does
+_DRAFT_STEPS = 4  # likewise
 
 
 def warm_up(
@@ -242,7 +243,7 @@ def time_drafts(
     engine: DecodeEngine, draft_params: Params, batch: int, length: int, repeats: int
 ) -> list[float]:
     """Seconds of a self-drafter's steps; measured as in `time_passes`."""
-    state, seconds, steps = engine.init_state(batch, length), [], min(_PLAIN_STEPS, engine.buckets.max_drafts)
+    state, seconds, steps = engine.init_state(batch, length), [], min(_DRAFT_STEPS, engine.buckets.max_drafts)
     for _ in range(repeats + 1):
         state = _half_full(state)
         start = time.perf_counter()

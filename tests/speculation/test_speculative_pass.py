@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -402,9 +403,46 @@ def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expe
     completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), TIMES)
     assert_same(completions, expected)
     assert steps[:5] == ["v", "v", "v", 1, 2] and statistics.verified < 0.1 * statistics.steps
-    for before, step in itertools.pairwise(steps):  # 1 again when new requests have come
-        assert step in (("v", 1) if before == "v" else ("v", 1, min(2 * before, 16)))
+    in_vain = 0
+    for before, step in itertools.pairwise(steps):  # new requests are asked about ever less soon
+        in_vain = 0 if before == "v" else in_vain + 1
+        again = min(2 ** (in_vain // 4), 16)
+        assert step in (("v", again) if before == "v" else ("v", again, min(2 * before, 16)))
     assert 16 in steps
+
+
+class RecordingTimes(FixedTimes):
+    """What is measured, by kind."""
+
+    def __init__(self, by_rows):
+        super().__init__(by_rows)
+        self.measured = {"plain": [], "verify": []}
+
+    def has_plain(self, batch, length):
+        return True
+
+    def _add(self, seconds, kind, *shape):
+        self.measured[kind].append(seconds)
+
+
+def test_a_pass_is_measured_with_the_host_s_work_before_it(engine, params, requests, expected):
+    class Slow(Knowing):
+        def fill(self, drafts, queries):
+            time.sleep(0.02)
+            return super().fill(drafts, queries)
+
+    times = RecordingTimes(TIMES.by_rows)
+    speculate(engine, params, requests, Slow(expected), times)
+    assert times.measured["verify"] and min(times.measured["verify"]) >= 0.02
+
+
+def test_plain_steps_that_were_cut_short_for_a_question_are_not_measured(
+    engine, params, requests, expected, steps
+):
+    times = RecordingTimes(TIMES.by_rows)
+    speculate(engine, params, requests, Knowing(expected, 1), times)
+    calls = [step for step in steps if step != "v"]
+    assert 0 < len(times.measured["plain"]) < len(calls)
 
 
 def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
