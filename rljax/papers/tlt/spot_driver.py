@@ -66,7 +66,7 @@ class SpotDriver(SpotTraining):
             SpotRule(config.spot.idle, config.spot.save_every, *limits, joiners_train=joiners_train)
         )
         self._training, self._put = training, put
-        self._trained: dict[int, Trained] = {}  # with heads that have not been taken over, by session
+        self._saved: dict[int, Trained] = {}  # with heads that have not been taken over, by session
         self._head: Any = None  # reference to what the next session goes on from
         self._counted, self._settle_seconds = SpotCounts(), 0.0
 
@@ -75,9 +75,9 @@ class SpotDriver(SpotTraining):
         train, beside those of the other sessions.
         """
         if isinstance(event, Trained) and event.head is not None and self.takes(event):
-            others = self._trained if self.rule.joiners_train else {}
-            self._trained = others | {event.session: event}
-            self._head = self._put(averaged(list(self._trained.values())))
+            others = self._saved if self.rule.joiners_train else {}
+            self._saved = others | {event.session: event}
+            self._head = self._put(averaged(list(self._saved.values())))
         return super().on(event, now)
 
     def completed(self, order: IdleOrder) -> IdleOrder:
@@ -102,7 +102,7 @@ class SpotDriver(SpotTraining):
         """Takes over the head that workers have saved last: for checkpoints, and for all workers with their
         next weights. Returns whether there is one.
         """
-        trained, self._trained = list(self._trained.values()), {}
+        trained, self._saved = list(self._saved.values()), {}
         if not trained:
             return False
         self._training.adopt(averaged(trained), trained[-1].metrics)
