@@ -48,6 +48,9 @@ import pytest  # noqa: E402
 from rljax.engine.executables import ExecutablePool  # noqa: E402
 from tests.configs import MINIMAL  # noqa: E402
 
+# What is traced or collected stays: looking for garbage as often as usual takes a tenth of the time.
+gc.set_threshold(20_000, 10, 10)
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -133,7 +136,7 @@ def _make_once(make):
 
 ExecutablePool._make = _make_once(ExecutablePool._make)
 
-_MANY_MAPPINGS = 20_000  # of 65,530 that Linux allows a process; beyond them, loading a program crashes
+_MANY_MAPPINGS = 32_000  # of 65,530 that Linux allows a process; beyond them, loading a program crashes
 
 
 def _many_mappings():

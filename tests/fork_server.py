@@ -1,15 +1,16 @@
 """Processes of their own, without the seconds that each would spend on importing.
 
-    python -m tests.fork_server
+    python -m tests.fork_server [MODULE …]
 
-imports what most need, and forks one for every line of JSON that it reads: {"code": Python, "arguments":
-its sys.argv[1:], "environment": what differs, "output": FILE, "errors": FILE}. It says the number of the
-process, and when that is over its exit status, negative for a signal. JAX is imported here but begins in the
-process, which may so have other devices: no thread of JAX's is lost by forking.
+imports what most need, and these modules, and forks one for every line of JSON that it reads: {"code":
+Python, "arguments": its sys.argv[1:], "environment": what differs, "output": FILE, "errors": FILE}. It says
+the number of the process, and when that is over its exit status, negative for a signal. JAX is imported here
+but begins in the process, which may so have other devices: no thread of JAX's is lost by forking.
 """
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import signal
@@ -25,12 +26,12 @@ PATIENCE = 120.0  # seconds to end in
 
 
 class ForkServer:
-    """One process at a time."""
+    """One process at a time, which has the modules imported."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         strict = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server"],
+            [sys.executable, "-m", "tests.fork_server", *modules],
             cwd=ROOT,
             env={**os.environ, **strict, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -106,6 +107,9 @@ def _carry_out(command: dict) -> int:
 
 def serve() -> None:
     import rljax.training.session  # noqa: F401
+
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
 
     for line in sys.stdin:
         process = os.fork()

@@ -423,13 +423,13 @@ def trees_of(drafter, shape):
 @pytest.mark.parametrize("nodes", [1, 7, 63])
 @pytest.mark.parametrize("params", ["T=1", "all", "greedy"])
 def test_coupled_emits_the_tokens_of_plain_sampling(params, nodes, drafter):
-    params = PARAMS.get(params, SamplingParams(temperature=0.0))
+    params, requests = PARAMS.get(params, SamplingParams(temperature=0.0)), min(EXACT, 6400 // nodes)
     expected_tokens, expected_logprobs = plain_tokens(params, 8)
     tokens, logprobs, accepted = decode(
-        random_shape_trees(DRAFTERS[drafter], nodes), rule_program("coupled", params), EXACT, 8
+        random_shape_trees(DRAFTERS[drafter], nodes), rule_program("coupled", params), requests, 8
     )
-    np.testing.assert_array_equal(tokens, expected_tokens)
-    np.testing.assert_array_equal(logprobs, expected_logprobs)
+    np.testing.assert_array_equal(tokens, expected_tokens[:requests])
+    np.testing.assert_array_equal(logprobs, expected_logprobs[:requests])
     assert max(accepted) > 0
 
 

@@ -53,7 +53,7 @@ class Sessions:
 
     def __init__(self, world: Path) -> None:
         self.world, self.errors = world, world / "errors.txt"
-        self._server = ForkServer()
+        self._server = ForkServer("tensorboardX")  # it imports PyTorch, which takes every run seconds
         self._process: int | None = None
 
     def close(self) -> None:
