@@ -13,6 +13,7 @@ from rljax import target
 from rljax.kernels.linear import linear
 from rljax.numerics import products
 from rljax.numerics.rows import Numerics
+from tests.kernels.compilation import HOPPER, compile_for
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
@@ -81,6 +82,22 @@ def test_every_slab_is_the_same_product_to_the_compiler():
         assert text.count("optimization_barrier") == 4
     assert texts[2] == texts[64] == texts[192]
     assert texts[2] == ["(tensor<64x48xbf16>, tensor<80x48xbf16>) -> tensor<64x80xf32>"] * 2
+
+
+@pytest.mark.long
+def test_hopper_has_one_kernel_for_all_slabs():
+    """It would merge products that share a factor, and fuse what is done with rows before."""
+    multiply = functools.partial(products.padded_dot, form=products.ProductForm(64, 64, slabs=True))
+
+    def both(x, a, b):
+        return multiply(2 * x, a) * multiply(2 * x, b)
+
+    weight, found = jax.ShapeDtypeStruct((1536, 1536), jnp.bfloat16), []
+    for rows in (8, 64, 192):
+        x = jax.ShapeDtypeStruct((rows, 1536), jnp.bfloat16)
+        text = compile_for(HOPPER, both, x, weight, weight).as_text()
+        found.append(re.findall(r" = (\S+) dot\(%parameter_0\S*, %parameter_1\S*\), (.*?), metadata", text))
+    assert len(found[0]) == 2 and found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(("platform", "exact"), [("cpu", None), ("gpu", HIGHEST), ("tpu", HIGHEST)])
