@@ -1,10 +1,16 @@
 """What the papers add, by name and without JAX: the one way from the rest of the code to them."""
 
 from rljax.config.cluster_keys import Mechanism
-from rljax.config.speculation_keys import Policy
+from rljax.config.speculation_keys import Policy, SpeculationKeys
 from rljax.papers import efficient_rollout, rhymerl, specactor, tlt
 
 POLICIES = {
+    "cutoff": Policy(
+        SpeculationKeys,
+        "rljax.papers.rhymerl.cutoff:CutoffManager",
+        "with one drafter, up to the largest batch that RhymeRL's table has for its acceptance",
+        rules=rhymerl.CUTOFF_RULES,
+    ),
     "bandit": Policy(
         tlt.TltKeys,
         "rljax.papers.tlt.bandit:BanditManager",

@@ -51,6 +51,11 @@ BANDIT = [
             ["speculation.drafter=srt", "speculation.others={quantized: {}}", "speculation.choice=roofline"],
             "speculation.choice: roofline switches one drafter on and off; set speculation.drafter, and no",
         ),
+        (["speculation.choice=cutoff"], "speculation.choice: cutoff has a table of one drafter"),
+        (
+            ["speculation.drafter=srt", "speculation.others={quantized: {}}", "speculation.choice=cutoff"],
+            "speculation.choice: cutoff has a table of one drafter; set speculation.drafter, and no",
+        ),
         (["speculation.choice=roofline"], "speculation.choice: roofline switches one drafter on and off"),
         (
             ["speculation.toggle.lengths=[5, 5]"],

@@ -12,7 +12,8 @@ Section 6, for responses whose lengths stay alike from epoch to epoch:
 
 What is known of earlier rollouts is in `history.py`. RhymeRL's drafts, HistoSpec, are a drafter
 (`drafters/histospec.py`), and its history workers (sections 4.2 and 5.3) are the drafter's
-(`drafters/history_index.py`).
+(`drafters/history_index.py`). Up to which batch a worker drafts is looked up by acceptance (section 5.4,
+`cutoff.py`).
 """
 
 from typing import Literal
@@ -97,6 +98,14 @@ RULES = (
         ("cluster.pipe_max_workers", "cluster.pipe_min_workers"),
         lambda most, fewest: most is not None and most < fewest,
         "cluster.pipe_max_workers: {0} is less than cluster.pipe_min_workers: {1}; raise it",
+    ),
+)
+CUTOFF_RULES = (
+    Rule(
+        ("speculation.choice", "speculation.drafter", "speculation.others"),
+        lambda choice, drafter, others: choice == "cutoff" and (drafter is None or others),
+        "speculation.choice: cutoff has a table of one drafter; set speculation.drafter, and no"
+        " speculation.others",
     ),
 )
 WITH_WORKERS = (
