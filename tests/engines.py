@@ -71,10 +71,18 @@ def lively_params(config, seed=0):
 
     def stir(leaf):
         if leaf.ndim > 1:
-            return jnp.asarray(leaf * 3)
-        return jnp.asarray(leaf + np.float32(0.2) * rng.standard_normal(leaf.shape, dtype=np.float32))
+            return leaf * 3
+        return leaf + np.float32(0.2) * rng.standard_normal(leaf.shape, dtype=np.float32)
 
-    return jax.tree.map(stir, jax.device_get(transformer.init_params(config, seed)))
+    return jax.device_put(jax.tree.map(stir, jax.device_get(transformer.init_params(config, seed))))
+
+
+def scaled_params(config, matrices, others=1.0, seed=0):
+    """Fresh weights times these, so that some tokens are much likelier than others. On a device, each shape
+    would take a program.
+    """
+    scaled = lambda leaf: leaf * np.float32(matrices if leaf.ndim > 1 else others)  # noqa: E731
+    return jax.device_put(jax.tree.map(scaled, jax.device_get(transformer.init_params(config, seed))))
 
 
 @dataclasses.dataclass(frozen=True)

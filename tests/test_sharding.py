@@ -27,17 +27,17 @@ from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, init_factors
 from rljax.numerics.rows import Numerics
-from rljax.models.transformer import init_params
 from rljax.models.sharding import param_shardings
 from rljax.sharding import make_mesh, row_multiple
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Recipe, Trainer
+from tests.engines import scaled_params
 
 results, pool = {"devices": jax.device_count()}, ExecutablePool()
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 config = ModelConfig("qwen2", 30, 32, 1, 4, 2, 16, 48, attention_bias=True, max_positions=512)
-params = jax.tree.map(lambda leaf: leaf * 3.0 if leaf.ndim > 1 else leaf, init_params(config, 0))
+params = scaled_params(config, 3)
 rng = np.random.default_rng(0)
 lengths = [20, 34, 14, 29, 37, 26, 30, 31]
 sequences = [

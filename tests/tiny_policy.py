@@ -4,14 +4,12 @@ import dataclasses
 import functools
 import itertools
 
-import jax
 import numpy as np
 
 from drafters.base import Outcome
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
 from rljax.requests import Request
@@ -20,7 +18,7 @@ from rljax.sampling.noise import request_key
 from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
-from tests.engines import stored_pool
+from tests.engines import scaled_params, stored_pool
 
 VOCAB, EOS, SLOTS = 64, 1, 4
 CONFIG = ModelConfig("qwen3", VOCAB, 64, 1, 4, 2, 64, 128, tie_embeddings=True, qk_norm=True)
@@ -32,8 +30,7 @@ ALL_ROWS = [32, 16, 0, 8, 32, 32, 0, 16, 8]
 
 def make_params(seed=0):
     """Weights twice as large as fresh ones, so that some tokens are much likelier than others."""
-    stir = lambda leaf: leaf * 2 if leaf.ndim > 1 else leaf  # noqa: E731
-    return jax.tree.map(stir, transformer.init_params(CONFIG, seed))
+    return scaled_params(CONFIG, 2, seed=seed)
 
 
 def make_engine(sampling=None, buckets=BUCKETS, eos=(EOS,), steps=16, numerics=None, pool=None, **more):

@@ -276,21 +276,20 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     def init(path, shape):
         name = path[-1].key
         if name.endswith("norm"):
-            return jnp.ones(shape, jnp.float32)
+            return np.ones(shape, np.float32)
         scale = shape[1] ** -0.5 * (0.1 if name in ("o", "down") else 1.0)
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale))
+        return rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
 
     params = jax.tree_util.tree_map_with_path(
         init, head_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
     )
-    identity = jnp.eye(d, dtype=jnp.float32)
+    identity = np.eye(d, dtype=np.float32)
     if config.fused:
         states = len(config.layers)
-        params["fc"] = 0.1 * params["fc"] + jnp.concatenate(
-            [jnp.zeros((d, params["fc"].shape[1] - states * d)), *[identity / states] * states], axis=1
-        )
+        params["fc"] *= np.float32(0.1)
+        params["fc"][:, -states * d :] += np.tile(identity / np.float32(states), states)
         if config.corrected:
-            params |= {name: jnp.zeros_like(params[name]) for name in ("place", "out")}
+            params |= {name: np.zeros_like(params[name]) for name in ("place", "out")}
         # A copy: the head's arrays are given up to its updates, the policy's are not.
         more = 0.0 if config.policy.gemma is None else 1.0  # Gemma's norms multiply by so much more
         params["norm"] = jnp.array(policy_params["final_norm"], jnp.float32, copy=True) + more
@@ -298,8 +297,8 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
             rows = transformer.lm_head(policy_params, config.policy)[config.vocabulary.tokens]
             params["lm_head"] = jnp.array(rows, jnp.float32, copy=True)
     else:
-        params["fc"] = params["fc"].at[:, d:].set(identity)
-    return params
+        params["fc"][:, d:] = identity
+    return jax.device_put(params)
 
 
 def shared_params(policy_params: Params, config: ModelConfig) -> Params:

@@ -48,7 +48,7 @@ from rljax.sampling.slots import SlotSampling, check_settings
 from rljax.sharding import replicated_sharding
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A compiled program and its arguments."""
+"""A compiled program and its arguments: host arrays are put, as `jnp.asarray` compiles a program a shape."""
 
 
 class DecodeEngine:
@@ -113,7 +113,7 @@ class DecodeEngine:
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self.prefill_rows, self.prefill_lengths = buckets.prefill()
         self.mesh = mesh
-        self._rope = jnp.asarray(rope_table(config, buckets.cache[-1]))
+        self._rope = jax.device_put(rope_table(config, buckets.cache[-1]))
         if mesh is not None:
             self._rope = target.put(self._rope, replicated_sharding(mesh))
         self._programs = Programs(
@@ -291,7 +291,7 @@ class DecodeEngine:
         return program(*args)
 
     def _prefilling(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> _Call:
-        args = (params, jnp.asarray(tokens), jnp.asarray(lengths), self._rope)
+        args = (params, *jax.device_put((tokens, lengths)), self._rope)
         return self.pool.get(("prefill", *tokens.shape, *self._key), self._programs.prefill, args), args
 
     def prefill_length(self, positions: int) -> int:
@@ -330,7 +330,7 @@ class DecodeEngine:
         keys: np.ndarray,
         settings: SlotSampling | None,
     ) -> _Call:
-        placed = jax.tree.map(jnp.asarray, (rows, slots, remaining, keys, settings))
+        placed = jax.device_put((rows, slots, remaining, keys, settings))
         args = (prefix.replace(states=None), state, *placed)
         key = ("insert", prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length, *self._key)
         return self.pool.get(key, self._programs.placed(self._moves.insert), args, donate_argnums=(1,)), args
@@ -455,7 +455,7 @@ class DecodeEngine:
         self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows, proposal: Array | None
     ) -> _Call:
         """Returns the program of a verifying pass, and its arguments."""
-        args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (tree, rows)), proposal)
+        args = (params, state, self._rope, *jax.device_put((tree, rows)), proposal)
         shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
         key = ("verify", *shape, proposal is None, *self._key)
         return self.pool.get(key, self._programs.verify, args, donate_argnums=(1,)), args
@@ -520,7 +520,7 @@ class DecodeEngine:
         return program(*args)
 
     def _appending(self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows) -> _Call:
-        args = (params, state, self._rope, *jax.tree.map(jnp.asarray, (chunk, rows)))
+        args = (params, state, self._rope, *jax.device_put((chunk, rows)))
         key = ("append", state.batch, state.cache.length, rows.rows, *self._key)
         return self.pool.get(key, self._programs.append, args, donate_argnums=(1,)), args
 
@@ -544,7 +544,7 @@ class DecodeEngine:
         return program(*args)
 
     def _counting(self, state: DecodeState, slots: np.ndarray, counted: np.ndarray) -> _Call:
-        args = (state, jnp.asarray(slots), jnp.asarray(counted))
+        args = (state, *jax.device_put((slots, counted)))
         key = ("set_counts", state.batch, state.cache.length, *self._key)
         return self.pool.get(key, self._programs.placed(set_counts), args, donate_argnums=(0,)), args
 
@@ -556,7 +556,7 @@ class DecodeEngine:
         return state.replace(active=program(*args))
 
     def _freeing(self, state: DecodeState, stop: np.ndarray) -> _Call:
-        args = (state.active, jnp.asarray(stop))
+        args = (state.active, jax.device_put(stop))
         return self.pool.get(("free", state.batch, *self._key), self._programs.free, args), args
 
     def grow(self, state: DecodeState) -> DecodeState:
@@ -591,7 +591,7 @@ class DecodeEngine:
         return state
 
     def _compacting(self, state: DecodeState, taken: np.ndarray, present: np.ndarray) -> _Call:
-        args = (state, jnp.asarray(taken), jnp.asarray(present))
+        args = (state, *jax.device_put((taken, present)))
         key = ("compact", state.batch, len(taken), state.cache.length, *self._key)
         return self.pool.get(key, self._programs.placed(self._moves.compact), args), args
 

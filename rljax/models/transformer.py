@@ -96,14 +96,16 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     def init(path, shape):
         name = path[-1].key
         if name.endswith("norm"):
-            return jnp.full(shape, 1.0 if config.gemma is None else 0.0, jnp.float32)
+            return np.full(shape, 1.0 if config.gemma is None else 0.0, np.float32)
         if name.endswith("bias"):
-            return jnp.zeros(shape, jnp.float32)
+            return np.zeros(shape, np.float32)
         shrink = (2 * config.num_layers) ** -0.5 if name in ("o", "down") else 1.0
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale * shrink))
+        return rng.standard_normal(shape, dtype=np.float32) * np.float32(scale * shrink)
 
-    return jax.tree_util.tree_map_with_path(
-        init, param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    shapes = param_shapes(config)
+    # Not `jnp.asarray`, which compiles a program for every shape.
+    return jax.device_put(
+        jax.tree_util.tree_map_with_path(init, shapes, is_leaf=lambda x: isinstance(x, tuple))
     )
 
 

@@ -12,13 +12,12 @@ from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.engine.sampling import sample
 from rljax.kernels.noisy_argmax import mosaic_gpu, mosaic_tpu, noisy_argmax, race
 from rljax.kernels.switch import backend
-from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling import noise
 from rljax.sampling.distribution import SamplingParams
-from tests.engines import stored_pool
+from tests.engines import scaled_params, stored_pool
 from tests.kernels.compilation import HOPPER, USUAL_DEVICES, compile_for
 
 NUMERICS = Numerics()
@@ -266,7 +265,7 @@ def rollout(implementation, temperature):
     numerics = Numerics(kernels=KernelChoice(noisy_argmax=implementation))
     sampling = SamplingParams(temperature=temperature)
     engine = DecodeEngine(config, numerics, sampling, Buckets((2,), (64,)), [], 8, stored_pool())
-    params = engine.load_params(jax.tree.map(lambda leaf: leaf * 3, transformer.init_params(config, 0)))
+    params = engine.load_params(scaled_params(config, 3, 3))
     prefix = engine.prefill(params, [[3, 5, 8], [2, 9]])
     state = engine.init_state(2, 16)
     assignments = [Assignment(i, i, noise.request_key(4, i), 8) for i in range(2)]

@@ -14,13 +14,13 @@ from rljax.kernels.switch import backend
 from rljax.kernels.token_logprobs import mosaic_gpu, mosaic_tpu, passes, token_logprobs
 from rljax.kernels.token_logprobs.base import chunk_tokens
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
-from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.scoring import score_packed
+from tests.engines import scaled_params
 from tests.kernels.compilation import DEVICES, HOPPER, compile_for
 
 NUMERICS = Numerics(compute_dtype="bfloat16")
@@ -227,7 +227,7 @@ def scored(implementation):
         logprobs = jnp.where(batch.response_mask, logprobs, 0.0)
         return jnp.sum(logprobs), (logprobs, jnp.where(batch.response_mask, entropies, 0.0))
 
-    params = jax.tree.map(lambda leaf: leaf * 3, transformer.init_params(CONFIG, 0))
+    params = scaled_params(CONFIG, 3, 3)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 

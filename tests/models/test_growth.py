@@ -33,7 +33,7 @@ def policy(request):
     # Norms and biases that are not what a new layer has.
     rng = np.random.default_rng(1)
     stir = lambda leaf: leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32)  # noqa: E731
-    return Policy(request.param, jax.tree.map(stir, params), None, None, ())
+    return Policy(request.param, jax.device_put(jax.tree.map(stir, jax.device_get(params))), None, None, ())
 
 
 def logits_of(params, config, tokens=TOKENS):

@@ -191,7 +191,8 @@ def small_config(**changes):
 def random_params(config, seed=0):
     rng = np.random.default_rng(seed)
     params = init_params(config, seed)
-    return jax.tree.map(lambda w: w + jnp.asarray(rng.standard_normal(w.shape, dtype=np.float32)), params)
+    stirred = lambda w: w + rng.standard_normal(w.shape, dtype=np.float32)  # noqa: E731
+    return jax.device_put(jax.tree.map(stirred, jax.device_get(params)))
 
 
 @pytest.fixture

@@ -147,17 +147,17 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.models.config import ModelConfig
-from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.sharding import make_mesh
+from tests.engines import scaled_params
 
 CONFIG = ModelConfig("qwen3", 259, 64, 1, 4, 2, 16, 64, qk_norm=True)
 SETTINGS = [
     SamplingParams(), SamplingParams(0.0), SamplingParams(1.3, 40, 0.9, 0.01), SamplingParams(top_p=0.7)
 ]
-weights = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, init_params(CONFIG, 0))
+weights = scaled_params(CONFIG, 2)
 
 def responses(axes):
     mesh = make_mesh(MeshConfig(**axes)) if axes else None

@@ -106,6 +106,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.sharding import make_mesh
+from tests.engines import scaled_params
 from tests.sampling.test_split import DISTRIBUTIONS, make_logits, with_ties
 
 usual = sys.argv[1] == "usual"
@@ -158,8 +159,7 @@ def make_engine(name, mesh, vocab_size=264, dtype="float32", rule="coupled"):
         make_config(vocab_size), Numerics(compute_dtype=dtype), POLICIES[name], buckets, (EOS,), 64,
         pool, mesh, rule,
     )
-    params = jax.tree.map(lambda x: x * 2 if x.ndim > 1 else x, init_params(engine.config, 0))
-    params = engine.load_params(params)
+    params = engine.load_params(scaled_params(engine.config, 2))
     prefix = engine.prefill(params, [[2 + i, 3, 5 + i] for i in range(SLOTS)])
     requests = [Assignment(i, i, request_key(0, i), LENGTH - 8) for i in range(SLOTS)]
     return engine, params, engine.bulk_insert(prefix, engine.init_state(SLOTS, LENGTH), requests)

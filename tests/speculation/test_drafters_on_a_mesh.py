@@ -29,12 +29,13 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import make_mesh
 from rljax.speculation.speculator import Speculator
+from tests.engines import scaled_params
 from tests.tiny_policy import CONFIG, EOS, CheapTimes, by_rows, make_requests
 
 SLOTS = 8
 ODD = dataclasses.replace(CONFIG, vocab_size=65)
 SMALL = dataclasses.replace(ODD, hidden_size=48, num_heads=3, num_kv_heads=1, head_dim=16, mlp_size=64)
-policy = jax.tree.map(lambda x: 2 * x if x.ndim > 1 else x, init_params(ODD, 0))
+policy = scaled_params(ODD, 2)
 numerics = Numerics()
 # Compiled once, and called: with layers written out, a CPU's compiler gathers all of them first.
 outlined = Numerics(outline_layers=True)

@@ -12,14 +12,13 @@ import pytest
 
 from rljax.config import LoraConfig, TrainingConfig, load_config
 from rljax.errors import ConfigError
-from rljax.models import transformer
 from rljax.models.lora import Adapter, Lora, init_factors, matrices_of, merge, with_matrices
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.factor_updates import base_params, trained_alone
 from rljax.training.objectives import gradients
 from rljax.training.update import Recipe, Trainer
-from tests.engines import stored_pool
+from tests.engines import scaled_params, stored_pool
 from tests.training.test_update import (
     ALGORITHM,
     CONFIG,
@@ -38,8 +37,7 @@ POOL = stored_pool()
 
 @pytest.fixture(scope="module")
 def params():
-    stir = lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1)  # noqa: E731
-    return jax.tree.map(stir, transformer.init_params(MODEL, 0))
+    return scaled_params(MODEL, 3.0, 1.1)
 
 
 @functools.cache
@@ -47,9 +45,9 @@ def adapter(*targets, rank=2, alpha=3.0):
     """An adapter whose B is not 0, so that A has a gradient."""
     lora = Lora.of(LoraConfig(rank=rank, alpha=alpha, targets=targets or ("all-linear",)), MODEL)
     rng = np.random.default_rng(1)
-    factors = init_factors(MODEL, lora, "kaiming", 0)
+    factors = jax.device_get(init_factors(MODEL, lora, "kaiming", 0))
     stirred = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32), factors)
-    return Adapter(lora, stirred)
+    return Adapter(lora, jax.device_put(stirred))
 
 
 def trainer(adapter, remat=False, dtype="float32", outline=False, pool=POOL, rows=4):

@@ -15,7 +15,6 @@ from rljax.config import ExperimentConfig, OptimizerConfig
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
-from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
@@ -27,7 +26,7 @@ from rljax.training.learner import Learner
 from rljax.training.objectives import policy_objective
 from rljax.training.update import Recipe, Trainer
 from tests.devices import run_on_devices
-from tests.engines import stored_pool
+from tests.engines import scaled_params, stored_pool
 from tests.training.test_update import NamingPool
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=False, qk_norm=True, max_positions=512)
@@ -59,9 +58,7 @@ OPTIMIZER = {"learning_rate": 1e-2}
 
 
 def make_params():
-    return jax.tree.map(
-        lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 0)
-    )
+    return scaled_params(CONFIG, 3.0, 1.1)
 
 
 def experiment(algorithm, **training):

@@ -20,7 +20,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import request_key
 from rljax.training.scoring import score_packed
-from tests.engines import stored_pool
+from tests.engines import scaled_params, stored_pool
 
 CONFIG = ModelConfig("qwen3", 41, 48, 1, 4, 2, 16, 64, tie_embeddings=True, qk_norm=True, max_positions=512)
 FILTERED = SamplingParams(temperature=0.7, top_k=12, top_p=0.9, min_p=0.01)
@@ -29,9 +29,7 @@ WHOLE = 10**9  # a chunk that holds every token
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(
-        lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 1)
-    )
+    return scaled_params(CONFIG, 3.0, 1.1, seed=1)
 
 
 def packed(seed, lengths, pack_length):
@@ -167,7 +165,7 @@ ON_CPU = jax.default_backend() == "cpu"
 )
 def test_decoded_tokens_score_as_they_were_sampled(sampling):
     config = ModelConfig("qwen3", 64, 192, 2, 6, 2, 64, 512, tie_embeddings=True, qk_norm=True)
-    params = jax.tree.map(lambda leaf: leaf * 2.0, transformer.init_params(config, 1))
+    params = scaled_params(config, 2.0, 2.0, seed=1)
     engine = DecodeEngine(config, Numerics(), sampling, Buckets((8,), (128,)), [0], pool=stored_pool())
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, config.vocab_size, length).tolist() for length in (5, 9, 3)]

@@ -19,7 +19,6 @@ from rljax.learning.packing import (
     pack_sequences,
     response_places,
 )
-from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
@@ -32,7 +31,7 @@ from rljax.training.critic import critic_params, packed_values
 from rljax.training.minibatches import make_minibatches, padding_share, shared_share
 from rljax.training.scoring import score_packed
 from rljax.training.update import Recipe, Trainer
-from tests.engines import stored_pool
+from tests.engines import scaled_params, stored_pool
 
 CONFIG = ModelConfig("qwen3", 61, 64, 2, 4, 2, 16, 96, tie_embeddings=True, qk_norm=True, max_positions=2048)
 PACK_LENGTH = 760  # not a multiple of a chunk of keys
@@ -42,9 +41,7 @@ POOL = stored_pool()
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(
-        lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 0)
-    )
+    return scaled_params(CONFIG, 3.0, 1.1)
 
 
 @pytest.fixture(scope="module")

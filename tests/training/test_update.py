@@ -24,7 +24,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective, supervised_objective
 from rljax.training.update import Recipe, Trainer
-from tests.engines import stored_pool
+from tests.engines import scaled_params, stored_pool
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1)
@@ -34,9 +34,7 @@ POOL = stored_pool()  # programs are compiled once for the module
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(
-        lambda leaf: leaf * (3.0 if leaf.ndim > 1 else 1.1), transformer.init_params(CONFIG, 0)
-    )
+    return scaled_params(CONFIG, 3.0, 1.1)
 
 
 @pytest.fixture(scope="module")

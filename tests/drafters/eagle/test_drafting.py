@@ -59,7 +59,7 @@ def head(variant):
     params = init_head(config, policy_params(), 5)
     rng = np.random.default_rng(6)
     noisy = lambda leaf: np.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), np.float32)  # noqa: E731
-    return config, jax.tree.map(lambda leaf: jnp.asarray(noisy(np.asarray(leaf))), params)
+    return config, jax.device_put(jax.tree.map(noisy, jax.device_get(params)))
 
 
 @functools.cache
