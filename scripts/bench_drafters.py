@@ -10,7 +10,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
-from drafter_benchmarks.activation_aware import activation_aware_rows
 from drafter_benchmarks.adaptation import adaptation_rows
 from drafter_benchmarks.in_loop import in_loop_rows
 from drafter_benchmarks.objectives import objective_rows
@@ -42,9 +41,6 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         Measurement("loop", "a head trained in the loop", in_loop_rows, rl, disturbed=False),
         Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
-        Measurement(
-            "quantizers", "of the self-drafter", activation_aware_rows, (config, 48, 2, 4), disturbed=False
-        ),
     ]
 
 
