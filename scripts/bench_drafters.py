@@ -10,7 +10,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
-from drafter_benchmarks.activation_aware import activation_aware_rows
 from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
 from drafter_benchmarks.rl import rl_rows
@@ -38,9 +37,6 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         Measurement("rl", "beside a policy that is trained", rl_rows, rl, disturbed=False),
         Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
-        Measurement(
-            "quantizers", "of the self-drafter", activation_aware_rows, (config, 48, 2, 4), disturbed=False
-        ),
     ]
 
 
