@@ -61,7 +61,7 @@ def decode_attention(
 ) -> Array:
     """Every slot's one new token sees itself and what stands before it.
 
-    The kernels compute it as a tree of one node. `xla` and Hopper's read its key and value from the cache.
+    The kernels compute it as a tree of one node. `xla` reads the token's key and value from the cache.
 
     Args:
       queries: [B, 1, H, D].

@@ -4,8 +4,8 @@ A block of threads takes up to `_MOST_TILES` times 64 rows (`rows.py`) of one sl
 warpgroup, and one stretch of `SPLIT` positions of the cache. It streams the stretch in blocks of 64 positions
 through a ring of buffers in shared memory: bulk copies (TMA) run ahead, tensor cores multiply, softmax is
 online. The nodes follow the cached positions in order, as if they were written there: the block that contains
-the slot's length has both (`_pack_tail`), and up to 63 of 64 nodes are in the block after it. Decoding has
-written its token, and reads the cache alone. Later blocks and stretches are skipped.
+the slot's length has both (`_pack_tail`), and up to 63 of 64 nodes are in the block after it. Later blocks
+and stretches are skipped.
 
 Stretches are merged by their log-sum-exp, in float32, one after another. The borders of blocks and stretches
 are fixed positions, and the sums of a row depend on its keys and their positions alone. So results do not
@@ -52,8 +52,8 @@ def tree_attention(
     nodes_in_cache: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """See the package. Node j stands at position lengths + j; if `nodes_in_cache`, it is read from there."""
-    del depth, numerics
+    """See the package. Positions of nodes, and whether a node is also in the cache, have no effect here."""
+    del depth, numerics, nodes_in_cache
     batch, nodes, num_heads, head_dim = queries.shape
     kv_heads, capacity = values.shape[1:3]
     if any(x.dtype != jnp.bfloat16 for x in (queries, keys, values)):
@@ -67,9 +67,7 @@ def tree_attention(
     in_group = pl.cdiv(tiles, groups)  # tiles of a block of threads
     splits = pl.cdiv(capacity, SPLIT)
     rows = pack_queries(queries, kv_heads, multiple=_TILE * in_group * groups)
-    tail = keys, values  # of which nothing is read
-    if not nodes_in_cache:
-        tail = _pack_tail(keys, values, lengths, node_keys, node_values)
+    tail_keys, tail_values = _pack_tail(keys, values, lengths, node_keys, node_values)
     bits = _pack_ancestors(ancestors, num_heads // kv_heads, rows.shape[2])
 
     kept_rows = num_rows + -num_rows % 8  # padded rows that are written
@@ -82,7 +80,6 @@ def tree_attention(
         functools.partial(
             _attend,
             nodes=nodes,
-            nodes_in_cache=nodes_in_cache,
             kv_heads=kv_heads,
             splits=splits,
             in_group=in_group,
@@ -114,7 +111,7 @@ def tree_attention(
         ),
         kernel_name="tree_attention",
         interpret=gpu_interpreter() if interpret else None,
-    )(lengths, bits, rows, keys, values, *tail)
+    )(lengths, bits, rows, keys, values, tail_keys, tail_values)
     out = _merge(high, low, lse[:, :, :, :kept_rows], lengths, nodes).astype(queries.dtype)
     return unpack_rows(out, nodes, num_heads)
 
@@ -183,7 +180,6 @@ def _attend(
     free,
     *terms_smem,
     nodes: int,
-    nodes_in_cache: bool,
     kv_heads: int,
     splits: int,
     in_group: int,
@@ -209,14 +205,10 @@ def _attend(
     length = lengths[slot]
     last_split = _last_split(length, splits, nodes)
     begin = split * (SPLIT // KEY_BLOCK)  # in blocks, as what follows
-    written = length + nodes_in_cache * nodes
+    whole_blocks = lax.div(length, KEY_BLOCK)
     last_block = lax.div(length + (nodes - 1), KEY_BLOCK)
-    first_of_tail = lax.div(length, KEY_BLOCK)
-    if nodes_in_cache:  # and there is no tail
-        last_block = jnp.minimum(last_block, keys.shape[2] - 1)
-        first_of_tail = last_block + 1
     end = jnp.where(split == last_split, last_block + 1, begin + SPLIT // KEY_BLOCK)
-    blocks = jnp.clip(first_of_tail - begin, 0, SPLIT // KEY_BLOCK)
+    blocks = jnp.clip(whole_blocks - begin, 0, SPLIT // KEY_BLOCK)
     steps = end - begin
 
     def fetch(step):
@@ -234,7 +226,7 @@ def _attend(
 
         @pl.when(step >= blocks)
         def _():
-            block = begin + step - first_of_tail
+            block = begin + step - whole_blocks
             load(tail_keys.at[slot, head, block], tail_values.at[slot, head, block])
 
     @pl.when(split <= last_split)
@@ -297,9 +289,9 @@ def _attend(
             return weighted, new_top, total
 
         def cached(step, carry):
-            # Without a mask, where all is seen, the scale and the subtraction of the maximum would be rounded
-            # as one, other than in the tail.
-            return attend(step, carry, columns < written - (begin + step) * KEY_BLOCK)
+            # All is seen. But without a mask the scale and the subtraction of the maximum would be rounded as
+            # one, other than in the tail.
+            return attend(step, carry, columns < length - (begin + step) * KEY_BLOCK)
 
         def tail(step, carry):
             low, high = (
