@@ -266,16 +266,10 @@ class ExecutablePool:
                     self.loaded += 1
                 return program
         lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*args)
-        if self._stored is not None:
-            program = self._stored.load_same(key, args, settings, lowered)
-            if program is not None:
-                with self._lock:
-                    self.loaded += 1
-                return program
         hits = _CacheHits.count()
         program = lowered.compile(compiler_options=self._options)
         with self._lock:
             self.compilations += 1
         if not _CacheHits.is_one(program, hits) and self._stored is not None:
-            self._stored.save(key, args, settings, program, lowered)
+            self._stored.save(key, args, settings, program)
         return program

@@ -3,14 +3,11 @@
 JAX's persistent cache finds a program by its lowered text: a process that starts again still traces and
 lowers every program, which for many small ones takes longer than reading them. Here a program is found by its
 key in the pool, beside all else that it depends on: our source, the versions of the libraries, the processor,
-compiler settings, and the shapes of its arguments. Change any of them and it is lowered anew. If its text is
-that of a program which is stored, as after a change of our source that does not concern it, that one gets the
-new name, too.
+compiler settings, and the shapes of its arguments. Change any of them and it is compiled anew.
 
 Files are pickles, as JAX's own: only use a directory that you would also run code from.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -44,7 +41,6 @@ class StoredPrograms:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory) / "programs" / _surroundings()
-        self._texts = Path(directory) / "texts"
         self._usable = jax.device_count() == 1
         if self._directory.exists():
             os.utime(self._directory)
@@ -66,26 +62,7 @@ class StoredPrograms:
             warnings.warn(f"{path}: compiled anew, since it cannot be loaded: {error}", stacklevel=2)
             return None
 
-    def load_same(
-        self, key: Hashable, args: tuple, options: Any, lowered: jax.stages.Lowered
-    ) -> Callable[..., Any] | None:
-        """The program of the same text that was saved under whatever key, which `load` finds from now on."""
-        path = self._path(key, args, options)
-        if path is None or path.exists():  # damaged, or `load` would have found it
-            return None
-        with contextlib.suppress(OSError):  # none has it; another process was quicker; nothing can be written
-            self._make_directory()
-            path.hardlink_to(self._text_path(args, options, lowered))
-        return self.load(key, args, options)
-
-    def save(
-        self,
-        key: Hashable,
-        args: tuple,
-        options: Any,
-        program: jax.stages.Compiled,
-        lowered: jax.stages.Lowered,
-    ) -> None:
+    def save(self, key: Hashable, args: tuple, options: Any, program: jax.stages.Compiled) -> None:
         path = self._path(key, args, options)
         if path is None:
             return
@@ -98,44 +75,23 @@ class StoredPrograms:
         payload = pickle.dumps((serialized, out))
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            self._make_directory()
+            if not self._directory.exists():
+                self._directory.mkdir(parents=True)
+                _prune(self._directory.parent)
             temporary.write_bytes(hashlib.sha256(payload).digest() + payload)
             temporary.replace(path)
         except OSError as error:
             warnings.warn(f"{path}: a compiled program cannot be kept: {error.strerror}", stacklevel=2)
             self._usable = False
-            return
-        with contextlib.suppress(OSError):  # not every file system has links
-            text = self._text_path(args, options, lowered)
-            text.unlink(missing_ok=True)  # were it good, it would have been loaded
-            text.hardlink_to(path)
-
-    def _make_directory(self) -> None:
-        if not self._directory.exists():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            _prune(self._directory.parent)
-            self._texts.mkdir(exist_ok=True)
-            for text in self._texts.iterdir():
-                if text.stat().st_nlink == 1:  # no key has it any more
-                    text.unlink(missing_ok=True)
 
     def _path(self, key: Hashable, args: tuple, options: Any) -> Path | None:
         """None for a key that says nothing in another process, such as one with a function in it."""
         name = repr((key, options))
         if not self._usable or re.search(r" at 0x[0-9a-f]+", name):
             return None
-        return self._directory / hashlib.sha256(repr((name, _shapes(args))).encode()).hexdigest()
-
-    def _text_path(self, args: tuple, options: Any, lowered: jax.stages.Lowered) -> Path:
-        facts = (_machine(), options, _shapes(args), str(lowered.out_tree), lowered.as_text())
-        return self._texts / hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _shapes(args: tuple) -> tuple[str, list]:
-    leaves, tree = jax.tree.flatten(args)
-    return str(tree), [
-        (getattr(leaf, "shape", ()), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
-    ]
+        leaves, tree = jax.tree.flatten(args)
+        shapes = [(getattr(leaf, "shape", ()), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves]
+        return self._directory / hashlib.sha256(repr((name, str(tree), shapes)).encode()).hexdigest()
 
 
 def count_stored(directory: str | os.PathLike[str]) -> int:
@@ -152,19 +108,13 @@ def _prune(directory: Path) -> None:
 @functools.cache
 def _surroundings() -> str:
     """A digest of what every program depends on, beside its key."""
-    return hashlib.sha256(f"{source_digest()} {_machine()}".encode()).hexdigest()[:24]
-
-
-@functools.cache
-def _machine() -> str:
-    """The same without our source: what a program of the same text depends on."""
     device = jax.devices()[0]
     facts = [platform.python_version(), platform.machine(), processor(), device.platform]
     facts += [device.device_kind, device.client.platform_version, os.environ.get("XLA_FLAGS", "")]
     facts += [os.cpu_count()]  # a CPU's loops are split for as many cores
     facts += [f"{library} {version(library)}" for library in _LIBRARIES]
     facts += [f"{name} {getattr(jax.config, name, None)}" for name in _SETTINGS]
-    return repr(facts)
+    return hashlib.sha256(repr([source_digest(), *facts]).encode()).hexdigest()[:24]
 
 
 def processor() -> str:

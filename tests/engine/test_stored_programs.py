@@ -1,4 +1,4 @@
-"""Programs kept on disk: the same results without compiling, and compiled anew where the text differs."""
+"""Programs kept on disk: the same results without compiling, and compiled anew whenever anything differs."""
 
 import pickle
 
@@ -37,11 +37,11 @@ def arguments(size: int = 8):
     return State(jnp.arange(size, dtype=jnp.float32)), jnp.float32(2.0)
 
 
-def run(directory, key="step", size: int = 8, function=step, donated=(0,)):
+def run(directory, key="step", size: int = 8):
     """A new pool, as in another process: its result and itself."""
     pool = ExecutablePool(directory=directory)
     args = arguments(size)
-    return pool.get(key, function, args, donate_argnums=donated)(*args), pool
+    return pool.get(key, step, args, donate_argnums=(0,))(*args), pool
 
 
 def programs(directory):
@@ -84,55 +84,12 @@ def test_without_a_directory_or_a_key_that_means_something_elsewhere_nothing_is_
     assert not programs(tmp_path)
 
 
-@pytest.mark.parametrize("change", ["key", "source"])
-def test_a_program_of_the_same_text_gets_the_new_name(tmp_path, monkeypatch, change):
-    """So it is lowered once more, and no process after that lowers it."""
-    (first, _), _ = run(tmp_path)
+@pytest.mark.parametrize("change", ["key", "shape", "source"])
+def test_whatever_differs_is_compiled_anew(tmp_path, monkeypatch, change):
+    run(tmp_path)
     if change == "source":
         monkeypatch.setattr(stored_programs, "_surroundings", lambda: "other source")
-    key = "other" if change == "key" else "step"
-    (state, _), pool = run(tmp_path, key)
-    assert (pool.compilations, pool.loaded) == (0, 1) and len(programs(tmp_path)) == 2
-    monkeypatch.setattr(stored_programs.StoredPrograms, "load_same", lambda *_: pytest.fail("lowered"))
-    (again, _), pool = run(tmp_path, key)
-    assert (pool.compilations, pool.loaded) == (0, 1)
-    for each in (state, again):
-        np.testing.assert_array_equal(each.x, first.x)
-
-
-def looks_up(last):
-    """A program with a large constant, of which one entry in the middle is `last`."""
-    table = np.zeros(5000, np.float32)
-    table[2500] = last
-
-    def step(state, y):
-        return state.replace(x=jnp.asarray(table)[state.x.astype(jnp.int32) + 2496]), {"sum": y, "none": None}
-
-    return step
-
-
-def test_one_entry_of_a_constant_makes_another_program(tmp_path):
-    for value in (1.0, 2.0):
-        (state, _), pool = run(tmp_path, value, function=looks_up(value))
-        assert pool.compilations == 1 and state.x[4] == value
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"key": "step", "size": 9},
-        {"donated": ()},
-        {"function": lambda state, y: step(state, y)[::-1]},
-        "machine",
-    ],
-    ids=["shape", "donation", "result", "machine"],
-)
-def test_whatever_else_differs_is_compiled_anew(tmp_path, monkeypatch, changed):
-    run(tmp_path)
-    if changed == "machine":
-        monkeypatch.setattr(stored_programs, "_machine", lambda: "another")
-        changed = {}
-    _, pool = run(tmp_path, **{"key": "other", **changed})
+    _, pool = run(tmp_path, "other" if change == "key" else "step", 9 if change == "shape" else 8)
     assert (pool.compilations, pool.loaded) == (1, 0)
 
 
@@ -165,9 +122,8 @@ def test_a_directory_that_cannot_be_written_is_reported_once(tmp_path):
 def test_only_the_latest_sources_are_kept(tmp_path, monkeypatch):
     for source in range(stored_programs._KEPT + 2):
         monkeypatch.setattr(stored_programs, "_surroundings", lambda source=source: f"source {source}")
-        run(tmp_path, function=looks_up(source))
+        run(tmp_path)
         stamp = 1_000_000_000 + source
         stored_programs.os.utime(tmp_path / "programs" / f"source {source}", (stamp, stamp))
     assert len(list((tmp_path / "programs").iterdir())) == stored_programs._KEPT
     assert (tmp_path / "programs" / f"source {source}").exists()
-    assert len(list((tmp_path / "texts").iterdir())) == stored_programs._KEPT
