@@ -156,7 +156,7 @@ def test_a_variant_that_sampled_nothing_ahead_is_not_called_run_ahead(tokens, ex
 def test_rows_of_draft_lengths(config, tmp_path):
     """Every length samples what plain decoding does, and the figure can be drawn of the rows."""
     toggle = config.speculation.toggle.model_copy(update={"lengths": (2, 4), "patience": 1})
-    speculation = {"toggle": toggle, "args": {"bits": 4}}
+    speculation = {"drafter": "quantized", "toggle": toggle, "args": {"bits": 4}}
     rows = draft_lengths.draft_length_rows(variants.with_keys(config, speculation=speculation))
     assert [row.baseline for row in rows] == ["2 drafts throughout"] * 2 + ["4 drafts throughout"] * 2
     assert rows[0].details["length_by_step"][0] == 2
