@@ -30,11 +30,12 @@ def test_a_loop_reads_rows_without_a_copy_of_the_table(table):
         pytest.skip("other compilers make no copy")
     tokens = jnp.array([5, 299, 0])
     results = []
-    for read, copies in ((embeddings, False), (lambda table, tokens: table[tokens], True)):
+    for read in (embeddings, lambda table, tokens: table[tokens]):
         program = jax.jit(lambda *args, read=read: looped(read, *args)).lower(table, tokens).compile()
-        assert ("f32[300,16]" in program.as_text()) == copies
-        results.append(np.asarray(program(table, tokens)))
-    np.testing.assert_array_equal(*results)
+        results.append((np.asarray(program(table, tokens)), "f32[300,16]" in program.as_text()))
+    (rows, copied), (expected, _) = results
+    np.testing.assert_array_equal(rows, expected)
+    assert not copied  # the other is, by the compiler of JAX 0.10
 
 
 def test_other_tables_get_gradients(table):
