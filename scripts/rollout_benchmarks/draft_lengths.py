@@ -7,20 +7,21 @@ roofline is made up: by it drafting always pays, so that the length alone decide
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drafters.quantized import WeightFormat
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
-from rljax.papers.efficient_rollout.draft_length import StepAcceptance
-from rljax.papers.efficient_rollout.roofline import Roofline, policy_costs
 from rljax.reports.figures import COLORS, new_figure, save
 from rljax.requests import DecodeStatistics, accumulate
 from rljax.training import loop
 from rljax.training.compiling import compile_programs
 from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant, open_run, roll_out
+
+if TYPE_CHECKING:  # the other sections work without the wing
+    from rljax.papers.efficient_rollout.roofline import Roofline
 
 _LADDER = "patience ladder"
 
@@ -99,8 +100,10 @@ def draft_length_rows(config: ExperimentConfig) -> list[Row]:
     return rows
 
 
-def always_pays(engine: DecodeEngine, fmt: WeightFormat) -> Roofline:
+def always_pays(engine: DecodeEngine, fmt: WeightFormat) -> "Roofline":
     """A roofline by which drafting takes a thousandth of a plain step, and verifying the time of one."""
+    from rljax.papers.efficient_rollout.roofline import Roofline, policy_costs
+
     nothing = dict.fromkeys(
         ("kv_byte", "flop", "attention_flop", "slot", "verified_slot", "verifying", "draft_flop"), 0.0
     )
@@ -110,6 +113,8 @@ def always_pays(engine: DecodeEngine, fmt: WeightFormat) -> Roofline:
 
 def _drafted(variant: Variant) -> tuple[int, float]:
     """The draft length of the last step, and the share of its drafts that was accepted."""
+    from rljax.papers.efficient_rollout.draft_length import StepAcceptance
+
     state, acceptance = variant.speculator.state(), StepAcceptance()
     length = int(state["patience_ladder"][0])
     acceptance.load_state(state["toggle_acceptance"])

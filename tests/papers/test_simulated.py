@@ -1,6 +1,7 @@
 """What the papers add, on the simulator's clock: races, training in idle time, and all of it at once."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -12,8 +13,11 @@ from rljax.papers.specactor.racing import Racing
 from rljax.papers.tlt.simulated_spot import SpotTimes
 from rljax.papers.tlt.spot import SpotRule
 from rljax.simulation.cluster import Cluster, Machines, Response
+from rljax.simulation.command import main
 from rljax.simulation.costs import TableCosts
 from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter
+from rljax.simulation.scenario import Scenario
+from rljax.simulation.sizes import chosen_sizes
 from tests.simulation.test_simulation import SECOND, SMALL, check_every_token
 
 
@@ -104,3 +108,33 @@ def test_a_worker_that_is_needed_ends_its_update_first():
     (step,) = cluster.run(iter([[Response(0, 0, 5), Response(1, 0, 20)]]), 1)
     # It updates from 6 to 16, and decodes what worker-1 had from then on.
     assert (step.end, cluster.coordinator.idle_work.counts.delay) == (36, 8)
+
+
+def test_algorithm_1_chooses_the_sizes_of_a_scenario(capsys, tmp_path):
+    """A verifier of more devices has more requests, and reads its weights faster than it computes them."""
+    keys = ["model=qwen2.5-32b", "tensor=4", "workers=16", "prompts_per_step=8", "samples=16"]
+    scenario = Scenario().replaced([*keys, "drafters=small:0.9:0.1:1:0"])
+    found = chosen_sizes(scenario, (2, 4))
+    assert sorted(found) == ["coupled", "decoupled", "plain"]
+    for choice in found.values():
+        own = choice.drafter_devices + choice.verifier_devices
+        assert choice.batch == math.ceil(own * 128 / 64)
+        costs = dataclasses.replace(scenario, tensor=choice.verifier_devices).pass_costs()
+        seconds = costs.fixed(choice.batch * (choice.window + 1))
+        seconds += choice.batch * costs.cached * (300 + 2000)
+        if choice.mode == "plain":
+            assert choice.speed == pytest.approx(1 / seconds, rel=0.1)  # a pass is affine but for its corner
+    assert found["decoupled"].drafter_devices == 1 and found["plain"].window == 0
+    alone = chosen_sizes(Scenario().replaced([*keys, "workers=1", "drafters=small:0.9:0.1:1:0"]), (4,))
+    assert "decoupled" not in alone  # nothing is left to draft on
+    file = tmp_path / "sizes.json"
+    assert main([*keys, "drafters=small:0.9:0.1:1:0", "--sizes", "2,4", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["choices"]["plain"]["mode"] == "plain"
+    assert capsys.readouterr().out.count("tokens/s a request") == 3
+    for sizes, more, said in (
+        ("2", [], "--sizes: nothing drafts"),
+        ("9", ["drafters=a:0.5:0:0", "workers=2"], "--sizes: [9] should have numbers from 1 to 8 devices"),
+        ("two", ["drafters=a:0.5:0:0"], "--sizes: two should be numbers"),
+    ):
+        assert main([*keys, *more, "--sizes", sizes]) == 2
+        assert said in capsys.readouterr().err

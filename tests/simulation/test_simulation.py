@@ -22,7 +22,6 @@ from rljax.simulation.costs import POLICIES, RooflineCosts, TableCosts, planned_
 from rljax.simulation.drafting import LEVELS, Drafting, SimulatedDrafter, aimd
 from rljax.simulation.outcome import outcome_of
 from rljax.simulation.scenario import Scenario, Workload, epochs, recorded_lengths
-from rljax.simulation.sizes import chosen_sizes
 from rljax.simulation.worker import Job, SimulatedWorker
 from tests.configs import table
 
@@ -214,36 +213,6 @@ def test_the_cache_of_a_moved_response_is_copied_while_its_beginning_is_computed
     assert scenario.moved_seconds(scenario.pass_costs()) == pytest.approx(expected, rel=0.03)
     assert scenario.machines().moved_seconds == scenario.moved_seconds(scenario.pass_costs())
     assert Scenario().machines().moved_seconds is None
-
-
-def test_algorithm_1_chooses_the_sizes_of_a_scenario(capsys, tmp_path):
-    """A verifier of more devices has more requests, and reads its weights faster than it computes them."""
-    keys = ["model=qwen2.5-32b", "tensor=4", "workers=16", "prompts_per_step=8", "samples=16"]
-    scenario = Scenario().replaced([*keys, "drafters=small:0.9:0.1:1:0"])
-    found = chosen_sizes(scenario, (2, 4))
-    assert sorted(found) == ["coupled", "decoupled", "plain"]
-    for choice in found.values():
-        own = choice.drafter_devices + choice.verifier_devices
-        assert choice.batch == math.ceil(own * 128 / 64)
-        costs = dataclasses.replace(scenario, tensor=choice.verifier_devices).pass_costs()
-        seconds = costs.fixed(choice.batch * (choice.window + 1))
-        seconds += choice.batch * costs.cached * (300 + 2000)
-        if choice.mode == "plain":
-            assert choice.speed == pytest.approx(1 / seconds, rel=0.1)  # a pass is affine but for its corner
-    assert found["decoupled"].drafter_devices == 1 and found["plain"].window == 0
-    alone = chosen_sizes(Scenario().replaced([*keys, "workers=1", "drafters=small:0.9:0.1:1:0"]), (4,))
-    assert "decoupled" not in alone  # nothing is left to draft on
-    file = tmp_path / "sizes.json"
-    assert main([*keys, "drafters=small:0.9:0.1:1:0", "--sizes", "2,4", "--json", str(file)]) == 0
-    assert json.loads(file.read_text())["choices"]["plain"]["mode"] == "plain"
-    assert capsys.readouterr().out.count("tokens/s a request") == 3
-    for sizes, more, said in (
-        ("2", [], "--sizes: nothing drafts"),
-        ("9", ["drafters=a:0.5:0:0", "workers=2"], "--sizes: [9] should have numbers from 1 to 8 devices"),
-        ("two", ["drafters=a:0.5:0:0"], "--sizes: two should be numbers"),
-    ):
-        assert main([*keys, *more, "--sizes", sizes]) == 2
-        assert said in capsys.readouterr().err
 
 
 def test_orders_of_steps_by_hand():
