@@ -126,8 +126,6 @@ def _attention(
     lengths: Array,
     node_keys: Array,
     node_values: Array,
-    _keys: Array,
-    _values: Array,
     *tree: Array,
 ) -> tuple[Array]:
     """Attention of the nodes, and of decoding where there is no tree, slot by slot."""
@@ -209,11 +207,7 @@ def _scores(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array
     return tuple(each.reshape(targets.shape) for each in lax.map(of_chunk, chunks))
 
 
-def _logprobs(hidden: Array, lm_head: Array, targets: Array, _: Array) -> tuple[Array, Array]:
-    return _scores(hidden, lm_head, targets)
-
-
-def _gradients(hidden: Array, lm_head: Array, targets: Array, _: Array) -> tuple[Array, Array]:
+def _gradients(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Array]:
     arguments = hidden.astype(jnp.float64), lm_head.astype(jnp.float64)
     return jax.grad(lambda *args: jnp.sum(_scores(*args, targets)[0]), (0, 1))(*arguments)
 
@@ -224,7 +218,7 @@ CHECKS = (
     Check("noisy_argmax", 0, _sampled, quick="interpret_tpu"),
     Check("compaction", 0, _compacted),
     Check("quantized_product", 0, _product, _first_layer),
-    Check("token_logprobs", 0, _logprobs),
+    Check("token_logprobs", 0, _scores),
     Check("token_logprobs", 1, _gradients),
     Check("round_to_nearest", 0, _rounded),
 )

@@ -1,11 +1,22 @@
 """TLT's bandit over several processes, over gloo."""
 
+from unittest import mock
+
 import pytest
 
+from rljax.tasks.chain_arithmetic import ChainArithmetic
 from tests.training import test_several_processes
 from tests.training.test_several_processes import STEPS
+from tests.training.tiny_run import train
 
-one = test_several_processes.one
+REWARD = ChainArithmetic.reward  # the processes', which `world` of this folder replaces for the session
+
+
+@pytest.fixture
+def one(tmp_path_factory):
+    """The metrics of one process with one device."""
+    with mock.patch.object(ChainArithmetic, "reward", REWARD):
+        return train(tmp_path_factory.mktemp("one"), f"training.steps={STEPS}")
 
 
 @pytest.mark.long
