@@ -92,8 +92,3 @@ class ModelConfig:
     def used_rows(self) -> int:
         """Number of rows of the embedding that stand for tokens."""
         return self.vocab_size - self.padding_rows
-
-    @property
-    def queries_per_kv(self) -> int:
-        """Number of query heads per key/value head, g."""
-        return self.num_heads // self.num_kv_heads

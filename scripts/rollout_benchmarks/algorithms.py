@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig, load_config
-from rljax.requests import DecodeStatistics, accumulate
-from rljax.training import loop
+from rljax.requests import DecodeStatistics
 from rljax.training.compiling import compile_programs
-from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant, open_run, roll_out
+from rollout_benchmarks.variants import PLAIN, make_variant, open_run, trained_steps
 
 _TOOLS = "configs/tools.yaml"
 CASES: dict[str, tuple[str, int, int]] = {  # algorithm, prompts of a step, responses to each
@@ -71,29 +70,17 @@ def _rows(name: str, config: ExperimentConfig) -> list[Row]:
             )
             for drafter, kind in _DRAFTERS.items()
         ]
-        progress.stage("bench", steps)
-        for step in range(steps):
-            expected = roll_out(run, plain, step)
-            for variant in variants:
-                check_same(expected, roll_out(run, variant, step), variant.name)
-            loop.learn(run, expected)
-            progress.step(step + 1, {"tokens_per_second": 0.0})
+        for _ in trained_steps(run, progress, plain, variants):
+            pass
     epochs = {
         "first epoch": slice(0, _STEPS_OF_AN_EPOCH),
         **({"later epochs": slice(_STEPS_OF_AN_EPOCH, steps)} if steps > _STEPS_OF_AN_EPOCH else {}),
     }
     return [
-        _row(f"algorithms/{name}/{when}/{variant.name}", _total(variant, which), _total(plain, which))
+        _row(f"algorithms/{name}/{when}/{variant.name}", variant.total(which), plain.total(which))
         for when, which in epochs.items()
         for variant in variants
     ]
-
-
-def _total(variant: Variant, steps: slice) -> DecodeStatistics:
-    total = DecodeStatistics()
-    for statistics in variant.statistics[steps]:
-        accumulate(total, statistics)
-    return total
 
 
 def _row(name: str, total: DecodeStatistics, plain: DecodeStatistics) -> Row:

@@ -15,10 +15,9 @@ from rljax.config import ExperimentConfig
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
 from rljax.reports.figures import COLORS, new_figure, save
-from rljax.requests import DecodeStatistics, accumulate
-from rljax.training import loop
+from rljax.requests import DecodeStatistics
 from rljax.training.compiling import compile_programs
-from rollout_benchmarks.variants import PLAIN, Variant, check_same, make_variant, open_run, roll_out
+from rollout_benchmarks.variants import PLAIN, Variant, make_variant, open_run, trained_steps
 
 if TYPE_CHECKING:  # the other sections work without the wing
     from rljax.papers.efficient_rollout.roofline import Roofline
@@ -60,18 +59,12 @@ def draft_length_rows(config: ExperimentConfig) -> list[Row]:
             )
             for name, keys in lengths.items()
         ]
-        progress.stage("bench", config.training.steps)
-        for step in range(config.training.steps):
-            expected = roll_out(run, plain, step)
-            for variant in variants:
-                check_same(expected, roll_out(run, variant, step), variant.name)
-            length, acceptance = _drafted(variants[0])
-            metrics = loop.learn(run, expected)
-            now = length, acceptance, variants[0].statistics[-1].accept_length, metrics["entropy"]
+        for metrics in trained_steps(run, progress, plain, variants):
+            accept_length = variants[0].statistics[-1].accept_length
+            now = *_drafted(variants[0]), accept_length, metrics["entropy"]
             for values, value in zip(steps.values(), now, strict=True):
                 values.append(value)
-            progress.step(step + 1, {"tokens_per_second": 0.0})
-    ladder, *fixed = (_total(variant) for variant in variants)
+    ladder, *fixed = (variant.total() for variant in variants)
     by_step = {f"{name}_by_step": values for name, values in steps.items()}
     rows = []
     for (name, keys), total in zip(list(lengths.items())[1:], fixed, strict=True):
@@ -119,13 +112,6 @@ def _drafted(variant: Variant) -> tuple[int, float]:
     length = int(state["patience_ladder"][0])
     acceptance.load_state(state["toggle_acceptance"])
     return length, acceptance.share(length) or 0.0
-
-
-def _total(variant: Variant) -> DecodeStatistics:
-    total = DecodeStatistics()
-    for statistics in variant.statistics:
-        accumulate(total, statistics)
-    return total
 
 
 def _vain(total: DecodeStatistics) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
-from rljax.requests import DecodeStatistics, accumulate
+from rljax.requests import DecodeStatistics
 from rljax.rollout.collector import Group
 from rljax.training import loop
 from rljax.training.compiling import compile_programs
@@ -131,9 +131,7 @@ def _row(
     workload: dict[str, Any],
 ) -> Row:
     seconds, learning = variant.seconds[steps], sum(variant.learning[steps])
-    total = DecodeStatistics()
-    for one in variant.statistics[steps]:
-        accumulate(total, one)
+    total = variant.total(steps)
     ratios = [b / a for a, b in zip(seconds, baseline, strict=True)]
     return counted_row(
         f"rollout/{when}/{row_name(variant.name, total)}",

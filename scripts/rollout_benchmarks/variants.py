@@ -26,7 +26,7 @@ from rljax.engine.number_type import with_number_type
 from rljax.errors import UserError
 from rljax.models.huggingface import save_model
 from rljax.progress import Progress
-from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.requests import Completion, DecodeStatistics, Request, accumulate
 from rljax.rollout.collector import TRAINING, Collector, Group, Timing, WantedGroups, outcomes
 from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
@@ -35,6 +35,7 @@ from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
+from rljax.training import loop
 from rljax.training.building import make_run
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
@@ -125,6 +126,13 @@ class Variant:
     learning: list[float] = dataclasses.field(default_factory=list)
     statistics: list[DecodeStatistics] = dataclasses.field(default_factory=list)
     windows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    def total(self, steps: slice = slice(None)) -> DecodeStatistics:
+        """The sum of the statistics of some steps, all by default."""
+        total = DecodeStatistics()
+        for statistics in self.statistics[steps]:
+            accumulate(total, statistics)
+        return total
 
 
 def with_keys(config: ExperimentConfig, **sections: dict[str, Any]) -> ExperimentConfig:
@@ -330,6 +338,21 @@ def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
         {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
     )
     return groups
+
+
+def trained_steps(
+    run: TrainingRun, progress: Progress, plain: Variant, variants: Sequence[Variant]
+) -> Iterator[dict[str, float]]:
+    """Trains the run's policy: rolls every step out plainly and by every variant, and yields the metrics of
+    the update. Raises as `check_same`.
+    """
+    progress.stage("bench", run.config.training.steps)
+    for step in range(run.config.training.steps):
+        expected = roll_out(run, plain, step)
+        for variant in variants:
+            check_same(expected, roll_out(run, variant, step), variant.name)
+        yield loop.learn(run, expected)
+        progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})
 
 
 def check_same(plain: Sequence[Group], other: Sequence[Group], name: str) -> float:
