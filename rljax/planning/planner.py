@@ -192,7 +192,9 @@ def make_plan(
     Raises:
       UserError: the run does not fit the devices. Where shapes tell so, nothing is compiled before.
     """
-    compilers = ThreadPoolExecutor(os.cpu_count() or 1)
+    # libtpu was seen to overrun the stack of one of its threads while two programs were compiled at a time.
+    at_a_time = 1 if platform_of(topology) == "tpu" else os.cpu_count() or 1
+    compilers = ThreadPoolExecutor(at_a_time)
     planning, hardware = make_planning(config, topology, hardware, compilers)
     config = planning.config
     where = f"one of {topology.name} ({hardware.kind})"
