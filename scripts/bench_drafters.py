@@ -1,7 +1,8 @@
-"""Training EAGLE heads: `python scripts/bench_drafters.py [--config FILE] [key=value ...]`.
+"""Drafters of one policy: `python scripts/bench_drafters.py [--config FILE] [key=value ...]`.
 
-Trains heads for the config's policy, SmolLM2 by default, on its rollouts. `docs/eagle.md` explains the rows.
-The policy's updates have the config's learning rate.
+Trains heads for the config's policy, SmolLM2 by default, on its rollouts, and lets the policy draft in fewer
+bits. `docs/eagle.md` and `docs/drafters.md` explain the rows. The policy's updates have the config's learning
+rate.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
 from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
 from drafter_benchmarks.rl import rl_rows
+from drafter_benchmarks.self_draft import BITS, QUANTIZERS, self_draft_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.errors import UserError
 from rljax.training.drafter_warm_up import WarmUp
@@ -36,6 +38,13 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         *(Measurement("checkpoint", name, saving_rows, (name, 7)) for name in (REAL, "2M", "100M")),
         Measurement("rl", "beside a policy that is trained", rl_rows, rl, disturbed=False),
         Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
+        Measurement("bits", "the policy drafts", self_draft_rows, (config, BITS, 48, 5), disturbed=False),
+        *(
+            Measurement(
+                "quantizers", f"in {bits} bits", self_draft_rows, (config, each, 48, 5), disturbed=False
+            )
+            for bits, each in QUANTIZERS.items()
+        ),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
     ]
 
