@@ -11,8 +11,8 @@ which can be computed in integers (`rljax/kernels/quantized_product`). At 8 bits
 A quantizer is a function `(weight [out, in], WeightFormat, Implementation) -> QuantizedWeight` and a line in
 `QUANTIZERS`. `rtn` rounds to nearest (`rljax/kernels/round_to_nearest`); `clipped` looks for the range of
 each group that leaves the least squared error, as AWQ's clipping step does (Lin et al., 2024), but without
-activations. Further inputs of a quantizer, such as activation statistics, can be bound by
-`functools.partial`.
+activations. Scales that follow activations (appendix C.4) were measured and left out: `docs/drafters.md`,
+"Acceptance by bits".
 """
 
 import dataclasses
