@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, in eight minutes, on a bare machine: docs/gpu.md.
+"""Everything that only a GPU or a TPU can tell, on a GPU in eight minutes, on a bare machine: docs/gpu.md.
 
     python3 scripts/gpu_report.py                        # all parts, the most important evidence first
     python3 scripts/gpu_report.py --parts verify,update  # some of them
@@ -13,6 +13,7 @@ process imports neither JAX nor the project: it stays alive whatever they do.
 import argparse
 import contextlib
 import dataclasses
+import glob
 import importlib.util
 import json
 import os
@@ -32,6 +33,9 @@ _LOG_BYTES = 8 * 2**20  # more is not kept: a part may print without an end
 _TO_STOP = 3.0  # seconds between asking a process to end and ending it
 _LEAST_SHARE = 0.5  # of the seconds in the table: with less, parts end before their first rows
 _LEAST_MEMORY = 40  # GiB of the GPU that must be free: an update of 1.7B takes the most
+_TPU_NODES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+_TPU_PLATFORMS = "tpu,cpu"  # float64, which a TPU has not, is computed by the processor beside it
+_ASK_JAX = "import jax; print(jax.devices()[0].device_kind)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Variant:
 
     Attributes:
       name: its name, which the part is told; empty for the only one.
-      flags: added to `XLA_FLAGS`.
+      flags: added to `XLA_FLAGS`. They are for GPUs.
       share: of the part's time, in relation to the other variants.
     """
 
@@ -91,7 +95,7 @@ PREFLIGHT = (
     Part("tree_attention", 65, tests=True),
     Part("noisy_argmax", 65, tests=True),
 )
-BUDGETS = {"report": 480, "quick": 240, "preflight": 150}
+BUDGETS = {"report": 480, "tpu": 1800, "quick": 240, "preflight": 150}
 
 WHEELS = {
     "pydantic": "pydantic==2.14.4",
@@ -151,10 +155,31 @@ def gpu() -> str:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = getattr(error, "stdout", None) or getattr(error, "stderr", None) or str(error)
         why = " ".join(said.split())[:200]
-        raise Misuse(f"no GPU ({why}); --quick has a look at tiny shapes on a CPU") from error
+        raise Misuse(f"no GPU and no TPU ({why}); --quick has a look at tiny shapes on a CPU") from error
     if gibibytes < _LEAST_MEMORY:
         raise Misuse(f"{name}: {gibibytes:.0f} GiB are free, and {_LEAST_MEMORY} GiB are needed")
     return name
+
+
+def tpu() -> str | None:
+    """Returns the name of the first TPU; None without one, or beside a GPU. JAX is asked in a process of its
+    own, which gives the TPU back: only one at a time can hold it.
+
+    Raises:
+      Misuse: JAX cannot use it.
+    """
+    if glob.glob("/dev/nvidia[0-9]*") or not any(glob.glob(nodes) for nodes in _TPU_NODES):
+        return None
+    command, environment = [sys.executable, "-c", _ASK_JAX], environment_of(_TPU_PLATFORMS)
+    try:
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=180, check=True, env=environment
+        ).stdout
+        return said.splitlines()[-1]
+    except (subprocess.SubprocessError, IndexError) as error:
+        errors = (getattr(error, "stderr", None) or str(error)).strip()
+        why = errors.splitlines()[-1][:300]
+        raise Misuse(f"JAX cannot use the TPU ({why}); end what holds it, or restart the runtime") from error
 
 
 def chosen_parts(names: str | None) -> tuple[Part, ...]:
@@ -243,8 +268,10 @@ def _signal_group(process: subprocess.Popen[str], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def environment_of(quick: bool) -> dict[str, str]:
-    """Returns the environment of parts. What the user has set stays."""
+def environment_of(platforms: str | None) -> dict[str, str]:
+    """Returns the environment of parts. What the user has set stays, but for `JAX_PLATFORMS` if `platforms`
+    are given.
+    """
     paths = [str(_ROOT), str(_ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
     cuda = Path("/usr/local/cuda")
     defaults = {
@@ -252,10 +279,10 @@ def environment_of(quick: bool) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        **({"JAX_PLATFORMS": "cpu"} if quick else {}),
         **({"CUDA_ROOT": str(cuda)} if cuda.is_dir() else {}),
     }
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    own |= {} if platforms is None else {"JAX_PLATFORMS": platforms}
     return defaults | dict(os.environ) | own
 
 
@@ -264,11 +291,20 @@ def environment_of(quick: bool) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Runs parts within a budget; see `main`."""
+    """Runs parts within a budget; see `main`.
+
+    Attributes:
+      platforms: JAX's, "cpu" for a look; None for a GPU.
+    """
 
     output: Path
-    quick: bool
+    platforms: str | None
     log: Log
+
+    @property
+    def quick(self) -> bool:
+        """Whether tiny shapes are measured."""
+        return self.platforms == "cpu"
 
     def run(self, parts: Sequence[Part], budget: float) -> bool:
         """Runs the parts, each within its share of the time that is left; whether all were complete."""
@@ -290,13 +326,17 @@ class Report:
         path.unlink(missing_ok=True)
         outcomes = []
         variants = part.variants[:1] if self.quick else part.variants  # the others differ in flags for GPUs
+        if self.platforms == _TPU_PLATFORMS and any(variant.flags for variant in variants):
+            names = ", ".join(variant.name for variant in variants if variant.flags)
+            self.log(f"== {part.name}: measured once on a TPU; left out, with flags of a GPU: {names}")
+            variants = (Variant(),)
         for index, variant in enumerate(variants):
             share = self._share([other.share for other in variants[index:]])
             seconds = max(share * (start + limit - time.monotonic()), 0.0)
             command = self._command(part, variant, path, seconds)
             label = f"{part.name} ({variant.name})" if variant.name else part.name
             self.log(f"== {label}, at most {seconds:.0f} s: {shlex.join(command)}")
-            environment = environment_of(self.quick)
+            environment = environment_of(self.platforms)
             flags = [environment.get("XLA_FLAGS", ""), variant.flags]
             environment["XLA_FLAGS"] = " ".join(filter(None, flags))
             outcome = run_process(command, environment, seconds, self.log)
@@ -355,7 +395,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line: 0 if all parts were complete, 1 if not, 2 for what cannot work here."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--budget", type=float, help="seconds for everything (480; --quick 240; --preflight 150)"
+        "--budget",
+        type=float,
+        help="seconds for everything (480; on a TPU 1800; --quick 240; --preflight 150)",
     )
     parser.add_argument("--parts", metavar="NAMES", help=f"of {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--output", type=Path, help="folder of the results; default: by the device's name")
@@ -364,18 +406,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="tiny shapes: a look on a CPU")
     arguments = parser.parse_args(argv)
-    kind = "preflight" if arguments.preflight else "quick" if arguments.quick else "report"
-    budget = BUDGETS[kind] if arguments.budget is None else arguments.budget
     try:
         if arguments.preflight and arguments.parts:
             raise Misuse("--parts: --preflight has parts of its own; leave one of the two out")
         parts = PREFLIGHT if arguments.preflight else chosen_parts(arguments.parts)
-        check_budget(parts, budget)
         check_packages([*PACKAGES, *WHEELS, *(["pytest"] if arguments.preflight else [])])
-        device = "quick" if arguments.quick else gpu()
-        if not arguments.quick:
+        on_tpu = None if arguments.quick else tpu()
+        device = "quick" if arguments.quick else on_tpu or gpu()
+        kind = "quick" if arguments.quick else "tpu" if on_tpu else "report"
+        kind = "preflight" if arguments.preflight else kind
+        budget = BUDGETS[kind] if arguments.budget is None else arguments.budget
+        check_budget(parts, budget)
+        if not arguments.quick and not on_tpu:
             check_packages(["jax_plugins"])
-        folder = f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}"
+        folder = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
+        folder = folder if on_tpu else f"gpu-{folder}"
         output = arguments.output or _ROOT / ("runs" if arguments.quick else "benchmarks/results") / folder
         output.mkdir(parents=True, exist_ok=True)
         log = Log(output / "log.txt")
@@ -387,7 +432,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part in progress, too
     log(f"{device}: {budget:g} s for {', '.join(part.name for part in parts)}; {sys.executable}")
-    return 0 if Report(output, arguments.quick, log).run(parts, budget) else 1
+    platforms = "cpu" if arguments.quick else _TPU_PLATFORMS if on_tpu else None
+    return 0 if Report(output, platforms, log).run(parts, budget) else 1
 
 
 if __name__ == "__main__":

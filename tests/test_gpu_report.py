@@ -1,4 +1,4 @@
-"""The report on a GPU: its driver with parts that are stand-ins, without JAX, and once the whole on a CPU."""
+"""The report on a GPU or TPU: its driver with parts that are stand-ins, without JAX, and once on a CPU."""
 
 import json
 import os
@@ -55,6 +55,46 @@ def report(tmp_path):
 
     run.output = tmp_path / "benchmarks" / "results" / "gpu-nvidia-h100-80gb-hbm3"
     return run
+
+
+@pytest.fixture
+def with_tpu(report, tmp_path, monkeypatch):
+    """Runs the report in this process, where there seems to be a TPU that JAX, a stand-in, knows: status."""
+
+    def run(*arguments, jax="devices = lambda: [type('Device', (), {'device_kind': 'TPU v5 lite'})]"):
+        (tmp_path / "site" / "jax.py").write_text(jax)
+        stand_in = _PART.replace('"flags " +', 'os.environ["JAX_PLATFORMS"] + " flags " +')
+        for part in gpu_report.PARTS:
+            (tmp_path / "scripts" / "gpu_parts" / f"{part.name}.py").write_text(stand_in)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+        monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+        monkeypatch.setenv("XLA_FLAGS", "")
+        monkeypatch.setattr(gpu_report, "_ROOT", tmp_path)
+        nodes = {"/dev/vfio/[0-9]*": ["/dev/vfio/0"]}
+        monkeypatch.setattr(gpu_report.glob, "glob", lambda pattern: nodes.get(pattern, []))
+        monkeypatch.setattr(gpu_report.signal, "signal", lambda *_: None)
+        return gpu_report.main(arguments)
+
+    return run
+
+
+def test_on_a_tpu_parts_run_once_without_flags_of_a_gpu(with_tpu, tmp_path, capsys):
+    assert with_tpu() == 0
+    printed = capsys.readouterr().out
+    output = tmp_path / "benchmarks" / "results" / "tpu-v5-lite"
+    for part in gpu_report.PARTS:
+        (row,) = content(output, part.name)["rows"]
+        assert row["name"] == "tpu,cpu flags "  # the processor beside it computes references
+    assert "TPU v5 lite: 1800 s for ceilings, kernels" in printed
+    said = "measured once on a TPU; left out, with flags of a GPU"
+    assert f"== exactness: {said}: no autotuning" in printed
+    assert f"== decode: {said}: command buffers" in printed and printed.count(said) == 2
+
+
+def test_a_tpu_that_jax_cannot_use_is_one_line(with_tpu, capsys):
+    assert with_tpu(jax="raise RuntimeError('The TPU is already in use by process 7')") == 2
+    errors, why = capsys.readouterr().err, "RuntimeError: The TPU is already in use by process 7"
+    assert errors.startswith(f"error: JAX cannot use the TPU ({why})") and errors.count("\n") == 1
 
 
 def content(output, name):
@@ -130,7 +170,7 @@ def test_a_log_has_a_limit(tmp_path, monkeypatch):
         (["--parts", "update,kernel"], None, "--parts: 'kernel' is no part; they are ceilings, kernels,"),
         (["--parts", "update", "--preflight"], None, "--parts: --preflight has parts of its own"),
         ([], "NVIDIA T4, 15000", "NVIDIA T4: 15 GiB are free, and 40 GiB are needed"),
-        ([], "No devices were found", "no GPU ("),
+        ([], "No devices were found", "no GPU and no TPU ("),
     ],
 )
 def test_what_cannot_work_is_one_line(report, arguments, gpu, message):

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import zipfile
 from unittest import mock
 
 import jax
@@ -25,6 +26,7 @@ SIZES = {
     "smollm2": {"STEPS": 1, "PROBLEMS": 8, "OVERRIDES": FEW},
     "speculation": {"WARM_UP": 60, "PROMPTS": 4},
     "tools": {"STEPS": 4, "WARM_UP": 80},
+    "tpu_report": {"PARTS": '"ceilings,verify"', "BUDGET": 240},
     "write_a_drafter": {"WARM_UP": 60, "PROMPTS": 4},
     "your_model_and_task": {"STEPS": 5},
 }
@@ -247,6 +249,16 @@ def check_your_model_and_task(names, shown):
     jax.tree.map(np.testing.assert_array_equal, trained, reloaded)
     np.testing.assert_array_equal(names["before"], names["after"])
     assert len(names["after"]) == len(names["tokens"]) - 1
+
+
+def check_tpu_report(names, shown):
+    """Every part was complete, and all of it is in the archive."""
+    assert names["status"] == 0 and list(names["found"]) == ["ceilings", "verify"]
+    assert all(part["outcome"] == "complete" and part["rows"] for part in names["found"].values())
+    assert "tiny/batch 2/16 rows" in shown
+    with zipfile.ZipFile(names["archive"]) as archive:
+        assert sorted(archive.namelist()) == ["ceilings.json", "log.txt", "verify.json"]
+        assert json.loads(archive.read("verify.json")) == names["found"]["verify"]
 
 
 def check_plan_a_tpu_run(names, shown):

@@ -1,1 +1,1 @@
-"""Parts of the report on a GPU: `scripts/gpu_report.py` starts each module in a process of its own."""
+"""Parts of the report on a GPU or TPU: `scripts/gpu_report.py` starts each module in a process of its own."""

@@ -1,5 +1,6 @@
 """The decode loop: milliseconds a step, the share of the memory's bandwidth, and the kernels it starts."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -7,20 +8,22 @@ from gpu_parts.engines import (
     TimedPool,
     cache_bytes,
     compile_together,
-    gpu_numerics,
     kernels_of_loop,
     make_engine,
     random_params,
     read_bytes,
+    run_numerics,
     text_of,
 )
 from gpu_parts.part import Part, run
 from kernel_benchmarks.ceilings import copy_bandwidth
+from rljax.models.transformer import num_params
 from rljax.speculation.warm_up import time_passes
 from workloads import config_of
 
 _LENGTH = 2048  # positions of a slot's cache, half of them filled
 _STEPS = 16  # between two host syncs, as a run decodes
+_BATCHES = ((8,), (1,), (64, 32, 16))  # of each the first that there is memory for
 _REPEATS = 9
 _PER_POLICY = 20.0  # seconds that compiling and measuring takes at least, the 8B policy's
 
@@ -35,12 +38,21 @@ def measure(part: Part) -> None:
         if part.left() < _PER_POLICY:
             part.note(f"{name} left out: {part.left():.0f} s are left")
             continue
-        _measure_policy(part, name, (8, 1, 64), bandwidth)
+        config = config_of(name)
+        weights = 2 * num_params(config)
+        if not part.has_room(name, weights):
+            continue
+        batches = []
+        for sizes in _BATCHES:
+            needed = {batch: weights + cache_bytes(config, batch * _LENGTH) for batch in sizes}
+            rooms = (batch for batch in sizes if part.has_room(f"{name}/batch {batch}", needed[batch]))
+            batches += itertools.islice(rooms, 1)
+        _measure_policy(part, name, batches, bandwidth)
 
 
 def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: float) -> None:
     config = config_of(name)
-    pool, numerics = TimedPool(), gpu_numerics(config, part.quick)
+    pool, numerics = TimedPool(), run_numerics(config, part.quick)
     length = 128 if part.quick else _LENGTH
     engines = [make_engine(config, numerics, pool, batch, length) for batch in batches]
     params = engines[0].load_params(random_params(config))

@@ -25,30 +25,38 @@ from rljax.sampling.distribution import SamplingParams
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen2.5-1.5b.yaml"
 _MOST_DRAFTS = 8  # draft steps in sequence, where nothing is verified
-KERNELS = {
-    "noisy_argmax": ["mosaic_gpu", "xla"],
-    "token_logprobs": ["mosaic_gpu", "xla"],
-    "tree_attention": ["mosaic_gpu", "xla"],
-    "quantized_product": ["mosaic_gpu", "xla"],
-    "round_to_nearest": ["mosaic_gpu", "xla"],
-    "compaction": ["xla"],  # beside Mosaic attention, whose layout of the cache a scatter writes in place
-}
-"""Kernels by name, and what computes the shapes that they refuse."""
+_OPERATIONS = (
+    "noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "round_to_nearest", "compaction",
+)  # fmt: skip
 
 
 # --- engines ---------------------------------------------------------------------------------------------
 
 
-def gpu_config(*overrides: str) -> ExperimentConfig:
-    """Returns the config of a run on one H100: bfloat16, kernels by name, differences counted."""
-    kernels = [f"kernels.{op}=[{','.join(names)}]" for op, names in KERNELS.items()]
-    return load_config(_CONFIG, ["mesh.fsdp=1", *kernels, *overrides])
+def mosaic() -> str:
+    """Returns the name of the kernels for this process's accelerator."""
+    return "mosaic_tpu" if jax.default_backend() == "tpu" else "mosaic_gpu"
 
 
-def gpu_numerics(model: ModelConfig, quick: bool) -> Numerics:
-    """Returns the numerics of such a run; `quick` names no kernels, for a CPU."""
-    without = [f"kernels.{op}=xla" for op in KERNELS] if quick else []
-    return unmeasured_numerics(gpu_config(*without), model, None)
+def kernel_keys(quick: bool) -> list[str]:
+    """Returns the keys of a config that name this device's kernels, and plain JAX for the shapes that they
+    refuse; `quick` names no kernels, for a CPU.
+    """
+    own = [] if quick else [mosaic()]
+    names = {op: [*own, "xla"] for op in _OPERATIONS}
+    if own == ["mosaic_gpu"]:
+        names["compaction"] = ["xla"]  # a scatter writes the layout of Mosaic attention's cache in place
+    return [f"kernels.{op}=[{','.join(chosen)}]" for op, chosen in names.items()]
+
+
+def run_config(quick: bool) -> ExperimentConfig:
+    """Returns the config of a run on one accelerator: bfloat16, kernels by name, differences counted."""
+    return load_config(_CONFIG, ["mesh.fsdp=1", *kernel_keys(quick)])
+
+
+def run_numerics(model: ModelConfig, quick: bool) -> Numerics:
+    """Returns the numerics of such a run."""
+    return unmeasured_numerics(run_config(quick), model, None)
 
 
 def random_params(config: ModelConfig) -> Params:
@@ -164,7 +172,8 @@ def text_of(program: Any) -> str:
 
 
 def kernels_of_loop(text: str) -> int | None:
-    """Counts what one step of a program's main loop starts on a GPU: kernels, library calls and copies.
+    """Counts what one step of a program's main loop starts: kernels, library calls and copies; on a TPU
+    operations and copies.
 
     Args:
       text: from `text_of`. The main loop is the one whose step starts the most; None without any. Loops

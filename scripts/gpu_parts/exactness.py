@@ -2,8 +2,8 @@
 
 First a policy with the widths of Qwen3-1.7B decodes the same requests in a batch, alone, and with drafts, and
 the training pass scores what it decoded. A response is compared up to its first difference. Then products
-with the policy's weights over numbers of rows, in several formulations, with Triton's products and without.
-Both happen without autotuning first, and then with it: two variants of this part.
+with the policy's weights over numbers of rows, in several formulations, on a GPU with Triton's products and
+without. There both happen without autotuning first, and then with it: two variants of this part.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from drafters.simple import SimpleDrafterAdapter
-from gpu_parts.engines import TimedPool, compile_together, gpu_numerics, make_engine, random_params
+from gpu_parts.engines import TimedPool, compile_together, make_engine, random_params, run_numerics
 from gpu_parts.part import Part, run
 from kernel_benchmarks.products import REPEATS, compare_rows, float32_error
 from rljax.engine.engine import DecodeEngine
@@ -35,7 +35,7 @@ from rljax.sampling.noise import request_key
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
 from rollout_benchmarks.equality import Count, EveryPass, take_turns
-from workloads import config_of
+from workloads import SWITCH, config_of
 
 _SHAPES = ((6144, 2048), (2048, 151_936), (2048, 1024))  # down, the LM head, and keys: few outputs
 _ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
@@ -77,7 +77,7 @@ def measure(part: Part) -> None:
     # Kernels that were chosen by another part would be read where none are to be measured.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     config = config_of("tiny") if part.quick else dataclasses.replace(config_of("Qwen3-1.7B"), num_layers=4)
-    numerics = gpu_numerics(config, part.quick)
+    numerics = run_numerics(config, part.quick)
     _count_flips(part, config, numerics, _QUICK if part.quick else _SIZES)
     _compare_products(part)
     if part.quick:
@@ -252,14 +252,14 @@ def _compare_products(part: Part) -> None:
     if part.variant != "autotuning":
         error = float32_error(*shapes[0], rows[-1])
         part.row("float32 product", error, "relative error", compile_seconds=None, repeats=None)
-    for triton in (True,) if part.quick else (True, False):
+    on_gpu = {f"Triton {SWITCH[way]}": {"xla_gpu_enable_triton_gemm": way} for way in (True, False)}
+    for compiled, options in (on_gpu if jax.default_backend() == "gpu" else {"as compiled": {}}).items():
         exact: dict[str, list[float]] = {}  # by formulation, prices of those that are exact
         for inputs, outputs in shapes:
-            name = f"product [{inputs} -> {outputs}], Triton {'on' if triton else 'off'}"
+            name = f"product [{inputs} -> {outputs}], {compiled}"
             if part.left() < _PER_PRODUCT:
                 part.note(f"{name}: left out, {part.left():.0f} s are left")
                 continue
-            options = {"xla_gpu_enable_triton_gemm": triton}
             results, seconds = compare_rows(inputs, outputs, rows, options)
             for formulation, result in results.items():
                 figures = dataclasses.asdict(result)
@@ -277,7 +277,7 @@ def _compare_products(part: Part) -> None:
         found = ", ".join(
             f"{name} ({price:.2f} times the time at 64 rows)" for name, price in everywhere.items()
         )
-        part.note(f"Triton {'on' if triton else 'off'}: one kernel for all rows: {found or 'none'}")
+        part.note(f"{compiled}: one kernel for all rows: {found or 'none'}")
 
 
 if __name__ == "__main__":

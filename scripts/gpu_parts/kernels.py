@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 import bench_kernels
+from gpu_parts.engines import mosaic
 from gpu_parts.part import Part, run
 from kernel_benchmarks.case import Case
 from rljax.kernels.compaction import compaction
@@ -62,7 +63,7 @@ def measure(part: Part) -> None:
             part.note(f"{op}, {case.name}: not timed, {part.left():.0f} s are left")
             continue
         start = time.perf_counter()
-        for row in bench_kernels.case_rows(op, case, ["mosaic_gpu"], part.quick):
+        for row in bench_kernels.case_rows(op, case, [mosaic()], part.quick):
             figures = row.as_json()
             name, value, unit = (figures.pop(key) for key in ("name", "value", "unit"))
             part.row(
@@ -74,9 +75,8 @@ def measure(part: Part) -> None:
 def write_errors(part: Part, check: Check, case: Case) -> None:
     """Writes a row for the kernel and one for plain JAX."""
     arguments = check.prepare(case.make(np.random.default_rng(0)))
-    with jax.enable_x64(True):
-        expected = jax.block_until_ready(jax.jit(check.reference)(*arguments))
-    own = [check.quick] if part.quick else ["mosaic_gpu"]
+    expected = _expected(check.reference, arguments)
+    own = [check.quick] if part.quick else [mosaic()]
     for implementation in filter(None, [*own, "xla"]):
         name = f"{check.op}/{case.name}/{implementation}"
         start = time.perf_counter()
@@ -91,10 +91,20 @@ def write_errors(part: Part, check: Check, case: Case) -> None:
         seconds = time.perf_counter() - start
         with jax.enable_x64(True):
             errors = [
-                float(_error(*pair))
-                for pair in zip(jax.tree.leaves(compiled(*arguments)), expected, strict=True)
+                float(_error(jax.device_put(got, right.sharding), right))
+                for got, right in zip(jax.tree.leaves(compiled(*arguments)), expected, strict=True)
             ]
         part.row(name, max(errors), "error", compile_seconds=seconds, repeats=None, errors=errors)
+
+
+def _expected(reference: Callable[..., tuple[Array, ...]], arguments: tuple[Any, ...]) -> tuple[Array, ...]:
+    """Computes a reference; what takes float64, beside a TPU, which has none."""
+    with jax.enable_x64(True):
+        compiled = jax.jit(reference)
+        types = {each.dtype for each in jax.eval_shape(compiled, *arguments)}
+        if jax.default_backend() == "tpu" and jnp.float64 in types:
+            arguments = jax.device_put(arguments, jax.devices("cpu")[0])
+        return jax.block_until_ready(compiled(*arguments))
 
 
 @jax.jit

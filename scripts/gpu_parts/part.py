@@ -1,4 +1,4 @@
-"""What every part of the report on a GPU shares: its limit of time, its rows and its file.
+"""What every part of the report on a GPU or TPU shares: its limit of time, its rows and its file.
 
 A part is a module `gpu_parts/NAME.py` that ends with
 
@@ -25,10 +25,11 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 
+from rljax.engine.executables import free_bytes  # noqa: E402
 from rljax.errors import UserError  # noqa: E402
 from rljax.provenance import source_digest, write_figures  # noqa: E402
 
-_PACKAGES = ("jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy", "torch", "triton")
+_PACKAGES = ("jaxlib", "jax-cuda13-plugin", "libtpu", "flax", "optax", "numpy", "torch", "triton")
 
 
 class Part:
@@ -95,6 +96,16 @@ class Part:
         print(f"{self.name}: {text}", flush=True)
         self._write()
 
+    def has_room(self, name: str, needed: float) -> bool:
+        """Whether the device has so many bytes free, and an eighth more for what programs take beside; notes
+        what is left out if not. A device that does not tell has room.
+        """
+        free = free_bytes()
+        if free is None or 1.125 * needed <= free:
+            return True
+        self.note(f"{name} left out: it takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+        return False
+
     def _write(self) -> None:
         figures = {"part": self.name, "quick": self.quick, "source": source_digest()}
         figures |= {"rows": self._rows, "notes": self._notes}
@@ -112,8 +123,8 @@ def run(name: str, measure: Callable[[Part], None], argv: Sequence[str] | None =
     part = Part(name, arguments.output, arguments.seconds, arguments.quick, arguments.variant)
     jax.config.update("jax_default_prng_impl", "rbg")  # which compiles in a fifth of the time
     try:
-        if not part.quick and jax.default_backend() != "gpu":
-            raise UserError(f"JAX runs on {jax.default_backend()}, not on a GPU")
+        if not part.quick and jax.default_backend() not in ("gpu", "tpu"):
+            raise UserError(f"JAX runs on {jax.default_backend()}, not on a GPU or TPU")
         measure(part)
     except Exception as error:
         if not isinstance(error, UserError):

@@ -1,4 +1,6 @@
-"""Part `preflight`: whether this machine runs our kernels at all: versions, the assembler, and one kernel."""
+"""Part `preflight`: whether this machine runs our kernels at all: versions, one kernel, and on a GPU the
+assembler.
+"""
 
 import os
 import shutil
@@ -13,12 +15,13 @@ from gpu_parts.part import Part, run
 
 
 def measure(part: Part) -> None:
-    """Names what is here, then compares one kernel with float64. Versions are in the file's header."""
+    """Names what there is, then compares one kernel with float64. Versions are in the file's header."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     gibibytes = stats.get("bytes_limit", 0) / 2**30
     part.note(f"{device.device_kind}, JAX {jax.__version__}, {gibibytes:.0f} GiB for JAX")
-    part.note(_ptxas())
+    if jax.default_backend() != "tpu":
+        part.note(_ptxas())
     check = CHECKS[0]
     write_errors(part, check, op_cases(check.op, part.quick)[0 if part.quick else check.number])
 

@@ -19,7 +19,7 @@ import numpy as np
 from drafters.base import Outcome
 from drafters.registry import make_drafters, rehearse_drafters
 from gpu_parts.carry import joined
-from gpu_parts.engines import KERNELS, compile_together
+from gpu_parts.engines import compile_together, kernel_keys
 from gpu_parts.part import Part, run
 from rljax.assembly.decoding import make_scheduler, unmeasured_numerics, warm_up
 from rljax.assembly.policy import Policy, grown_policy, make_policy
@@ -55,7 +55,6 @@ _RUN = (
     "speculation.verify_buckets=[128,512]",
     "speculation.max_drafts=15",
     "speculation.max_batch=64",
-    *(f"kernels.{op}=[{','.join(names)}]" for op, names in KERNELS.items()),
 )
 _WARM_START = ("warm_start.steps=300",)
 _REAL = (
@@ -83,7 +82,6 @@ _QUICK = (
     "engine.cache_buckets=[256]",
     "speculation.verify_buckets=[16]",
     "speculation.max_drafts=7",
-    *(f"kernels.{op}=xla" for op in KERNELS),
 )
 
 # The head is new: it learns from the first epoch's responses, all at once behind the rollout.
@@ -188,10 +186,11 @@ def measure(part: Part) -> None:
 
 
 def _config(quick: bool, folder: str | None) -> ExperimentConfig:
+    keys = [*_RUN, *kernel_keys(quick)]
     if folder is not None:
         path = joined(Path(folder))
-        return load_config(_CONFIG, [*_RUN, *_REAL, f"policy.path={path}"])
-    return load_config(_CONFIG, [*_RUN, *(_QUICK if quick else _WARM_START)])
+        return load_config(_CONFIG, [*keys, *_REAL, f"policy.path={path}"])
+    return load_config(_CONFIG, [*keys, *(_QUICK if quick else _WARM_START)])
 
 
 def _make_bench(part: Part, config: ExperimentConfig, folder: str | None, directory: Path) -> _Bench:

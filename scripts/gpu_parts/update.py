@@ -1,4 +1,4 @@
-"""The update: tokens per second and MFU of a full update at 1.7B, one row of 4,096 tokens."""
+"""The update: tokens per second and MFU of a full update at 1.7B, or 0.5B, one row of 4,096 tokens."""
 
 import statistics
 import time
@@ -6,7 +6,7 @@ import time
 import jax
 
 from engine_benchmarks.update import GRPO, equal_sequences
-from gpu_parts.engines import TimedPool, gpu_config, gpu_numerics, random_params
+from gpu_parts.engines import TimedPool, random_params, run_config, run_numerics
 from gpu_parts.part import Part, run
 from rljax.config import OptimizerConfig
 from rljax.errors import UserError
@@ -21,19 +21,25 @@ from rljax.training.update import Recipe, Trainer
 from workloads import config_of
 
 _TOKENS, _SEQUENCES, _PROMPT = 4096, 4, 128
+_POLICIES = ("Qwen3-1.7B", "Qwen2.5-0.5B")  # the first that there is memory for
+_BYTES = 16  # of a parameter: float32 weights, gradients, and two moments
 _REPEATS = 5
 
 
 def measure(part: Part) -> None:
     """Times whole updates: gradients of one micro-batch, and the optimizer on float32 weights and moments."""
-    name = "tiny" if part.quick else "Qwen3-1.7B"
+    names = ("tiny",) if part.quick else _POLICIES
+    name = next((name for name in names if part.has_room(name, _BYTES * num_params(config_of(name)))), None)
+    if name is None:
+        return
     config = config_of(name)
     tokens, repeats = (256, 1) if part.quick else (_TOKENS, _REPEATS)
-    training = gpu_config().training.model_copy(update={"pack_length": tokens, "rows_per_microbatch": 1})
+    keys = {"pack_length": tokens, "rows_per_microbatch": 1}
+    training = run_config(part.quick).training.model_copy(update=keys)
     pool = TimedPool()
     trainer = Trainer(
         config,
-        gpu_numerics(config, part.quick),
+        run_numerics(config, part.quick),
         Recipe(SamplingParams(), GRPO, training, make_optimizer(OptimizerConfig(), 1)),
         pool,
     )

@@ -6,17 +6,18 @@ import functools
 from drafters.quantized import QuantizedPolicy, default_format
 from gpu_parts.engines import (
     TimedPool,
+    cache_bytes,
     compile_together,
-    gpu_numerics,
     kernels_of_program,
     make_engine,
     random_params,
     read_bytes,
+    run_numerics,
     text_of,
 )
 from gpu_parts.part import Part, run
 from rljax.engine.engine import DecodeEngine
-from rljax.models.transformer import Params
+from rljax.models.transformer import Params, num_params
 from rljax.speculation.warm_up import time_drafts, time_passes
 from rljax.timing import compare
 from workloads import config_of
@@ -36,12 +37,15 @@ def measure(part: Part) -> None:
     """Times passes in turn with plain steps, all slots busy in half-filled caches."""
     name = "tiny" if part.quick else "Qwen3-1.7B"
     config = config_of(name)
-    numerics = gpu_numerics(config, part.quick)
+    numerics = run_numerics(config, part.quick)
     pool, params = TimedPool(), None
     length, repeats = (128, 1) if part.quick else (_LENGTH, _REPEATS)
     for batch, rows in ({2: (16,)} if part.quick else _ROWS).items():
         if part.left() < _PER_BATCH:
             part.note(f"batch {batch} left out: {part.left():.0f} s are left")
+            continue
+        needed = cache_bytes(config, batch * length) + (0 if params else 2 * num_params(config))
+        if not part.has_room(f"batch {batch}", needed):
             continue
         engine = make_engine(config, numerics, pool, batch, length, rows)
         params = engine.load_params(random_params(config)) if params is None else params

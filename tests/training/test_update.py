@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import threading
 
 import jax
@@ -23,8 +24,10 @@ from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective, supervised_objective
+from rljax.training.scoring import score_packed
 from rljax.training.update import Recipe, Trainer
 from tests.engines import scaled_params, stored_pool
+from tests.kernels.compilation import HOPPER, absent_mesh, compile_for
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1)
@@ -334,3 +337,31 @@ def test_what_cannot_work_is_refused(params, sequences):
         update.update(update.init(params), [])
     with pytest.raises(ValueError, match="reference_logprobs for 0 of 1"):
         update.update(update.init(params), microbatches(sequences, 4), [])
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_again(remat, sequences):
+    """The compiler merges the casts of float32 weights in a micro-batch's gradients."""
+    length = 640  # no activation has the shape of a matrix
+    config = ModelConfig("qwen3", 1104, 512, 2, 8, 4, 64, 1536, tie_embeddings=True, qk_norm=True)
+    (batch,) = microbatches(sequences, 1, length)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        transformer.param_shapes(config),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+    def step(params, batch, rope):
+        numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
+        arguments = (config, batch, rope, numerics, SamplingParams(), remat)
+        objective = functools.partial(policy_objective, algorithm=AlgorithmConfig())
+        return gradients(params, batch, None, lambda p, _: score_packed(p, *arguments), objective)
+
+    with absent_mesh(HOPPER):
+        text = compile_for(HOPPER, step, params, batch, rope_table(config, length)).as_text()
+    matrices = [leaf.shape for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1]
+    cast = [
+        tuple(map(int, sizes.split(","))) for sizes in re.findall(r"= bf16\[([\d,]+)\]\S* convert\(", text)
+    ]
+    found = sum(sizes in matrices for sizes in cast)
+    assert found == len(matrices) + remat * (len(matrices) - 1)  # not the embedding's
