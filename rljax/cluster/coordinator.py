@@ -98,6 +98,7 @@ class _Worker:
     useful: bool = False
     fetch_failures: int = 0
     fetch_seconds: float = 0.0
+    prefetched: bool = False
 
 
 @dataclasses.dataclass
@@ -190,6 +191,11 @@ class Coordinator:
     def fetch_seconds(self) -> float:
         """Time that the slowest worker took to fetch the weights that it has."""
         return max((worker.fetch_seconds for worker in self._workers.values()), default=0.0)
+
+    @property
+    def prefetched(self) -> int:
+        """Number of workers that had their weights on the host before they were to load them."""
+        return sum(worker.prefetched for worker in self._workers.values())
 
     def workers(self) -> list[str]:
         """Names of the workers that are not lost."""
@@ -294,6 +300,7 @@ class Coordinator:
         worker.slots = event.slots
         if event.version is not None:  # one that comes late is set right by the next
             worker.version, worker.fetch_seconds = event.version, event.fetch_seconds
+            worker.prefetched = event.prefetched
         return self._direct([event.worker], now)
 
     def _refuse(self, event: Status) -> list[Command]:

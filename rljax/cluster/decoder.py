@@ -45,6 +45,7 @@ from rljax.cluster.messages import (
     Key,
     Load,
     Pieces,
+    Prefetch,
     Renew,
     Say,
     Spawn,
@@ -103,6 +104,7 @@ class _Sums:
     busy: float = 0.0  # seconds of all workers
     rollout: float = 0.0  # seconds of rollouts times workers
     fetch: float = 0.0
+    prefetched: int = 0  # workers
 
 
 class ClusterDecoder:
@@ -146,6 +148,7 @@ class ClusterDecoder:
         self._num_outcomes = 0
         self._taught: dict[str, int] = {}  # number of these that each worker has
         self._sent: dict[str, tuple[Load, int]] = {}  # and those with what was sent last
+        self._announced: dict[str, int] = {}  # the version that each worker has last copied to its host
         self._desired_file, self._timeline, self._decodes = desired, Timeline(fabric.now()), False
         self._routings = make_routings(config)
         self._idle_work: IdleWork | None = None
@@ -442,6 +445,7 @@ class ClusterDecoder:
         statistics.tokens = sum(completion.sampled_tokens for completion in completions)
         self._sums.rollout += seconds * self.coordinator.ready
         self._sums.fetch = max(self._sums.fetch, self.coordinator.fetch_seconds)
+        self._sums.prefetched = max(self._sums.prefetched, self.coordinator.prefetched)
         return statistics
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
@@ -501,6 +505,7 @@ class ClusterDecoder:
             "cluster/idle_share": max(1 - sums.busy / max(workers * (now - sums.began), 1e-9), 0.0),
             "cluster/publish_seconds": self._publisher.seconds,
             "cluster/fetch_seconds": sums.fetch,
+            "cluster/prefetched": sums.prefetched,
             "cluster/pieces_late": counts.late - self._counted.late,
             "cluster/migrations": counts.migrations - self._counted.migrations,
             "cluster/restarts": counts.restarts - self._counted.restarts,
@@ -529,6 +534,18 @@ class ClusterDecoder:
         whole = self._whole(load, weights)
         self._sent[name] = whole, self._num_outcomes
         self._fabric.send(name, whole)
+
+    def _announce(self) -> None:
+        """Lets workers that decode copy the newest weights to their hosts."""
+        version = self._publisher.newest()
+        if version is None:
+            return
+        for name, state in self.coordinator.states().items():
+            if state != "decoding" or self._announced.get(name) == version or name in self._loads:
+                continue
+            if name in self._sent and self._sent[name][0].version < version:
+                self._announced[name] = version
+                self._fabric.send(name, Prefetch(name, self._publisher.weights(name, version)))
 
     def _whole(self, load: Load, weights: Weights) -> Load:
         """Returns an order to load weights, with what drafters have learned since the worker's last."""
@@ -569,6 +586,7 @@ class ClusterDecoder:
         if workers is not None:
             self._do(self.coordinator.on(DesiredWorkers(workers), self._fabric.now()))
         self._do(self.coordinator.on(Tick(), self._fabric.now()))
+        self._announce()
         self._observe()
 
     def _do(self, commands: Sequence[Command]) -> None:
@@ -585,6 +603,7 @@ class ClusterDecoder:
                     self._taught.pop(command.worker, None)
                     self._sent.pop(command.worker, None)
                     self._loads.pop(command.worker, None)
+                    self._announced.pop(command.worker, None)
                 case Build():
                     self._fabric.send(command.worker, Build(command.worker, self._blueprint))
                 case Load():

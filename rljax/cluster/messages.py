@@ -100,6 +100,7 @@ class Status:
       slots: responses that it decodes at a time.
       version: version of the weights that it has loaded; None before the first.
       fetch_seconds: that fetching and loading them took.
+      prefetched: whether they were on its host already.
     """
 
     worker: str
@@ -107,6 +108,7 @@ class Status:
     slots: int
     version: int | None
     fetch_seconds: float = 0.0
+    prefetched: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,6 +307,16 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prefetch:
+    """Copy weights that come next to the host, while older ones decode. One that comes late or never costs
+    time alone.
+    """
+
+    worker: str
+    weights: Weights
+
+
+@dataclasses.dataclass(frozen=True)
 class Decode:
     """Decode requests on a worker. One that it decodes already is left as it is, unless this has more of it.
 
@@ -377,7 +389,7 @@ class Say:
     message: str
 
 
-Order = Build | Load | Decode | Withdraw | Ask | IdleOrder
+Order = Build | Load | Prefetch | Decode | Withdraw | Ask | IdleOrder
 """What a worker receives."""
 
 Command = Spawn | Stop | Order | Fail | Say

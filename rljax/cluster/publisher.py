@@ -59,6 +59,15 @@ class Publisher:
         self.seconds += time.perf_counter() - start
         return _Version(parts, published)
 
+    def newest(self) -> int | None:
+        """Returns the newest version, if workers may copy it to their hosts before they load it."""
+        version = max(self._versions, default=None)
+        return (
+            version
+            if self._channel.early and version is not None and self._versions[version].done()
+            else None
+        )
+
     def wait(self, version: int) -> None:
         """Waits until a version is published.
 

@@ -8,6 +8,8 @@ one version of the weights.
 """
 
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import pickle
@@ -34,12 +36,15 @@ from rljax.cluster.messages import (
     Order,
     Piece,
     Pieces,
+    Prefetch,
     Status,
     UnknownRequests,
+    Weights,
     Withdraw,
 )
-from rljax.cluster.weights import WeightsError, fetch
+from rljax.cluster.weights import WeightsError, fetch, to_params
 from rljax.errors import UserError
+from rljax.models.host_params import Part
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, PartialResponse, Request, accumulate
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
@@ -70,6 +75,10 @@ class RolloutWorker:
         self._params: Params | None = None
         self._version: int | None = None
         self._fetch_seconds = 0.0
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "prefetch")
+        # What comes next, on its way to the host.
+        self._ahead: tuple[Weights, concurrent.futures.Future[list[Part]]] | None = None
+        self._prefetched = False  # whether the version in use came so
         self._rollout = -1
         self._counted = DecodeStatistics()  # of the rollout, in loops with earlier weights
         self._responses: dict[Key, LiveResponse] = {}
@@ -139,6 +148,10 @@ class RolloutWorker:
             return [] if idle_worker is None else idle_worker.take(order, self._params, self._version)
         if isinstance(order, Load):
             return self._load(order)
+        if isinstance(order, Prefetch):
+            limit = self._blueprint.config.cluster.fetch_seconds
+            self._ahead = order.weights, self._thread.submit(fetch, order.weights, self._get, limit)
+            return []
         if isinstance(order, Decode):
             return self._begin(order)
         if isinstance(order, Withdraw):
@@ -152,7 +165,8 @@ class RolloutWorker:
 
     def _status(self) -> Status:
         slots = self._scheduler.max_slots
-        return Status(self.name, self._built.fingerprint, slots, self._version, self._fetch_seconds)
+        facts = self._built.fingerprint, slots, self._version, self._fetch_seconds, self._prefetched
+        return Status(self.name, *facts)
 
     def _load(self, load: Load) -> list[Event]:
         weights, speculator = load.weights, self._scheduler.speculator
@@ -161,8 +175,8 @@ class RolloutWorker:
             return [self._status()]
         start = time.perf_counter()
         try:
-            limit = self._blueprint.config.cluster.fetch_seconds
-            params = fetch(weights, self._get, self._blueprint.policy, limit)
+            parts, prefetched = self._on_host(weights)
+            params = to_params(weights, parts, self._blueprint.policy)
             state = None if load.state is None else self._get(load.state)
             drafters = None if load.drafters is None else self._get(load.drafters)
             outcomes = [self._get(reference) for reference in load.outcomes]
@@ -175,7 +189,7 @@ class RolloutWorker:
         carried = self._unfinished() if load.carry else []
         self.loop = None
         self._params = self._scheduler.engine.load_params(params)
-        self._version = weights.version
+        self._version, self._prefetched = weights.version, prefetched
         if state is not None:
             speculator.load_state(state)
         for responses in outcomes:
@@ -189,6 +203,16 @@ class RolloutWorker:
             self._submit(carried)
         self._fetch_seconds = time.perf_counter() - start
         return [*events, self._status()]
+
+    def _on_host(self, weights: Weights) -> tuple[list[Part], bool]:
+        """Returns a version's arrays, and whether they were copied while others decoded: into the host memory
+        of the worker, which loads them when it is free (RhymeRL, section 4.1).
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0].digest == weights.digest:
+            with contextlib.suppress(WeightsError):  # it is fetched again
+                return ahead[1].result(), True
+        return fetch(weights, self._get, self._blueprint.config.cluster.fetch_seconds), False
 
     def _unfinished(self) -> list[tuple[Key, Request, PartialResponse]]:
         """Takes the responses in progress out of the loop, for one with other weights to go on with: keys and
@@ -331,6 +355,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Ends what goes on in the background."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if self._built is not None:
             self._built.close()
 

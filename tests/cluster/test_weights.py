@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rljax.cluster.publisher import Publisher
-from rljax.cluster.weights import WeightsError, fetch, fetch_parts, files, make_channel
+from rljax.cluster.weights import WeightsError, fetch, fetch_parts, files, make_channel, to_params
 from rljax.cluster.weights.object_store import ObjectStore, StoredWeights
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
@@ -56,7 +56,7 @@ def test_a_channel_brings_the_same_bits(params, name, dtype, tmp_path):
     for _ in range(2):  # two workers
         weights = channel.deliver(version)
         assert (weights.version, weights.nbytes) == (3, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
-        assert_same(params, fetch(weights, store.get, CONFIG, 20.0))
+        assert_same(params, to_params(weights, fetch(weights, store.get, 20.0), CONFIG))
     channel.remove(version)
     channel.close()
     assert not os.listdir(tmp_path)
@@ -84,13 +84,13 @@ def test_damaged_weights_are_never_used(params):
     weights = channel.deliver(published(channel, params))
     store.values[0][1][3][5] ^= 1
     with pytest.raises(WeightsError, match="version 3 of the weights came damaged"):
-        fetch(weights, store.get, CONFIG, 1.0)
+        fetch(weights, store.get, 1.0)
     with pytest.raises(WeightsError, match="did not come: TimeoutError, after 3 seconds"):
-        fetch(weights, lambda _: (_ for _ in ()).throw(TimeoutError("after 3 seconds")), CONFIG, 1.0)
+        fetch(weights, lambda _: (_ for _ in ()).throw(TimeoutError("after 3 seconds")), 1.0)
     other = dataclasses.replace(CONFIG, num_layers=CONFIG.num_layers + 1)
     store.values[0][1][3][5] ^= 1
     with pytest.raises(WeightsError, match="of another architecture"):
-        fetch(weights, store.get, other, 1.0)
+        to_params(weights, fetch(weights, store.get, 1.0), other)
 
 
 def test_files_that_are_gone_short_or_without_room(params, tmp_path):
@@ -100,10 +100,10 @@ def test_files_that_are_gone_short_or_without_room(params, tmp_path):
     with open(version.kept.path, "rb+") as file:
         file.truncate(os.path.getsize(version.kept.path) - 1)
     with pytest.raises(WeightsError, match="ends early"):
-        fetch(weights, None, CONFIG, 1.0)
+        fetch(weights, None, 1.0)
     channel.remove(version)
     with pytest.raises(WeightsError, match="did not come: FileNotFoundError"):
-        fetch(weights, None, CONFIG, 1.0)
+        fetch(weights, None, 1.0)
     with pytest.raises(ClusterError, match=r"^cluster.weights_dir: /proc/nowhere cannot be written"):
         files.Files("/proc/nowhere")
 
@@ -121,15 +121,15 @@ def test_the_traps_of_jax_transfer(params):
     channel = make_channel(ClusterConfig(weights="jax_transfer"), None)
     version = published(channel, params)
     weights = channel.deliver(version)
-    fetch(weights, None, CONFIG, 20.0)
+    fetch(weights, None, 20.0)
     with pytest.raises(WeightsError, match="did not come"):
-        fetch(weights, None, CONFIG, 0.5)
+        fetch(weights, None, 0.5)
     again = channel.deliver(version)
     layout = tuple((name, dtype, shape[::-1]) for name, dtype, shape in again.where.layout)
     assert layout != again.where.layout
     turned = dataclasses.replace(again.where, layout=layout)
     with pytest.raises(WeightsError):
-        fetch(dataclasses.replace(again, where=turned), None, CONFIG, 5.0)
+        fetch(dataclasses.replace(again, where=turned), None, 5.0)
 
 
 def test_versions_are_published_beside_everything_else_and_fall_back_to_the_store(params, tmp_path):
@@ -143,11 +143,11 @@ def test_versions_are_published_beside_everything_else_and_fall_back_to_the_stor
     weights = publisher.weights("worker-0", 2)
     os.unlink(weights.where.path)
     with pytest.raises(WeightsError):
-        fetch(weights, store.get, CONFIG, 1.0)
+        fetch(weights, store.get, 1.0)
     publisher.failed("worker-0", 2)
     weights = publisher.weights("worker-0", 2)
     assert isinstance(weights.where, StoredWeights)
-    assert_same(params, fetch(weights, store.get, CONFIG, 1.0))
+    assert_same(params, to_params(weights, fetch(weights, store.get, 1.0), CONFIG))
     assert not isinstance(publisher.weights("worker-1", 2).where, StoredWeights)
     publisher.close()
     assert not list(tmp_path.iterdir())

@@ -70,6 +70,8 @@ def test_ranking_groups_tiers_and_migration(world, stale_alone, monkeypatch, com
     assert not differences(stale_alone, clustered)
     assert any(isinstance(command, Withdraw) for command in commands)
     assert sum(line.get("cluster/migrations", 0) for line in clustered.metrics) > 0
+    # Weights came to the hosts of workers that still decoded with older ones.
+    assert sum(line.get("cluster/prefetched", 0) for line in clustered.metrics) > 0
 
     undisturbed = list(rankings)
     assert [step for step, *_ in undisturbed] == [0, 1, 2]

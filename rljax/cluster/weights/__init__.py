@@ -2,7 +2,8 @@
 
     channel = make_channel(config.cluster, fabric.put)          # driver
     weights = channel.deliver(channel.publish(version, params)) # once for each worker
-    params = fetch(weights, get, policy, seconds)               # worker: the same bits, or a WeightsError
+    parts = fetch(weights, get, seconds)                        # worker: the same bits, or a WeightsError
+    params = to_params(weights, parts, policy)
 
     object_store.py  the fabric's store: Ray keeps one copy a node, which its workers read without a copy
     files.py         files in shared memory, or on a disk that all workers see
@@ -34,6 +35,7 @@ __all__ = [
     "fetch_parts",
     "make_channel",
     "parts_of",
+    "to_params",
 ]
 
 
@@ -54,13 +56,12 @@ def make_channel(config: ClusterConfig, put: Callable[[Any], Any]) -> WeightChan
     return ObjectStore(put)
 
 
-def fetch(weights: Weights, get: Callable[[Any], Any], policy: ModelConfig, seconds: float) -> Params:
-    """Returns a published version as a pytree of arrays on the default device.
+def fetch(weights: Weights, get: Callable[[Any], Any], seconds: float) -> list[Part]:
+    """Returns the arrays of a published version on the host.
 
     Args:
       weights: from a channel's `deliver`.
       get: returns what a reference to the fabric's store stands for, within a time limit of its own.
-      policy: architecture of the policy.
       seconds: time limit.
 
     Raises:
@@ -76,6 +77,18 @@ def fetch(weights: Weights, get: Callable[[Any], Any], policy: ModelConfig, seco
         ) from error
     if digest_of(parts) != weights.digest:
         raise WeightsError(f"version {weights.version} of the weights came damaged: it has another digest")
+    return parts
+
+
+def to_params(weights: Weights, parts: list[Part], policy: ModelConfig) -> Params:
+    """Returns what was fetched as a pytree of arrays on the default device.
+
+    Args:
+      policy: architecture of the policy.
+
+    Raises:
+      WeightsError: the weights are of another architecture.
+    """
     params = params_of(parts, policy)
     if params is None:
         raise WeightsError(f"version {weights.version} of the weights is of another architecture")

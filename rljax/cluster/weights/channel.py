@@ -30,7 +30,13 @@ class Published:
 
 
 class WeightChannel(Protocol):
-    """A way of weights to the workers: the driver's end of it. What a worker does is in `fetch`."""
+    """A way of weights to the workers: the driver's end of it. What a worker does is in `fetch`.
+
+    Attributes:
+      early: whether a worker may copy a version to its host before it loads it.
+    """
+
+    early: bool
 
     def publish(self, version: int, params: Params, parts: list[Part], digest: str) -> Published:
         """Makes a version available. It may run beside decoding, in a thread of its own.

@@ -45,6 +45,8 @@ class Files:
       ClusterError: it cannot be made.
     """
 
+    early = True
+
     def __init__(self, directory: str | None) -> None:
         if directory is None:
             parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())

@@ -65,6 +65,8 @@ def _server():
 class JaxTransfer:
     """See the module's docstring, and `WeightChannel` for the methods."""
 
+    early = False  # what is offered can be pulled once, and goes past the host
+
     def __init__(self) -> None:
         _server()
         self._numbers = itertools.count(1)

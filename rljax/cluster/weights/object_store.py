@@ -24,6 +24,8 @@ class ObjectStore:
       put: stores a copy of a value, and returns a reference to it.
     """
 
+    early = True
+
     def __init__(self, put: Callable[[Any], Any]) -> None:
         self._put = put
 
