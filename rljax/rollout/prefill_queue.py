@@ -75,20 +75,23 @@ class PrefillQueue:
         return prefilled, rows
 
     def _make_ready(self, free: int) -> None:
-        """Prefills prompts: enough for `free` slots or, if responses to a prompt draft from one another, one
-        for every slot.
+        """Prefills prompts: enough for `free` slots and as many as the padding has room for, or, if responses
+        to a prompt draft from one another, one for every slot.
         """
-        engine, groups = self._slots.engine, list[_Group]()
-        members, mates = 0, self._slots.has_history
-        while self._prompts and (len(groups) < self._max_slots if mates else members < free):
-            groups.append(self._prompts.popleft())
-            members += len(groups[-1][1])
-        by_length: dict[int, list[_Group]] = {}
-        for ids, group in groups:
-            by_length.setdefault(engine.prefill_length(len(ids)), []).append((ids, group))
+        engine, members, mates = self._slots.engine, 0, self._slots.has_history
         # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
         is_full = self._slots.batch == engine.buckets.batch_for(self._max_slots)
         most = engine.prefill_rows[-1] if is_full else engine.prefill_rows[0]
+        by_length: dict[int, list[_Group]] = {}
+        taken = 0
+        while self._prompts:
+            ids, group = self._prompts[0]
+            alike = by_length.get(engine.prefill_length(len(ids)), [])
+            needed = taken < self._max_slots if mates else members < free
+            if not needed and len(alike) % most in (0, *engine.prefill_rows):
+                break
+            by_length.setdefault(engine.prefill_length(len(ids)), alike).append(self._prompts.popleft())
+            members, taken = members + len(group), taken + 1
         rows = []
         for alike in by_length.values():
             for together in (alike[i : i + most] for i in range(0, len(alike), most)):

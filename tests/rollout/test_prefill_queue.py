@@ -8,22 +8,49 @@ from rljax.engine.buckets import Buckets
 from rljax.rollout.prefill_queue import PrefillQueue
 from rljax.rollout.slots import Slots
 
+PROMPTS = {"a": (2, 3, 4), "b": (5, 6), "c": (7, 8), "d": (9,) * 20, "e": (9, 8)}
 
-@pytest.mark.parametrize(("has_history", "order"), [(False, "a0 a1 a2 b0 b1"), (True, "a0 b0 a1 a2 b1")])
-def test_one_response_to_every_prompt_begins_before_those_that_may_draft_from_it(has_history, order):
+
+def make_queue(names, has_history=False):
+    """A queue for five slots, with responses of these names to the prompts of their letters, and the numbers
+    of prompts that have been prefilled together.
+    """
+    prefilled = []
     engine = SimpleNamespace(
-        prefill=lambda *_: "prefix",
-        prefill_length=lambda _: 16,
+        prefill=lambda _, prompts: prefilled.append(len(prompts)) or f"prefix {len(prefilled)}",
+        prefill_length=lambda length: 16 if length <= 16 else 32,
         prefill_rows=(2, 5),
         buckets=Buckets((2, 5), (128,)),
     )
     slots = Slots(engine, "weights", 0)
     slots.has_history, slots.state = has_history, SimpleNamespace(batch=5)
     queue = PrefillQueue(slots, 5, None)
-    prompts = {"a": (2, 3, 4), "b": (5, 6)}
-    queue.add(
-        SimpleNamespace(name=name, prefix_ids=prompts[name[0]]) for name in ("a0", "a1", "a2", "b0", "b1")
-    )
+    queue.add(SimpleNamespace(name=name, prefix_ids=PROMPTS[name[0]]) for name in names.split())
+    return queue, prefilled
+
+
+@pytest.mark.parametrize(("has_history", "order"), [(False, "a0 a1 a2 b0 b1"), (True, "a0 b0 a1 a2 b1")])
+def test_one_response_to_every_prompt_begins_before_those_that_may_draft_from_it(has_history, order):
+    queue, _ = make_queue("a0 a1 a2 b0 b1", has_history)
     _, rows = queue.take(free=5)
     assert " ".join(response.name for _, response in rows) == order
     assert {(row, response.name[0]) for row, response in rows} == {(0, "a"), (1, "b")}
+
+
+@pytest.mark.parametrize(
+    ("names", "free", "prefilled"),
+    [
+        ("a0 a1 b0 b1 c0", 1, [2]),  # a slot is free; a prefill of one prompt has room for two
+        ("a0 b0 c0 e0", 3, [4]),  # three prompts are padded to five
+        ("a0 d0 b0", 1, [1]),  # the next prompt is of another length
+        ("a0 b0 c0", 2, [2]),  # no room
+    ],
+)
+def test_padding_of_a_prefill_is_filled_with_prompts_that_come_next(names, free, prefilled):
+    queue, together = make_queue(names)
+    _, rows = queue.take(free)
+    assert together == prefilled
+    assert " ".join(response.name for _, response in rows) == " ".join(names.split()[:free])
+    while queue:
+        queue.take(free=5)
+    assert sum(together) == len({name[0] for name in names.split()})
