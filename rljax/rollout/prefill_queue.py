@@ -82,25 +82,31 @@ class PrefillQueue:
         # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
         is_full = self._slots.batch == engine.buckets.batch_for(self._max_slots)
         most = engine.prefill_rows[-1] if is_full else engine.prefill_rows[0]
-        by_length: dict[int, list[_Group]] = {}
-        taken = 0
+        by_length: dict[int, list[tuple[int, _Group]]] = {}  # with their places in the queue
+        taken = needed = 0
         while self._prompts:
             ids, group = self._prompts[0]
             alike = by_length.get(engine.prefill_length(len(ids)), [])
-            needed = taken < self._max_slots if mates else members < free
-            if not needed and len(alike) % most in (0, *engine.prefill_rows):
+            if taken < self._max_slots if mates else members < free:
+                needed += 1
+            elif len(alike) % most in (0, *engine.prefill_rows):
                 break
-            by_length.setdefault(engine.prefill_length(len(ids)), alike).append(self._prompts.popleft())
+            by_length.setdefault(engine.prefill_length(len(ids)), alike).append(
+                (taken, self._prompts.popleft())
+            )
             members, taken = members + len(group), taken + 1
-        rows = []
+        placed = []
         for alike in by_length.values():
             for together in (alike[i : i + most] for i in range(0, len(alike), most)):
-                prefilled = self._slots.prefill([ids for ids, _ in together])
-                self._slots.statistics.prefilled_tokens += sum(len(ids) for ids, _ in together)
-                rows += [
-                    [(prefilled, row, response) for response in group]
-                    for row, (_, group) in enumerate(together)
+                prefilled = self._slots.prefill([ids for _, (ids, _) in together])
+                self._slots.statistics.prefilled_tokens += sum(len(ids) for _, (ids, _) in together)
+                placed += [
+                    (place, [(prefilled, row, response) for response in group])
+                    for row, (place, (_, group)) in enumerate(together)
                 ]
+        # What the padding had room for begins behind the rest, in the queue's order.
+        placed.sort(key=lambda pair: max(pair[0], needed - 1))
+        rows = [row for _, row in placed]
         if mates:  # one response to every prompt first: the others draft from it
             self._ready.extend(group.pop(0) for group in rows)
         self._ready.extend(itertools.chain.from_iterable(rows))

@@ -8,7 +8,7 @@ from rljax.engine.buckets import Buckets
 from rljax.rollout.prefill_queue import PrefillQueue
 from rljax.rollout.slots import Slots
 
-PROMPTS = {"a": (2, 3, 4), "b": (5, 6), "c": (7, 8), "d": (9,) * 20, "e": (9, 8)}
+PROMPTS = {"a": (2, 3, 4), "b": (5, 6), "c": (7, 8), "d": (9,) * 20, "e": (9, 8), "f": (7,) * 18}
 
 
 def make_queue(names, has_history=False):
@@ -54,3 +54,13 @@ def test_padding_of_a_prefill_is_filled_with_prompts_that_come_next(names, free,
     while queue:
         queue.take(free=5)
     assert sum(together) == len({name[0] for name in names.split()})
+
+
+@pytest.mark.parametrize("names", ["a0 d0 f0 b0 c0", "a0 d0 b0 f0 c0"])
+def test_what_padding_has_room_for_begins_in_the_order_of_the_queue(names):
+    queue, together = make_queue(names)
+    order = []
+    while queue:
+        order += [response.name for _, response in queue.take(free=2)[1]]
+    assert order == names.split()
+    assert together == [2, 2, 1]
