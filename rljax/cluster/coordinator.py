@@ -194,7 +194,7 @@ class Coordinator:
 
     @property
     def prefetched(self) -> int:
-        """Number of workers that had their weights on the host before they were to load them."""
+        """Number of workers that began to copy their weights to the host while older ones decoded."""
         return sum(worker.prefetched for worker in self._workers.values())
 
     def workers(self) -> list[str]:

@@ -100,7 +100,7 @@ class Status:
       slots: responses that it decodes at a time.
       version: version of the weights that it has loaded; None before the first.
       fetch_seconds: that fetching and loading them took.
-      prefetched: whether they were on its host already.
+      prefetched: whether it began to copy them to its host while it decoded with older ones.
     """
 
     worker: str

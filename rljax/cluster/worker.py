@@ -206,7 +206,7 @@ class RolloutWorker:
 
     def _on_host(self, weights: Weights) -> tuple[list[Part], bool]:
         """Returns a version's arrays, and whether they were copied while others decoded: into the host memory
-        of the worker, which loads them when it is free (RhymeRL, section 4.1).
+        of the worker, which loads them when it is free (RhymeRL, section 4.2).
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0].digest == weights.digest:
