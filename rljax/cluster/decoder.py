@@ -540,10 +540,14 @@ class ClusterDecoder:
         version = self._publisher.newest()
         if version is None:
             return
-        for name, state in self.coordinator.states().items():
-            if state != "decoding" or self._announced.get(name) == version or name in self._loads:
-                continue
-            if name in self._sent and self._sent[name][0].version < version:
+        behind = [
+            name
+            for name, (load, _) in self._sent.items()
+            if load.version < version and self._announced.get(name) != version and name not in self._loads
+        ]
+        states = self.coordinator.states() if behind else {}
+        for name in behind:
+            if states.get(name) == "decoding":
                 self._announced[name] = version
                 self._fabric.send(name, Prefetch(name, self._publisher.weights(name, version)))
 

@@ -62,11 +62,9 @@ class Publisher:
     def newest(self) -> int | None:
         """Returns the newest version, if workers may copy it to their hosts before they load it."""
         version = max(self._versions, default=None)
-        return (
-            version
-            if self._channel.early and version is not None and self._versions[version].done()
-            else None
-        )
+        if version is None or not (self._channel.early and self._versions[version].done()):
+            return None
+        return version
 
     def wait(self, version: int) -> None:
         """Waits until a version is published.
