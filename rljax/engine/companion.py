@@ -65,7 +65,7 @@ class CompanionEngine(DecodeEngine):
     ) -> tuple[Callable[..., KVCache], tuple]:
         # Copies: a device may read an array in place, and later, and the caller goes on counting in it.
         args = (params, cache, *(jnp.asarray(x.copy()) for x in (tokens, lengths, counts)), self._rope)
-        key = ("extend", cache.batch, cache.length, tokens.shape[1], *self._key)
+        key = ("extend", cache.batch, cache.length, tokens.shape[1], *self._unsampled_key)
         return self.pool.get(key, self._extend, args, donate_argnums=(1,)), args
 
     def compile_extend(self, params: Params, batch: int, length: int, width: int) -> None:
@@ -165,7 +165,7 @@ class CompanionEngine(DecodeEngine):
         self, params: Params, cache: KVCache, tokens: Array, lengths: Array, counts: Array, rope: Array
     ) -> KVCache:
         rows = all_rows(*tokens.shape)
-        return self._programs.extend(params, cache, tokens, lengths, counts, rows, rope)
+        return self._unsampled.extend(params, cache, tokens, lengths, counts, rows, rope)
 
 
 class Companion:

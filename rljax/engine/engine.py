@@ -13,6 +13,7 @@ Prefill leaves the last token of a prompt uncommitted: it is the input of the fi
 The first token is thus sampled like every other, and may differ between the samples of a group.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,14 @@ class DecodeEngine:
             weights,
         )
         self._moves = SlotMoves(config, mesh)
-        self._key = (self._programs, buckets.cache[-1])
+        positions = len(self._rope)
+        self._key = (self._programs, positions)
+        # What samples nothing is compiled once for engines that sample differently.
+        self._unsampled = self._programs.without_sampling()
+        self._unsampled_key = (self._unsampled, sampling.penalizes, positions)
+        self._prefills = dataclasses.replace(
+            self._unsampled, hidden_layers=hidden_layers, per_slot_sampling=False
+        )
 
     def with_hidden_layers(self, hidden_layers: tuple[int, ...] | None) -> "DecodeEngine":
         """Returns the same engine with other `hidden_layers`."""
@@ -292,7 +300,8 @@ class DecodeEngine:
 
     def _prefilling(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> _Call:
         args = (params, *jax.device_put((tokens, lengths)), self._rope)
-        return self.pool.get(("prefill", *tokens.shape, *self._key), self._programs.prefill, args), args
+        key = ("prefill", *tokens.shape, self._prefills, len(self._rope))
+        return self.pool.get(key, self._prefills.prefill, args), args
 
     def prefill_length(self, positions: int) -> int:
         """Returns the padded length of a prompt; prompts of one padded length are best prefilled together."""
@@ -332,8 +341,9 @@ class DecodeEngine:
     ) -> _Call:
         placed = jax.device_put((rows, slots, remaining, keys, settings))
         args = (prefix.replace(states=None), state, *placed)
-        key = ("insert", prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length, *self._key)
-        return self.pool.get(key, self._programs.placed(self._moves.insert), args, donate_argnums=(1,)), args
+        shape = (prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
+        key = ("insert", *shape, *self._unsampled_key)
+        return self.pool.get(key, self._unsampled.placed(self._moves.insert), args, donate_argnums=(1,)), args
 
     def generate(
         self, params: Params, state: DecodeState, max_steps: int | None = None, until_active: int = 0
@@ -521,8 +531,8 @@ class DecodeEngine:
 
     def _appending(self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows) -> _Call:
         args = (params, state, self._rope, *jax.device_put((chunk, rows)))
-        key = ("append", state.batch, state.cache.length, rows.rows, *self._key)
-        return self.pool.get(key, self._programs.append, args, donate_argnums=(1,)), args
+        key = ("append", state.batch, state.cache.length, rows.rows, *self._unsampled_key)
+        return self.pool.get(key, self._unsampled.append, args, donate_argnums=(1,)), args
 
     def set_counts(self, state: DecodeState, tokens: Mapping[int, Sequence[int]]) -> DecodeState:
         """Sets which response tokens penalties count in some slots. Consumes `state`.
@@ -545,8 +555,8 @@ class DecodeEngine:
 
     def _counting(self, state: DecodeState, slots: np.ndarray, counted: np.ndarray) -> _Call:
         args = (state, *jax.device_put((slots, counted)))
-        key = ("set_counts", state.batch, state.cache.length, *self._key)
-        return self.pool.get(key, self._programs.placed(set_counts), args, donate_argnums=(0,)), args
+        key = ("set_counts", state.batch, state.cache.length, *self._unsampled_key)
+        return self.pool.get(key, self._unsampled.placed(set_counts), args, donate_argnums=(0,)), args
 
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
@@ -557,7 +567,7 @@ class DecodeEngine:
 
     def _freeing(self, state: DecodeState, stop: np.ndarray) -> _Call:
         args = (state.active, jax.device_put(stop))
-        return self.pool.get(("free", state.batch, *self._key), self._programs.free, args), args
+        return self.pool.get(("free", state.batch, self.mesh), self._programs.free, args), args
 
     def grow(self, state: DecodeState) -> DecodeState:
         """Moves the slots to the next larger cache bucket."""
@@ -572,8 +582,8 @@ class DecodeEngine:
         def grow(state: DecodeState) -> DecodeState:
             return state.replace(cache=kv_cache.lengthen(state.cache, length))
 
-        key = ("grow", state.batch, state.cache.length, length, *self._key)
-        return self.pool.get(key, self._programs.placed(grow), (state,)), (state,)
+        key = ("grow", state.batch, state.cache.length, length, *self._unsampled_key)
+        return self.pool.get(key, self._unsampled.placed(grow), (state,)), (state,)
 
     def compact(self, state: DecodeState, slots: Sequence[int], batch: int = 0) -> DecodeState:
         """Returns a state of only `slots`, in that order, in the smallest batch bucket that holds them, and
@@ -592,8 +602,8 @@ class DecodeEngine:
 
     def _compacting(self, state: DecodeState, taken: np.ndarray, present: np.ndarray) -> _Call:
         args = (state, *jax.device_put((taken, present)))
-        key = ("compact", state.batch, len(taken), state.cache.length, *self._key)
-        return self.pool.get(key, self._programs.placed(self._moves.compact), args), args
+        key = ("compact", state.batch, len(taken), state.cache.length, *self._unsampled_key)
+        return self.pool.get(key, self._unsampled.placed(self._moves.compact), args), args
 
     def smallest_batch(self, state: DecodeState, batch: int) -> int:
         """Returns the smallest batch bucket, `batch` or larger, that a state can be compacted into without
@@ -616,8 +626,8 @@ class DecodeEngine:
         def widen(state: DecodeState) -> DecodeState:
             return self._moves.widen(state, batch)
 
-        key = ("widen", state.batch, batch, state.cache.length, *self._key)
-        return self.pool.get(key, self._programs.placed(widen), (state,)), (state,)
+        key = ("widen", state.batch, batch, state.cache.length, *self._unsampled_key)
+        return self.pool.get(key, self._unsampled.placed(widen), (state,)), (state,)
 
 
 def _placed_shape(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -59,6 +59,19 @@ class Programs:
     per_slot_sampling: bool = False
     weights: Weights = "replicated"
 
+    def without_sampling(self) -> "Programs":
+        """Returns the programs that sample nothing and hand out no features: the same for engines that differ
+        in these only, and compiled once for all of them.
+        """
+        return dataclasses.replace(
+            self,
+            sampling=SamplingParams(),
+            eos_token_ids=(),
+            decode_steps=0,
+            verification="coupled",
+            hidden_layers=None,
+        )
+
     @property
     def gathered(self) -> GatheredWeights | None:
         """What gathers the weights of a layer; None where every device has them."""

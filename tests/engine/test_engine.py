@@ -9,7 +9,7 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
 from rljax.engine.host_sync import Assignment
 from rljax.engine.shapes import warm_up_plain
 from rljax.learning.packing import pack_sequences
@@ -319,6 +319,22 @@ def test_nothing_compiles_after_warm_up(small):
     decode(engine, small.params, asked)
     decode(engine, small.params, asked[:1], order=[3])
     assert len(engine.pool) == compiled
+
+
+def test_what_samples_nothing_is_compiled_once_for_all_ways_to_sample(small):
+    engine, pool = small.engine, ExecutablePool()
+    kinds = []
+    for sampling, eos, hidden_layers in ((SAMPLING, [EOS], None), (SamplingParams(0.5, top_k=3), [], (1,))):
+        other = DecodeEngine(
+            engine.config, NUMERICS, sampling, engine.buckets, eos, 16, pool, hidden_layers=hidden_layers
+        )
+        known = set(pool._programs)
+        prefix = other.prefill(small.params, [[1, 2, 3]])
+        state = other.insert(prefix, other.init_state(1, 8), Assignment(0, 0, request_key(0, 0), 4))
+        state, _ = other.generate(small.params, state, 1)
+        state = other.free_resource(other.grow(state), [0])
+        kinds.append(sorted(key[0] for key in set(pool._programs) - known))
+    assert kinds == [["free", "generate", "grow", "insert", "prefill"], ["generate", "prefill"]]
 
 
 def test_an_empty_prompt_or_none_is_refused(small):
