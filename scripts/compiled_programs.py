@@ -122,6 +122,11 @@ def _moved(operation: _Operation, sizes: dict[str, int], computations: _Computat
     result, operands = sizes[operation.name], dict.fromkeys(operation.operands)
     if operation.kind in _SLICES:
         return 2 * result
+    if operation.kind.endswith("-start"):  # (to, from, ...) of a copy; ((operands), result, ...) of others
+        first, second, *_ = _arrays(operation.shape)
+        if operation.kind == "copy-start":
+            return first.in_memory + second.in_memory
+        return second.bytes + second.in_memory
     if operation.kind in _WRITES:
         written = operation.operands[_WRITES[operation.kind]]
         return 2 * sizes.get(written, 0)
@@ -174,14 +179,25 @@ def _spared(inside: list[_Operation]) -> list[int]:
     return spared
 
 
-def _bytes(shape: str) -> int:
-    """Bytes of an array or of a tuple's, in the device's memory; on a TPU some are in the core's, `S(1)`."""
-    total = 0.0
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """Bytes of an array, and how many of them are in the device's memory: on a TPU it may be in the core's,
+    `S(1)`.
+    """
+
+    bytes: int
+    in_memory: int
+
+
+def _arrays(shape: str) -> list[_Array]:
+    """Returns the arrays of a type's text."""
+    arrays = []
     for kind, sizes, layout in _SHAPE.findall(shape):
-        if "S(1)" not in layout:
-            total += math.prod(int(size) for size in sizes.split(",") if size) * _item_bytes(kind)
-    return int(total)
+        item = 1 if kind == "pred" else int(re.search(r"\d+", kind)[0]) / 8
+        size = int(item * math.prod(int(extent) for extent in sizes.split(",") if extent))
+        arrays.append(_Array(size, 0 if "S(1)" in layout else size))
+    return arrays
 
 
-def _item_bytes(kind: str) -> float:
-    return 1 if kind == "pred" else int(re.search(r"\d+", kind)[0]) / 8
+def _bytes(shape: str) -> int:
+    return sum(array.in_memory for array in _arrays(shape))

@@ -66,7 +66,8 @@ ENTRY %main (p: bf16[8,64], q: bf16[1,64], i: s32[], table: bf16[512,64]) -> bf1
   %q = bf16[1,64]{1,0} parameter(1)
   %i = s32[] parameter(2)
   %table = bf16[512,64]{1,0} parameter(3)
-  %near = bf16[4,64]{1,0:S(1)} copy(%q)
+  %near = (bf16[1,64]{1,0:S(1)}, bf16[1,64]{1,0}, u32[]{:S(2)}) copy-start(%q)
+  %part = ((bf16[512,64]{1,0}), bf16[2,64]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%table), slice={[0:2], [0:64]}
   %f = (bf16[8,64]{1,0}, bf16[4,64]{1,0}) fusion(%p, %q, %i, %table), kind=kLoop, calls=%fused
   ROOT %kernel = bf16[8,64]{1,0} custom-call(%p, %q), output_to_operand_aliasing={{}: (0, {})}, other=1
 }
@@ -88,5 +89,5 @@ def test_bytes_of_a_program():
 def test_what_is_written_in_place_and_read_in_part():
     row = 64 * 2
     in_place = (row + 4) + row + (4 + 4) * row  # reads a row and its place, writes it; takes four rows
-    near, kernel = row, row  # a copy to the core's memory; a kernel that changes its first operand
-    assert programs.counts_of_program(_IN_PLACE).bytes == in_place + near + kernel
+    near, part, kernel = row, 2 * row, row  # to the core's memory; a kernel that changes its first operand
+    assert programs.counts_of_program(_IN_PLACE).bytes == in_place + near + part + kernel
