@@ -34,7 +34,7 @@ from rljax.planning.topologies import compile_devices, parse_topology, platform_
 from rljax.provenance import command_line, write_figures
 from workloads import REAL, SHAPES, config_of
 
-DEPTHS = (2, 4)
+DEPTHS = (4, 8)
 ROWS = 64  # of a verifying pass
 _SLAB = 64
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
