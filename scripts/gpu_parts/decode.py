@@ -4,16 +4,15 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+from compiled_programs import counts_of_loop, text_of
 from gpu_parts.engines import (
     TimedPool,
     cache_bytes,
     compile_together,
-    kernels_of_loop,
     make_engine,
     random_params,
     read_bytes,
     run_numerics,
-    text_of,
 )
 from gpu_parts.part import Part, run
 from kernel_benchmarks.ceilings import copy_bandwidth
@@ -62,6 +61,7 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
     for batch, engine in zip(batches, engines, strict=True):
         slots, length = _shape(engine)
         program, compile_seconds = pool.find("generate", slots, length)
+        counts = counts_of_loop(text_of(program))
         repeats = 1 if part.quick else _REPEATS
         seconds = time_passes(engine, params, slots, length, repeats, _STEPS)[0]
         step = statistics.median(seconds)
@@ -76,7 +76,8 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
             share_of_bandwidth=size / step / bandwidth,
             bytes=size,
             copy_bandwidth=bandwidth,
-            kernels=kernels_of_loop(text_of(program)),
+            kernels=counts and counts.kernels,
+            moved_bytes=counts and counts.bytes,
             tokens_per_second=batch / step,
             least_ms=1e3 * min(seconds),
             most_ms=1e3 * max(seconds),

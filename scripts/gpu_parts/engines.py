@@ -1,9 +1,8 @@
-"""Engines of policies of real shapes as a run on one accelerator has them, with random weights, and their
-compiled programs as a benchmark looks at them: the seconds that compiling took, and kernels a step.
+"""Engines of policies of real shapes as a run on one accelerator has them, with random weights, and the
+seconds that compiling their programs took.
 """
 
 import functools
-import re
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rljax import target
 from rljax.assembly.decoding import unmeasured_numerics
 from rljax.config import ExperimentConfig, load_config
 from rljax.engine.buckets import make_buckets
@@ -34,8 +34,8 @@ _OPERATIONS = (
 
 
 def mosaic() -> str:
-    """Returns the name of the kernels for this process's accelerator."""
-    return "mosaic_tpu" if jax.default_backend() == "tpu" else "mosaic_gpu"
+    """Returns the name of the kernels for the accelerator that programs are traced for."""
+    return "mosaic_tpu" if target.platform() == "tpu" else "mosaic_gpu"
 
 
 def kernel_keys(quick: bool) -> list[str]:
@@ -116,17 +116,6 @@ def make_engine(
 
 # --- compiled programs -----------------------------------------------------------------------------------
 
-_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(r"(?:to_apply|calls|body|(?:true|false)_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-# They start nothing: names for parts of memory, constants, and ends of what another operation has started.
-_NO_KERNEL = {
-    "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "partition-id",
-    "replica-id", "tuple",
-}  # fmt: skip
-
 
 class TimedPool(ExecutablePool):
     """Compiled programs, and the seconds that each took.
@@ -161,62 +150,3 @@ def compile_together(calls: list[Callable[[], object]]) -> float:
         for done in [threads.submit(call) for call in calls]:
             done.result()
     return time.perf_counter() - start
-
-
-def text_of(program: Any) -> str:
-    """Returns a compiled program's text; nothing where the runtime has none, as of a program from a cache."""
-    try:
-        return program.as_text() or ""
-    except (NotImplementedError, jax.errors.JaxRuntimeError):
-        return ""
-
-
-def kernels_of_loop(text: str) -> int | None:
-    """Counts what one step of a program's main loop starts: kernels, library calls and copies; on a TPU
-    operations and copies.
-
-    Args:
-      text: from `text_of`. The main loop is the one whose step starts the most; None without any. Loops
-        inside count as often as the text says, once where it does not; of branches the longest counts.
-    """
-    computations, loops = _parsed(text)
-    return max((_kernels(body, computations) for body in loops), default=None)
-
-
-def kernels_of_program(text: str) -> int | None:
-    """As `kernels_of_loop`, for all of a program that has no loop of steps."""
-    computations, _ = _parsed(text)
-    return _kernels("ENTRY", computations) if computations else None
-
-
-def _parsed(text: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
-    """Returns the (operation, line) pairs of every computation, and the bodies of all loops."""
-    computations: dict[str, list[tuple[str, str]]] = {}
-    loops, current = [], ""
-    for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            current = "ENTRY" if line.startswith("ENTRY") else found[1]
-            computations[current] = []
-        elif found := _OPERATION.match(line):
-            computations[current].append((found[1], line))
-            if found[1] == "while":
-                loops.append(re.search(r"body=%?([\w.\-]+)", line)[1])
-    return computations, loops
-
-
-def _kernels(name: str, computations: dict[str, list[tuple[str, str]]]) -> int:
-    """Kernels that a computation starts."""
-    count = 0
-    for operation, line in computations[name]:
-        if operation in _NO_KERNEL or operation.endswith("-done"):
-            continue
-        if operation not in ("while", "call", "conditional", "async-start"):
-            count += 1  # a fusion's own computation is inside of its kernel
-            continue
-        names = _CALLED.findall(line)
-        for branches in _BRANCHES.findall(line):
-            names += [branch.strip().lstrip("%") for branch in branches.split(",")]
-        called = [_kernels(each, computations) for each in names]
-        trips = _TRIPS.search(line)
-        count += max(called, default=1) * (int(trips[1]) if trips else 1)
-    return count

@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 
+from compiled_programs import counts_of_program, text_of
 from drafters.quantized import QuantizedPolicy, default_format
 from gpu_parts.engines import (
     TimedPool,
     cache_bytes,
     compile_together,
-    kernels_of_program,
     make_engine,
     random_params,
     read_bytes,
     run_numerics,
-    text_of,
 )
 from gpu_parts.part import Part, run
 from rljax.engine.engine import DecodeEngine
@@ -72,6 +71,7 @@ def _verify_rows(
     seconds = time_passes(engine, params, slots, length, repeats, _PASSES)
     for rows, nodes in passes:
         program, compile_seconds = pool.find("verify", slots, length, nodes, rows)
+        counts = counts_of_program(text_of(program))
         timing = compare(seconds[rows], seconds[0])
         part.row(
             f"{label}/{rows} rows",
@@ -84,7 +84,8 @@ def _verify_rows(
             plain_step_ms=1e3 * timing.baseline_seconds,
             least=1.0 / timing.ratio_high,
             most=1.0 / timing.ratio_low,
-            kernels=kernels_of_program(text_of(program)),
+            kernels=counts and counts.kernels,
+            moved_bytes=counts and counts.bytes,
             computed_slots=slots,
             nodes_of_a_slot=nodes + 1,
         )

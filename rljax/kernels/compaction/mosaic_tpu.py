@@ -1,13 +1,16 @@
 """Compaction on a TPU: reads, changes and writes the blocks that paths reach, one after another.
 
-Heads are multiples of 128 wide: XLA then keeps keys and values in memory as [positions, D] each
-(`rljax/kernels/tree_attention/mosaic_tpu.py`), and transposing them for the kernel is free.
+XLA keeps keys and values in memory so that their tiles waste little
+(`rljax/kernels/tree_attention/mosaic_tpu.py`): as [positions, D] each with heads of 128 and multiples, and as
+[D, positions] with heads of 64. The kernel takes these layouts, so transposing for it is free. Of heads of 64
+it changes 128 positions at a time, as many as a tile of values has.
 
 The cache is changed in place. A step changes one block of all heads of a slot, while the next step's block is
 read and the previous one is written.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from rljax.kernels.compaction.blocks import fresh_blocks, reach, written
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import Refused
+
+_LANES = 128
+_NARROW = 64  # the width of heads whose keys and values XLA stores as [D, positions]
 
 
 def compaction(
@@ -34,39 +40,61 @@ def compaction(
     if keys.dtype not in (jnp.float32, jnp.bfloat16):
         raise Refused(f"keys and values are float32 or bfloat16, not {keys.dtype}")
     batch, kv_heads, blocks, dim, _ = keys.shape
-    if dim % 128:
-        raise Refused(f"heads are multiples of 128 wide, not {dim}: the cache would be copied")
-    blocked = (batch, kv_heads, blocks, KEY_BLOCK, dim)
-    per_slot = reach(path.shape[1])
-    entries = [fresh_blocks(x, path, lengths) for x in (node_keys, node_values)]
+    narrow = dim == _NARROW
+    if dim % _LANES and not narrow:
+        raise Refused(
+            f"heads are {_NARROW} or a multiple of {_LANES} wide, not {dim}: the cache would be copied"
+        )
+    size = _LANES if narrow else KEY_BLOCK
+    if blocks * KEY_BLOCK % size:
+        raise Refused(
+            f"a cache of heads of {dim} has a multiple of {size} positions, not {blocks * KEY_BLOCK}"
+        )
+    in_cache, per_slot = blocks * KEY_BLOCK // size, reach(path.shape[1], size)
+    fresh_keys, fresh_values = (fresh_blocks(x, path, lengths, size) for x in (node_keys, node_values))
+    if narrow:
+        parts = size // KEY_BLOCK
+        key_block, value_block = (kv_heads, parts, dim, KEY_BLOCK), (kv_heads, dim, size)
+        there = keys.reshape(batch, kv_heads, in_cache, *key_block[1:]), values.swapaxes(-1, -2)
+        fresh_keys = fresh_keys.reshape(batch, kv_heads, per_slot, parts, KEY_BLOCK, dim).swapaxes(-1, -2)
+        fresh_values = fresh_values.swapaxes(-1, -2)
+    else:
+        key_block = value_block = (kv_heads, size, dim)
+        there = keys.swapaxes(-1, -2), values.reshape(batch, kv_heads, in_cache, size, dim)
 
-    def fresh(slot, index, lengths, count):
-        return slot, 0, index, 0, 0
+    def fresh_block(block: tuple[int, ...]) -> pl.BlockSpec:
+        shape = (1, kv_heads, 1, *block[1:])
+        return pl.BlockSpec(
+            shape, lambda slot, index, lengths, count: (slot, 0, index, *(0,) * len(block[1:]))
+        )
 
-    fresh_block = pl.BlockSpec((1, kv_heads, 1, KEY_BLOCK, dim), fresh)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    buffers = pltpu.VMEM((2, kv_heads, KEY_BLOCK, dim), keys.dtype)
-    keys, values = pl.pallas_call(
-        functools.partial(_compact, batch=batch, per_slot=per_slot, in_cache=blocks),
+    semaphores = pltpu.SemaphoreType.DMA((2, 2))
+    new_keys, new_values = pl.pallas_call(
+        functools.partial(
+            _compact, batch=batch, per_slot=per_slot, in_cache=in_cache, size=size, narrow=narrow
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, per_slot),
-            in_specs=[fresh_block, fresh_block, anywhere, anywhere],
+            in_specs=[fresh_block(key_block), fresh_block(value_block), anywhere, anywhere],
             out_specs=[anywhere, anywhere],
             scratch_shapes=[
-                buffers,
-                buffers,
-                pltpu.SemaphoreType.DMA((2, 2)),
-                pltpu.SemaphoreType.DMA((2, 2)),
+                pltpu.VMEM((2, *key_block), keys.dtype),
+                pltpu.VMEM((2, *value_block), keys.dtype),
+                semaphores,
+                semaphores,
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(blocked, keys.dtype)] * 2,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in there],
         input_output_aliases={4: 0, 5: 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 2),
         name="compaction",
         interpret=interpret,
-    )(lengths, count, *entries, keys.swapaxes(-1, -2), values.reshape(blocked))
-    return keys.swapaxes(-1, -2), values.reshape(batch, kv_heads, -1, dim)
+    )(lengths, count, fresh_keys, fresh_values, *there)
+    if narrow:
+        return new_keys.reshape(keys.shape), new_values.swapaxes(-1, -2)
+    return new_keys.swapaxes(-1, -2), new_values.reshape(values.shape)
 
 
 def _compact(
@@ -86,12 +114,15 @@ def _compact(
     batch: int,
     per_slot: int,
     in_cache: int,
+    size: int,
+    narrow: bool,
 ) -> None:
     """Changes one block of one slot.
 
     Refs: lengths and count [B]; fresh_keys and fresh_values [1, Hk, 1, L, D]; keys and values
     [B, Hk, S / L, L, D], in and out the same; scratch: two buffers for a block of each, and a semaphore for
-    each.
+    each. If `narrow`, keys have [2, D, L / 2] in the place of [L, D], and values [D, L], in a cache of
+    [B, Hk, D, S].
     """
     step, steps = pl.program_id(0) * per_slot + pl.program_id(1), batch * per_slot
 
@@ -99,13 +130,16 @@ def _compact(
         """Starts, or waits for, the copy of a step's block to its buffer, or back."""
         inside = jnp.clip(of_step, 0, steps - 1)
         slot, index = lax.div(inside, per_slot), lax.rem(inside, per_slot)
-        block, first, end = written(lengths[slot], count[slot], index, in_cache)
+        block, first, end = written(lengths[slot], count[slot], index, in_cache, size)
 
         @pl.when((of_step == inside) & (first < end))
         def _():
             buffer = lax.rem(inside, 2)
             for which, (cache, buffers) in enumerate([(keys, key_buffers), (values, value_buffers)]):
-                there, here = cache.at[slot, :, block], buffers.at[buffer]
+                of_block = (
+                    (block,) if cache is keys or not narrow else (slice(None), pl.ds(block * size, size))
+                )
+                there, here = cache.at[slot, :, *of_block], buffers.at[buffer]
                 source, target = (here, there) if back else (there, here)
                 semaphore = (writes if back else reads).at[buffer, which]
                 copy = pltpu.make_async_copy(source, target, semaphore)
@@ -120,15 +154,17 @@ def _compact(
     on_its_way(step, begin=False, back=False)
 
     slot, buffer = pl.program_id(0), lax.rem(step, 2)
-    _, first, end = written(lengths[slot], count[slot], pl.program_id(1), in_cache)
+    _, first, end = written(lengths[slot], count[slot], pl.program_id(1), in_cache, size)
 
     @pl.when(first < end)
     def _():
-        position = lax.broadcasted_iota(jnp.int32, key_buffers.shape[2:], 0)
-        new = (position >= first) & (position < end)
-        for head in range(key_buffers.shape[1]):
-            for buffers, fresh in ((key_buffers, fresh_keys), (value_buffers, fresh_values)):
-                buffers[buffer, head] = jnp.where(new, fresh[0, head, 0], buffers[buffer, head])
+        for buffers, fresh in ((key_buffers, fresh_keys), (value_buffers, fresh_values)):
+            for place in itertools.product(*map(range, buffers.shape[1:-2])):  # heads, and parts of a block
+                axis, before = (1, sum(place[1:]) * KEY_BLOCK) if narrow else (0, 0)
+                position = before + lax.broadcasted_iota(jnp.int32, buffers.shape[-2:], axis)
+                new, (head, *part) = (position >= first) & (position < end), place
+                here = (buffer, *place)
+                buffers[here] = jnp.where(new, fresh[0, head, 0, *part], buffers[here])
 
     on_its_way(step, begin=True, back=True)
 

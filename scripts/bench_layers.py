@@ -1,0 +1,165 @@
+"""What a pass starts and moves on a device that is not here: kernels and bytes, read off compiled programs.
+
+    python scripts/bench_layers.py --compiled-for h100:1    # needs pip install -e '.[compilers]'
+
+A decode step of all slots, and a verifying pass with 64 rows, are compiled for two small depths; a layer is
+what the deeper one adds, and a whole policy is extrapolated. `bytes` are what the kernels read and write, of
+a loop within a pass one turn where the text does not say how many; `least_bytes` are the weights of a layer
+and the cache of its slots, which every pass has to read. On a TPU operations count as kernels. Nothing runs:
+no times are measured.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from compiled_programs import Counts, counts_of_loop, counts_of_program, text_of
+from gpu_parts.engines import cache_bytes, make_engine, run_numerics
+from rljax import target
+from rljax.engine.executables import ExecutablePool
+from rljax.errors import exit_status
+from rljax.models.config import ModelConfig
+from rljax.models.transformer import num_params, param_shapes
+from rljax.numerics.products import ProductForm
+from rljax.numerics.rows import Numerics
+from rljax.planning.topologies import compile_devices, parse_topology, platform_of
+from rljax.provenance import command_line, write_figures
+from workloads import REAL, SHAPES, config_of
+
+DEPTHS = (4, 8)
+ROWS = 64  # of a verifying pass
+_SLAB = 64
+_RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+
+class _Compiled(ExecutablePool):
+    """Compiles for a device of a topology, and runs nothing.
+
+    Attributes:
+      by_kind: the last program of each kind.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self._placed = SingleDeviceSharding(device)
+        self.by_kind: dict[str, Any] = {}
+
+    def get(
+        self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
+    ) -> Any:
+        shapes = jax.tree.map(self._abstract, args)
+        program = jax.jit(function, donate_argnums=donate_argnums).lower(*shapes).compile()
+        self.by_kind[key[0]] = program
+        return program
+
+    def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=self._placed)
+
+
+def variants(numerics: Numerics) -> Iterator[tuple[str, Numerics]]:
+    """Yields name and numerics of what is compared: products that may have other bits for other numbers of
+    rows, products of padded rows, and those of slabs, whose kernel is the same for all.
+    """
+    yield "fast", dataclasses.replace(numerics, row_invariant=False)
+    yield "padded", numerics
+    yield (
+        f"slabs of {_SLAB}",
+        dataclasses.replace(numerics, measured_form=ProductForm(_SLAB, _SLAB, slabs=True)),
+    )
+
+
+def measure(
+    config: ModelConfig, numerics: Numerics, device: Any, slots: int, verified: int, length: int
+) -> dict[str, Counts]:
+    """Compiles a decode step of `slots` and a verifying pass of `verified` slots; counts by pass."""
+    pool = _Compiled(device)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, numerics.dtype if len(shape) > 1 else jnp.float32),
+        param_shapes(config),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    make_engine(config, numerics, pool, slots, length).compile_plain(params, slots, length)
+    few = make_engine(config, numerics, pool, verified, length, (ROWS,))
+    few.compile_verify(params, verified, length, ROWS, ROWS // verified - 1)
+    return {
+        "decode": counts_of_loop(text_of(pool.by_kind["generate"])),
+        "verify": counts_of_program(text_of(pool.by_kind["verify"])),
+    }
+
+
+def layer_bytes(config: ModelConfig, slots: int, length: int) -> float:
+    """Returns the bytes that a layer has to read: its weights in bfloat16, and the cache of its slots."""
+    one, two = (num_params(dataclasses.replace(config, num_layers=layers)) for layers in (1, 2))
+    return 2.0 * (two - one) + cache_bytes(dataclasses.replace(config, num_layers=1), slots * length)
+
+
+def rows_of(policy: str, name: str, slots: int, verified: int, length: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for every variant and pass."""
+    topology, config = parse_topology(name), config_of(policy)
+    device = compile_devices(topology)[0]
+    with target.tracing_for(device, 1, platform_of(topology)):
+        for variant, numerics in variants(run_numerics(config, quick=False)):
+            shallow, deep = (
+                measure(
+                    dataclasses.replace(config, num_layers=depth), numerics, device, slots, verified, length
+                )
+                for depth in DEPTHS
+            )
+            added = DEPTHS[1] - DEPTHS[0]
+            for kind, batch in (("decode", slots), ("verify", verified)):
+                kernels = (deep[kind].kernels - shallow[kind].kernels) / added
+                accessed = (deep[kind].bytes - shallow[kind].bytes) / added
+                more = config.num_layers - DEPTHS[0]
+                yield {
+                    "name": f"{name.split(':')[0]}/{policy}/{kind}/{variant}",
+                    "value": kernels,
+                    "unit": "kernels a layer",
+                    "slots": batch,
+                    "rows": slots if kind == "decode" else ROWS,
+                    "cache_positions": length,
+                    "kernels_of_pass": round(shallow[kind].kernels + more * kernels),
+                    "bytes_of_layer": accessed,
+                    "least_bytes_of_layer": layer_bytes(config, batch, length),
+                    "bytes_of_pass": shallow[kind].bytes + more * accessed,
+                }
+
+
+@exit_status()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="bench_layers.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--compiled-for", nargs="+", default=["h100:1", "v5e:1x1"], metavar="DEVICES")
+    parser.add_argument(
+        "--policy", nargs="+", choices=[REAL, *SHAPES], default=[REAL, "Qwen3-1.7B", "Qwen3-8B"]
+    )
+    parser.add_argument("--slots", type=int, default=64, help="of a decode step")
+    parser.add_argument("--verified", type=int, default=8, help=f"slots of a verifying pass of {ROWS} rows")
+    parser.add_argument("--length", type=int, default=2048, help="positions of a slot's cache")
+    parser.add_argument("--output", type=Path, default=_RESULTS / "layers.json")
+    arguments = parser.parse_args(argv)
+    jax.config.update("jax_enable_compilation_cache", False)  # a device that is not there reads nothing back
+    found = []
+    for name in arguments.compiled_for:
+        for policy in arguments.policy:
+            for row in rows_of(policy, name, arguments.slots, arguments.verified, arguments.length):
+                found.append(row)
+                over = row["bytes_of_layer"] / row["least_bytes_of_layer"]
+                print(
+                    f"{row['name']}: {row['value']:.1f} kernels a layer, {row['kernels_of_pass']} a pass;"
+                    f" {row['bytes_of_layer'] / 1e6:.1f} MB a layer, {over:.2f} times the least",
+                    flush=True,
+                )
+    write_figures(arguments.output, {"rows": found}, command_line())
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

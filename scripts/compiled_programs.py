@@ -1,0 +1,203 @@
+"""What a compiled program for an accelerator starts and moves, read off its text."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OPERATION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+_CALLED = re.compile(r"(?:to_apply|calls|body|(?:true|false)_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_SHAPE = re.compile(r"\b(pred|[a-z]+[0-9]+[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
+# They start nothing: names for parts of memory, constants, and ends of what another operation has started.
+_NO_KERNEL = {
+    "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "partition-id",
+    "replica-id", "tuple",
+}  # fmt: skip
+_CALLS = ("while", "call", "conditional", "async-start")
+_SLICES = ("slice", "dynamic-slice", "gather")  # they read as much as they return
+_WRITES = {"dynamic-update-slice": 1, "scatter": -1}  # they write their operand of this place, into the first
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What a program starts and moves.
+
+    Attributes:
+      kernels: kernels, library calls and copies; on a TPU operations and copies.
+      bytes: what each of them reads and writes of the device's memory.
+    """
+
+    kernels: int = 0
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """A line of a computation: `rest` is what stands behind its operands' parenthesis."""
+
+    name: str
+    kind: str
+    shape: str
+    rest: str
+    is_root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+
+
+_Computations = dict[str, list[_Operation]]
+
+
+def text_of(program: Any) -> str:
+    """Returns a compiled program's text; nothing where the runtime has none, as of a program from a cache."""
+    try:
+        return program.as_text() or ""
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return ""
+
+
+def counts_of_loop(text: str) -> Counts | None:
+    """Counts one step of a program's main loop.
+
+    Args:
+      text: from `text_of`. The main loop is the one whose step starts the most; None without any. Loops
+        inside count as often as the text says, once where it does not; of branches the longest counts.
+    """
+    computations = _parsed(text)
+    loops = [each for operations in computations.values() for each in operations if each.kind == "while"]
+    steps = [_counted(re.search(r"body=%?([\w.\-]+)", loop.rest)[1], computations) for loop in loops]
+    return max(steps, key=lambda counts: counts.kernels, default=None)
+
+
+def counts_of_program(text: str) -> Counts | None:
+    """As `counts_of_loop`, for all of a program that has no loop of steps."""
+    computations = _parsed(text)
+    return _counted("ENTRY", computations) if computations else None
+
+
+def _parsed(text: str) -> _Computations:
+    computations: _Computations = {}
+    current = ""
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            current = "ENTRY" if found[1] else found[2]
+            computations[current] = []
+        elif found := _OPERATION.match(line):
+            root, name, shape, kind, rest = found.groups()
+            computations[current].append(_Operation(name, kind, shape, rest, bool(root)))
+    return computations
+
+
+def _counted(name: str, computations: _Computations) -> Counts:
+    kernels = moved = 0
+    sizes = {each.name: _bytes(each.shape) for each in computations[name]}
+    for operation in computations[name]:
+        if operation.kind in _NO_KERNEL or operation.kind.endswith("-done"):
+            continue
+        if operation.kind not in _CALLS:
+            kernels += 1  # a fusion's own computation is inside of its kernel
+            moved += _moved(operation, sizes, computations)
+            continue
+        names = _CALLED.findall(operation.rest)
+        for branches in _BRANCHES.findall(operation.rest):
+            names += [branch.strip().lstrip("%") for branch in branches.split(",")]
+        called = [_counted(each, computations) for each in names]
+        longest = max(called, key=lambda counts: counts.kernels, default=Counts(1))
+        trips = _TRIPS.search(operation.rest)
+        times = int(trips[1]) if trips else 1
+        kernels, moved = kernels + times * longest.kernels, moved + times * longest.bytes
+    return Counts(kernels, moved)
+
+
+def _moved(operation: _Operation, sizes: dict[str, int], computations: _Computations) -> int:
+    """Bytes that a kernel reads and writes: its operands and results, of a slice the part that is read, and
+    of an array that is changed in place the part that is written.
+    """
+    result, operands = sizes[operation.name], dict.fromkeys(operation.operands)
+    if operation.kind in _SLICES:
+        return 2 * result
+    if operation.kind.endswith("-start"):  # (to, from, ...) of a copy; ((operands), result, ...) of others
+        first, second, *_ = _arrays(operation.shape)
+        if operation.kind == "copy-start":
+            return first.in_memory + second.in_memory
+        return second.bytes + second.in_memory
+    if operation.kind in _WRITES:
+        written = operation.operands[_WRITES[operation.kind]]
+        return 2 * sizes.get(written, 0)
+    read = {name: sizes.get(name, 0) for name in operands}
+    if operation.kind == "fusion":
+        inside = computations[_CALLED.search(operation.rest)[1]]
+        read |= _partly_read(operation.operands, inside)
+        result -= sum(_spared(inside))
+    elif aliases := re.search(r"output_to_operand_aliasing=\{(.*?)\}(?:, |$)", operation.rest):
+        for place in re.findall(r"\((\d+), \{", aliases[1]):
+            same = operation.operands[int(place)]
+            result -= sizes.get(same, 0)
+            read[same] = 0
+    return result + sum(read.values())
+
+
+def _partly_read(operands: list[str], inside: list[_Operation]) -> dict[str, int]:
+    """Bytes that a fusion reads of operands of which it only takes slices, or only writes into."""
+    sizes, read = {each.name: _bytes(each.shape) for each in inside}, {}
+    for parameter in inside:
+        if parameter.kind != "parameter":
+            continue
+        taken, names = 0, [parameter.name]
+        while names:
+            name = names.pop()
+            for user in (each for each in inside if name in each.operands):
+                if user.kind == "bitcast":
+                    names.append(user.name)
+                elif user.kind in _SLICES:
+                    taken += sizes[user.name]
+                elif user.kind not in _WRITES or user.operands[0] != name:
+                    taken += sizes[parameter.name]
+        place = int(parameter.rest.partition(")")[0])
+        read[operands[place]] = min(taken, sizes[parameter.name])
+    return read
+
+
+def _spared(inside: list[_Operation]) -> list[int]:
+    """Bytes of a fusion's results that it leaves as they are, since it writes into them in place."""
+    by_name = {each.name: each for each in inside}
+    root = next(each for each in inside if each.is_root)
+    results = [by_name[name] for name in root.operands] if root.kind == "tuple" else [root]
+    spared = []
+    for each in results:
+        while each.kind == "bitcast":
+            each = by_name[each.operands[0]]
+        if each.kind in _WRITES:
+            written = by_name[each.operands[_WRITES[each.kind]]]
+            spared.append(_bytes(each.shape) - _bytes(written.shape))
+    return spared
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """Bytes of an array, and how many of them are in the device's memory: on a TPU it may be in the core's,
+    `S(1)`.
+    """
+
+    bytes: int
+    in_memory: int
+
+
+def _arrays(shape: str) -> list[_Array]:
+    """Returns the arrays of a type's text."""
+    arrays = []
+    for kind, sizes, layout in _SHAPE.findall(shape):
+        item = 1 if kind == "pred" else int(re.search(r"\d+", kind)[0]) / 8
+        size = int(item * math.prod(int(extent) for extent in sizes.split(",") if extent))
+        arrays.append(_Array(size, 0 if "S(1)" in layout else size))
+    return arrays
+
+
+def _bytes(shape: str) -> int:
+    return sum(array.in_memory for array in _arrays(shape))
