@@ -97,12 +97,13 @@ def _parsed(text: str) -> _Computations:
 def _counted(name: str, computations: _Computations) -> Counts:
     kernels = moved = 0
     sizes = {each.name: _bytes(each.shape) for each in computations[name]}
+    same = {each.name: each.operands[0] for each in computations[name] if each.kind == "bitcast"}
     for operation in computations[name]:
         if operation.kind in _NO_KERNEL or operation.kind.endswith("-done"):
             continue
         if operation.kind not in _CALLS:
             kernels += 1  # a fusion's own computation is inside of its kernel
-            moved += _moved(operation, sizes, computations)
+            moved += _moved(operation, sizes, same, computations)
             continue
         names = _CALLED.findall(operation.rest)
         for branches in _BRANCHES.findall(operation.rest):
@@ -115,11 +116,14 @@ def _counted(name: str, computations: _Computations) -> Counts:
     return Counts(kernels, moved)
 
 
-def _moved(operation: _Operation, sizes: dict[str, int], computations: _Computations) -> int:
-    """Bytes that a kernel reads and writes: its operands and results, of a slice the part that is read, and
-    of an array that is changed in place the part that is written.
+def _moved(
+    operation: _Operation, sizes: dict[str, int], same: dict[str, str], computations: _Computations
+) -> int:
+    """Bytes that a kernel reads and writes: its operands, each once, and results, of a slice the part that is
+    read, and of an array that is changed in place the part that is written. `same` has the operand of each
+    bitcast.
     """
-    result, operands = sizes[operation.name], dict.fromkeys(operation.operands)
+    result, operands = sizes[operation.name], operation.operands
     if operation.kind in _SLICES:
         return 2 * result
     if operation.kind.endswith("-start"):  # (to, from, ...) of a copy; ((operands), result, ...) of others
@@ -128,23 +132,28 @@ def _moved(operation: _Operation, sizes: dict[str, int], computations: _Computat
             return first.in_memory + second.in_memory
         return second.bytes + second.in_memory
     if operation.kind in _WRITES:
-        written = operation.operands[_WRITES[operation.kind]]
-        return 2 * sizes.get(written, 0)
-    read = {name: sizes.get(name, 0) for name in operands}
+        return 2 * sizes.get(operands[_WRITES[operation.kind]], 0)
+    taken = [sizes.get(name, 0) for name in operands]
     if operation.kind == "fusion":
         inside = computations[_CALLED.search(operation.rest)[1]]
-        read |= _partly_read(operation.operands, inside)
+        for place, part in _partly_read(inside).items():
+            taken[place] = min(taken[place], part)
         result -= sum(_spared(inside))
     elif aliases := re.search(r"output_to_operand_aliasing=\{(.*?)\}(?:, |$)", operation.rest):
-        for place in re.findall(r"\((\d+), \{", aliases[1]):
-            same = operation.operands[int(place)]
-            result -= sizes.get(same, 0)
-            read[same] = 0
+        for place in map(int, re.findall(r"\((\d+), \{", aliases[1])):
+            result -= taken[place]
+            taken[place] = 0
+    read: dict[str, int] = {}
+    for name, part in zip(operands, taken, strict=True):
+        whole = sizes.get(name, 0)
+        while name in same:
+            name = same[name]
+        read[name] = min(read.get(name, 0) + part, whole)
     return result + sum(read.values())
 
 
-def _partly_read(operands: list[str], inside: list[_Operation]) -> dict[str, int]:
-    """Bytes that a fusion reads of operands of which it only takes slices, or only writes into."""
+def _partly_read(inside: list[_Operation]) -> dict[int, int]:
+    """Bytes that a fusion reads of its parameters, some of which it only takes slices of, or writes into."""
     sizes, read = {each.name: _bytes(each.shape) for each in inside}, {}
     for parameter in inside:
         if parameter.kind != "parameter":
@@ -159,8 +168,7 @@ def _partly_read(operands: list[str], inside: list[_Operation]) -> dict[str, int
                     taken += sizes[user.name]
                 elif user.kind not in _WRITES or user.operands[0] != name:
                     taken += sizes[parameter.name]
-        place = int(parameter.rest.partition(")")[0])
-        read[operands[place]] = min(taken, sizes[parameter.name])
+        read[int(parameter.rest.partition(")")[0])] = taken
     return read
 
 

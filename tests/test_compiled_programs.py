@@ -69,7 +69,8 @@ ENTRY %main (p: bf16[8,64], q: bf16[1,64], i: s32[], table: bf16[512,64]) -> bf1
   %near = (bf16[1,64]{1,0:S(1)}, bf16[1,64]{1,0}, u32[]{:S(2)}) copy-start(%q)
   %part = ((bf16[512,64]{1,0}), bf16[2,64]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%table), slice={[0:2], [0:64]}
   %f = (bf16[8,64]{1,0}, bf16[4,64]{1,0}) fusion(%p, %q, %i, %table), kind=kLoop, calls=%fused
-  ROOT %kernel = bf16[8,64]{1,0} custom-call(%p, %q), output_to_operand_aliasing={{}: (0, {})}, other=1
+  %again = bf16[64]{0} bitcast(%q)
+  ROOT %kernel = bf16[8,64]{1,0} custom-call(%p, %q, %again), output_to_operand_aliasing={{}: (0, {})}, x=1
 }
 """
 

@@ -156,14 +156,23 @@ def test_nothing_to_see_is_zero(implementation):
 
 @pytest.mark.parametrize("implementation", _KERNELS)
 def test_decoding_is_one_node(implementation):
-    """What the cache holds at the token's position is not looked at: a verifying pass has it not yet."""
+    """A verifying pass has its key and value from outside the cache, where decoding has written them."""
     case = _case(*_SHAPES["one node"], dtype="bfloat16")
     queries, keys, values, lengths, node_keys, node_values, itself, depth = case
-    keys, values = jnp.nan_to_num(keys), jnp.nan_to_num(values)
-    tree = (queries, keys, values, lengths, node_keys, node_values, itself, depth)
+    tree = (queries, *map(jnp.nan_to_num, (keys, values)), lengths, node_keys, node_values, itself, depth)
+    keys, values = _written(keys, values, lengths, node_keys[:, 0], node_values[:, 0])
     decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), _named(implementation)))
     got = decode(queries, keys, values, lengths, node_keys, node_values)
     np.testing.assert_array_equal(np.asarray(got, np.float64), _run(implementation, tree))
+
+
+def _written(keys, values, positions, node_keys, node_values):
+    """The cache with a token of each slot at its position, and a large number where it was poisoned."""
+    keys, values = (np.array(jnp.nan_to_num(x, nan=1e4)) for x in (keys, values))
+    slots, positions = np.arange(len(keys)), np.asarray(positions)
+    keys[slots, :, positions // _BLOCK, :, positions % _BLOCK] = node_keys
+    values[slots, :, positions] = node_values
+    return keys, values
 
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu"])
@@ -176,14 +185,11 @@ def test_every_depth_of_a_chain_has_the_bits_of_decoding(implementation):
     depth = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), case[7].shape)
     verified = _run(implementation, (*case[:6], ancestors, depth))
     decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), _named(implementation)))
-    keys, values = np.nan_to_num(keys), np.nan_to_num(values)
-    slots = np.arange(len(lengths))
     for node in range(nodes):
         one, at = slice(node, node + 1), lengths + node
+        keys, values = _written(keys, values, at, node_keys[:, node], node_values[:, node])
         got = decode(queries[:, one], keys, values, at, node_keys[:, one], node_values[:, one])
         np.testing.assert_array_equal(np.asarray(got, np.float64), verified[:, one])
-        keys[slots, :, at // _BLOCK, :, at % _BLOCK] = node_keys[:, node]
-        values[slots, :, at] = node_values[:, node]
 
 
 @pytest.mark.parametrize("implementation", _KERNELS)

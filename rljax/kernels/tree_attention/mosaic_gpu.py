@@ -52,8 +52,8 @@ def tree_attention(
     nodes_in_cache: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """See the package. Positions of nodes, and whether a node is also in the cache, have no effect here."""
-    del depth, numerics, nodes_in_cache
+    """See the package. Positions of nodes have no effect here; those in the cache are read there."""
+    del depth, numerics
     batch, nodes, num_heads, head_dim = queries.shape
     kv_heads, capacity = values.shape[1:3]
     if any(x.dtype != jnp.bfloat16 for x in (queries, keys, values)):
@@ -66,11 +66,16 @@ def tree_attention(
     groups = pl.cdiv(tiles, _MOST_TILES)
     in_group = pl.cdiv(tiles, groups)  # tiles of a block of threads
     splits = pl.cdiv(capacity, SPLIT)
-    rows = pack_queries(queries, kv_heads, multiple=_TILE * in_group * groups)
-    tail_keys, tail_values = _pack_tail(keys, values, lengths, node_keys, node_values)
-    bits = _pack_ancestors(ancestors, num_heads // kv_heads, rows.shape[2])
+    computed_rows, kept_rows = _TILE * in_group * groups, num_rows + -num_rows % 8
+    rows = pack_queries(
+        queries, kv_heads, multiple=8
+    )  # and what shared memory holds besides is computed, too
+    if nodes_in_cache:
+        tail = keys, values.reshape(batch, kv_heads, -1, KEY_BLOCK, head_dim)
+    else:
+        tail = _pack_tail(keys, values, lengths, node_keys, node_values)
+    bits = _pack_ancestors(ancestors, num_heads // kv_heads, computed_rows)
 
-    kept_rows = num_rows + -num_rows % 8  # padded rows that are written
     partial = (batch, kv_heads, splits, kept_rows, head_dim)
     stage_bytes = 2 * KEY_BLOCK * head_dim * 2
     query_bytes = in_group * _TILE * head_dim * 2
@@ -85,11 +90,12 @@ def tree_attention(
             in_group=in_group,
             kept_rows=kept_rows,
             stages=stages,
+            nodes_in_cache=nodes_in_cache,
         ),
         out_type=(
             jax.ShapeDtypeStruct(partial, jnp.bfloat16),
             jax.ShapeDtypeStruct(partial, jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, kv_heads, splits, rows.shape[2]), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, computed_rows), jnp.float32),
         ),
         scratch_types=(
             plgpu.SMEM((in_group, _TILE, head_dim), jnp.bfloat16, transforms=tiled),
@@ -111,7 +117,7 @@ def tree_attention(
         ),
         kernel_name="tree_attention",
         interpret=gpu_interpreter() if interpret else None,
-    )(lengths, bits, rows, keys, values, tail_keys, tail_values)
+    )(lengths, bits, rows, keys, values, *tail)
     out = _merge(high, low, lse[:, :, :, :kept_rows], lengths, nodes).astype(queries.dtype)
     return unpack_rows(out, nodes, num_heads)
 
@@ -185,11 +191,13 @@ def _attend(
     in_group: int,
     kept_rows: int,
     stages: int,
+    nodes_in_cache: bool,
 ) -> None:
     """One stretch of one slot and key head, for the rows of a group of tiles.
 
-    Refs: lengths [B], bits [B, 2, R], queries [B, Hk, R, D], keys [B, Hk, S / L, D, L], values [B, Hk, S, D],
-    tail_keys [B, Hk, T, D, L], tail_values [B, Hk, T, L, D]; out: the stretch's weighted mean as a sum of
+    Refs: lengths [B], bits [B, 2, R], queries [B, Hk, kept_rows, D], keys [B, Hk, S / L, D, L], values
+    [B, Hk, S, D], tail_keys [B, Hk, T, D, L], tail_values [B, Hk, T, L, D], the cache's own blocks if
+    `nodes_in_cache`; out: the stretch's weighted mean as a sum of
     out_high and out_low [B, Hk, splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse
     [B, Hk, splits, R].
     """
@@ -227,13 +235,29 @@ def _attend(
         @pl.when(step >= blocks)
         def _():
             block = begin + step - whole_blocks
+            if nodes_in_cache:  # a slot that is full has no node there, and nobody reads its result
+                block = jnp.minimum(begin + step, tail_keys.shape[2] - 1)
             load(tail_keys.at[slot, head, block], tail_values.at[slot, head, block])
 
     @pl.when(split <= last_split)
     def _():
         own_queries = queries_smem.at[tile_in_group]
         rows = pl.ds(tile * _TILE, _TILE)
-        plgpu.copy_gmem_to_smem(queries.at[slot, head, rows], own_queries, queries_here.at[tile_in_group])
+        whole, rest = divmod(kept_rows, _TILE)
+
+        def copy_queries(first, count):
+            there, here = queries.at[slot, head, pl.ds(first, count)], own_queries.at[pl.ds(0, count)]
+            plgpu.copy_gmem_to_smem(there, here, queries_here.at[tile_in_group])
+
+        if whole:
+
+            @pl.when(tile < whole)
+            def _():
+                copy_queries(tile * _TILE, _TILE)
+
+        @pl.when(tile >= whole)
+        def _():  # a tile without rows of its own computes those of the last one
+            copy_queries((whole if rest else whole - 1) * _TILE, rest or _TILE)
 
         @pl.when(tile_in_group == 0)
         def _():
@@ -323,7 +347,6 @@ def _attend(
         def write(source, out):
             """The tile's rows that are kept."""
             plgpu.commit_smem()
-            whole, rest = divmod(kept_rows, _TILE)
 
             @pl.when(tile < whole)
             def _():
