@@ -5,7 +5,7 @@ A prompt is prefilled once for all its samples, together with prompts of about t
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rljax.response_lengths import ResponseLengths
 from rljax.rollout.live_response import LiveResponse
@@ -81,7 +81,7 @@ class PrefillQueue:
         engine, members, mates = self._slots.engine, 0, self._slots.has_history
         # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
         is_full = self._slots.batch == engine.buckets.batch_for(self._max_slots)
-        most = engine.prefill_rows[-1] if is_full else engine.prefill_rows[0]
+        sizes = engine.prefill_rows if is_full else engine.prefill_rows[:1]
         by_length: dict[int, list[tuple[int, _Group]]] = {}  # with their places in the queue
         taken = needed = 0
         while self._prompts:
@@ -89,7 +89,7 @@ class PrefillQueue:
             alike = by_length.get(engine.prefill_length(len(ids)), [])
             if taken < self._max_slots if mates else members < free:
                 needed += 1
-            elif len(alike) % most in (0, *engine.prefill_rows):
+            elif sum(_parts(len(alike) + 1, sizes)) > sum(_parts(len(alike), sizes)):
                 break
             by_length.setdefault(engine.prefill_length(len(ids)), alike).append(
                 (taken, self._prompts.popleft())
@@ -97,7 +97,9 @@ class PrefillQueue:
             members, taken = members + len(group), taken + 1
         placed = []
         for alike in by_length.values():
-            for together in (alike[i : i + most] for i in range(0, len(alike), most)):
+            rest = iter(alike)
+            for size in _parts(len(alike), sizes):
+                together = list(itertools.islice(rest, size))
                 prefilled = self._slots.prefill([ids for _, (ids, _) in together])
                 self._slots.statistics.prefilled_tokens += sum(len(ids) for _, (ids, _) in together)
                 placed += [
@@ -110,6 +112,22 @@ class PrefillQueue:
         if mates:  # one response to every prompt first: the others draft from it
             self._ready.extend(group.pop(0) for group in rows)
         self._ready.extend(itertools.chain.from_iterable(rows))
+
+
+def _parts(count: int, sizes: Sequence[int]) -> list[int]:
+    """Splits prompts among prefills so that few rows are padding: 12 are two prefills of 8 where the next
+    larger one has 32 rows.
+
+    Args:
+      sizes: numbers of rows that a prefill can have, in ascending order.
+    """
+    if not count:
+        return []
+    size = next((size for size in sizes if size >= count), sizes[-1])
+    smaller = max((each for each in sizes if each < size), default=size)
+    if count < size and -(-count // smaller) * smaller < size:
+        size = smaller
+    return [size, *_parts(max(count - size, 0), sizes)]
 
 
 def _by_prefix(responses: Iterable[LiveResponse]) -> dict[tuple[int, ...], list[LiveResponse]]:

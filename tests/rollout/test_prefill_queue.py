@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rljax.engine.buckets import Buckets
-from rljax.rollout.prefill_queue import PrefillQueue
+from rljax.rollout.prefill_queue import PrefillQueue, _parts
 from rljax.rollout.slots import Slots
 
 PROMPTS = {"a": (2, 3, 4), "b": (5, 6), "c": (7, 8), "d": (9,) * 20, "e": (9, 8), "f": (7,) * 18}
@@ -41,7 +41,6 @@ def test_one_response_to_every_prompt_begins_before_those_that_may_draft_from_it
     ("names", "free", "prefilled"),
     [
         ("a0 a1 b0 b1 c0", 1, [2]),  # a slot is free; a prefill of one prompt has room for two
-        ("a0 b0 c0 e0", 3, [4]),  # three prompts are padded to five
         ("a0 d0 b0", 1, [1]),  # the next prompt is of another length
         ("a0 b0 c0", 2, [2]),  # no room
     ],
@@ -54,6 +53,30 @@ def test_padding_of_a_prefill_is_filled_with_prompts_that_come_next(names, free,
     while queue:
         queue.take(free=5)
     assert sum(together) == len({name[0] for name in names.split()})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes", "rows"),
+    [
+        (12, (8, 32), [8, 8]),  # not 32
+        (20, (8, 32), [8, 8, 8]),
+        (25, (8, 32), [32]),
+        (33, (8, 32), [32, 8]),
+        (3, (2, 5), [2, 2]),
+        (9, (8,), [8, 8]),
+        (0, (8, 32), []),
+    ],
+)
+def test_prompts_are_split_where_a_larger_prefill_would_be_mostly_padding(prompts, sizes, rows):
+    assert _parts(prompts, sizes) == rows
+
+
+def test_a_split_keeps_the_order_and_fills_the_padding_of_its_last_part():
+    queue, together = make_queue("a0 b0 c0 e0")
+    assert [response.name for _, response in queue.take(free=3)[1]] == ["a0", "b0"]
+    assert [response.name for _, response in queue.take(free=1)[1]] == ["c0"]
+    assert [response.name for _, response in queue.take(free=1)[1]] == ["e0"]
+    assert together == [2, 2]  # two prefills of two are less than one of five
 
 
 @pytest.mark.parametrize("names", ["a0 d0 f0 b0 c0", "a0 d0 b0 f0 c0"])
