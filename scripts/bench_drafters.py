@@ -15,6 +15,7 @@ from drafter_benchmarks.objectives import objective_rows
 from drafter_benchmarks.packing import packing_rows
 from drafter_benchmarks.rl import rl_rows
 from drafter_benchmarks.self_draft import BITS, QUANTIZERS, self_draft_rows
+from drafter_benchmarks.shared_prefixes import shared_prefix_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.errors import UserError
 from rljax.training.drafter_warm_up import WarmUp
@@ -44,6 +45,9 @@ def _plan(arguments: Namespace) -> list[Measurement]:
                 "quantizers", f"in {bits} bits", self_draft_rows, (config, each, 48, 5), disturbed=False
             )
             for bits, each in QUANTIZERS.items()
+        ),
+        Measurement(
+            "shared_prefixes", "samples that agree", shared_prefix_rows, (config, 3), disturbed=False
         ),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
     ]

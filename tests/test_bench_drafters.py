@@ -18,6 +18,8 @@ packing = load_script("drafter_benchmarks.packing")
 rl = load_script("drafter_benchmarks.rl")
 workloads = load_script("workloads")
 
+shared_prefixes = load_script("drafter_benchmarks.shared_prefixes")
+
 SETTINGS = WarmUp("eagle", steps=2, slices_per_round=1, heldout=3, depth=2)
 
 
@@ -31,6 +33,12 @@ def by_name(rows):
     for row in rows:
         assert row.value > 0 and row.ratio > 0
     return {row.name: row for row in rows}
+
+
+def test_rows_of_samples_that_agree_are_counted_once():
+    """Three begin alike, two have the same first token, and one of these ends there."""
+    assert shared_prefixes.shared_states([[1, 2, 3], [1], [4, 2]]) == (6, 1 + 1 + 1 + 1, 0)
+    assert shared_prefixes.shared_states([[1, 2, 3], [1, 2, 4]]) == (6, 3, 4)
 
 
 @pytest.mark.long

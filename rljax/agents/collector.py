@@ -132,16 +132,16 @@ class AgentCollector(Collector):
 
         worker.start()
         self.board.open(episodes, hand_out=self._pool is None)
-        under_way: list[concurrent.futures.Future] = []
+        in_flight: list[concurrent.futures.Future] = []
         try:
             if self._pool is not None:
-                under_way += [self._pool.executor.submit(self._play, episode) for episode in episodes]
+                in_flight += [self._pool.executor.submit(self._play, episode) for episode in episodes]
             self.board.wait(_LOOK, check)
-            for each in under_way:
+            for each in in_flight:
                 each.result()  # an error of the run, not of an agent
         finally:
             self.board.close()
-            for each in under_way:
+            for each in in_flight:
                 each.cancel()
             self.service.worker = None
             worker.close(drain=False)

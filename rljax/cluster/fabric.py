@@ -82,7 +82,7 @@ class LocalFabric:
         self.before_turn: Callable[[LocalFabric], None] | None = None
         self.turns = 0
         self._silent: set[str] = set()
-        self._under_way: list[tuple[int, int, str | None, Any]] = []  # due turn, number, recipient, message
+        self._in_flight: list[tuple[int, int, str | None, Any]] = []  # due turn, number, recipient, message
         self._numbers = itertools.count()
 
     def spawn(self, worker: str) -> None:
@@ -124,8 +124,8 @@ class LocalFabric:
                 for event in worker.turn() or [Heard(name)]:
                     self._send_over(None, pickle.dumps(event))
         events = []
-        while self._under_way and self._under_way[0][0] <= self.turns:
-            _, _, recipient, data = heapq.heappop(self._under_way)
+        while self._in_flight and self._in_flight[0][0] <= self.turns:
+            _, _, recipient, data = heapq.heappop(self._in_flight)
             message = pickle.loads(data) if isinstance(data, bytes) else data
             if recipient is None:
                 events.append(message)
@@ -147,7 +147,7 @@ class LocalFabric:
 
     def _send_over(self, recipient: str | None, data: bytes) -> None:
         for delay in self._network(data):
-            heapq.heappush(self._under_way, (self.turns + delay, next(self._numbers), recipient, data))
+            heapq.heappush(self._in_flight, (self.turns + delay, next(self._numbers), recipient, data))
 
     def _post(self, recipient: str | None, message: Any) -> None:
-        heapq.heappush(self._under_way, (self.turns, next(self._numbers), recipient, message))
+        heapq.heappush(self._in_flight, (self.turns, next(self._numbers), recipient, message))

@@ -230,7 +230,7 @@ class Companion:
     def start(self, batch: int, lengths: np.ndarray | None = None) -> None:
         self.begin(batch, self.engine.buckets.cache[0])
         if lengths is not None:
-            self.pretend(lengths)
+            self.set_known_lengths(lengths)
 
     def prefill(self, prefix: Prefix, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Returns the prompts: those that are inserted are prefilled then."""
@@ -302,7 +302,7 @@ class Companion:
             self._sizes[slot] = len(sequence)
             self._lengths[slot] = len(sequence) - 1
 
-    def pretend(self, lengths: np.ndarray) -> None:
+    def set_known_lengths(self, lengths: np.ndarray) -> None:
         """To time drafting: as if every slot had a request of so many tokens and one more, int32 [B]."""
         self._lengths, self._sizes = lengths.astype(np.int32), lengths.astype(np.int32) + 1
 
@@ -333,7 +333,7 @@ class Companion:
           tokens: int32 [n, T].
           counts: int32 [n], how many of them.
         """
-        self._settle()
+        self._apply_finished()
         slots, tokens, counts = (np.asarray(x) for x in (slots, tokens, counts))
         counts = np.where(self._sizes[slots] > 0, counts, 0)
         rows, order = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
@@ -365,7 +365,7 @@ class Companion:
         theirs, own = (target.batch, target.cache.length), (self.batch, self._state.cache.length)
         if own[0] != theirs[0] or own[1] > theirs[1]:
             raise ValueError(f"the target's state is {theirs} (slots, positions), the companion's {own}")
-        self._settle()
+        self._apply_finished()
         self.grow(target.cache.length)
         self._catch_up()
         cache, drafts = self.engine.draft_for(
@@ -377,14 +377,14 @@ class Companion:
 
     def compact(self, slots: Sequence[int], batch: int = 0) -> None:
         """Follows `DecodeEngine.compact` of the target; arguments as there."""
-        self._settle()
+        self._apply_finished()
         slots = list(slots)
         self._state = self.engine.compact(self._state, slots, batch)
         self._keep(slots)
 
     def widen(self, slots: int) -> None:
         """Follows `DecodeEngine.widen` of the target."""
-        self._settle()
+        self._apply_finished()
         self._state = self.engine.widen(self._state, slots)
         self._keep(range(len(self._sizes)))
 
@@ -402,7 +402,7 @@ class Companion:
 
     def rewind(self, slots: Sequence[int], sizes: Sequence[int]) -> None:
         """Truncates each of `slots` to a number of tokens."""
-        self._settle()
+        self._apply_finished()
         slots = np.asarray(slots, np.int32)
         self._sizes[slots] = np.where(self._sizes[slots] > 0, sizes, 0)
         self._lengths[slots] = np.minimum(self._lengths[slots], np.maximum(self._sizes[slots] - 1, 0))
@@ -410,12 +410,12 @@ class Companion:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Nothing is known of `slots` any more: their requests are over."""
-        self._settle()
+        self._apply_finished()
         slots = np.asarray(slots, np.int32)
         self._sizes[slots] = self._lengths[slots] = 0
         self._drop(slots)
 
-    def _settle(self) -> None:
+    def _apply_finished(self) -> None:
         """Takes over what the newest drafting wrote. A chain that was drafted before stays where there is
         none of the newest: its slot's tokens may be in progress.
         """

@@ -135,7 +135,7 @@ class ExecutablePool:
 
     def __init__(self, row_invariant: bool = True, directory: str | os.PathLike[str] | None = None) -> None:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
-        self._under_way: dict[Hashable, Future[Callable[..., Any]]] = {}
+        self._in_flight: dict[Hashable, Future[Callable[..., Any]]] = {}
         self._lock = threading.Lock()
         self._compiling = 0  # threads that compile, in the background excluded
         self._since = 0.0  # when the first of them began
@@ -155,7 +155,7 @@ class ExecutablePool:
     @property
     def busy(self) -> bool:
         """Whether some thread compiles or loads a program now."""
-        return bool(self._under_way)
+        return bool(self._in_flight)
 
     def bytes(self) -> dict[Hashable, int]:
         """`temporary_bytes` of every program."""
@@ -190,9 +190,9 @@ class ExecutablePool:
         if program is not None:
             return program
         with self._lock:
-            others = self._under_way.get(key)
+            others = self._in_flight.get(key)
             if others is None and key not in self._programs:
-                future = self._under_way[key] = Future()
+                future = self._in_flight[key] = Future()
         if others is not None:
             return others.result()  # another thread compiles it
         if key in self._programs:
@@ -235,14 +235,14 @@ class ExecutablePool:
                 program = self._make(key, function, args, donate_argnums)
         except BaseException as error:
             with self._lock:
-                del self._under_way[key]
+                del self._in_flight[key]
             # An interrupt ends this thread's work alone; the others then compile anew.
             future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             raise
         with self._lock:
             self._programs[key] = program
             self.background_programs += _is_in_background()
-            del self._under_way[key]
+            del self._in_flight[key]
         future.set_result(program)
         return program
 

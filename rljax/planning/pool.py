@@ -94,7 +94,7 @@ class PlanningPool(ExecutablePool):
         self._skips = skips
         self._drafter = drafter
         self._by_key: dict[Hashable, _Planned] = {}
-        self._under_way: list[Future[Program]] = []
+        self._in_flight: list[Future[Program]] = []
         self.skipped: dict[str, int] = {}
 
     def __contains__(self, key: Hashable) -> bool:
@@ -120,14 +120,14 @@ class PlanningPool(ExecutablePool):
         start = time.perf_counter()
         lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(self._abstract, args))
         tracing = time.perf_counter() - start
-        self._under_way.append(self._compilers.submit(self._compiled, key, lowered, tracing))
+        self._in_flight.append(self._compilers.submit(self._compiled, key, lowered, tracing))
         results = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         self._by_key[key] = _Planned(self._place(results))
         return self._by_key[key]
 
     def programs(self) -> Iterator[Program]:
         """Yields the programs, in the order in which they were asked for; waits for each."""
-        for program in self._under_way:
+        for program in self._in_flight:
             yield program.result()
 
     def _compiled(self, key: Any, lowered: Any, tracing: float) -> Program:

@@ -92,7 +92,7 @@ class SpeculativeDecoder:
         self._statistics = statistics
         self.expect(requests)
         self._choice: Choice | None = None  # the last one
-        self._under_way: list[VerifyingPass] = []
+        self._in_flight: list[VerifyingPass] = []
         self.draft_counts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.clock.begin(statistics)
 
@@ -121,10 +121,10 @@ class SpeculativeDecoder:
           until_active: plain steps end once no more than so many slots are active.
           most_steps: plain steps at most; None for the engine's `decode_steps_per_sync`.
         """
-        state, under_way = self.start(params, state, active)
-        if under_way is None:
+        state, in_flight = self.start(params, state, active)
+        if in_flight is None:
             return self.decode_plainly(params, state, active, until_active, most_steps)
-        return state, self.finish(under_way)
+        return state, self.finish(in_flight)
 
     def start(
         self, params: Params, state: DecodeState, active: ActiveSlots
@@ -143,15 +143,15 @@ class SpeculativeDecoder:
         draft_seconds = self._statistics.draft_seconds - draft_seconds
         if draft_seconds > 0:
             self.clock.finished()  # the host has waited for drafts from the device
-        self._choice, under_way = choice, None
+        self._choice, in_flight = choice, None
         # Verify: the device gets the pass, `finish` waits for it.
         if choice.rows:
-            under_way, state = self._verify(params, state, active, choice, timed, start + draft_seconds)
-        elif self._under_way and (choice.draft_seconds or choice.events):
+            in_flight, state = self._verify(params, state, active, choice, timed, start + draft_seconds)
+        elif self._in_flight and (choice.draft_seconds or choice.events):
             # No plain step follows while other slots are verified.
             self.decisions.add(PassRecord(choice, state.batch, len(active.slots), tokens=0, seconds=0.0))
         self._statistics.host_seconds += time.perf_counter() - start - draft_seconds
-        return state, under_way
+        return state, in_flight
 
     def _verify(
         self,
@@ -177,51 +177,51 @@ class SpeculativeDecoder:
         self.drafters.draft_ahead(active.slots)
         self.clock.dispatched(self.times.verify(*shape))
         dispatched = time.perf_counter()
-        host = 0.0 if self._under_way else self._told + dispatched - begun
-        under_way = VerifyingPass(active, tree, choice, shape, dispatched, host, timed, pending)
-        self._under_way.append(under_way)
-        return under_way, state
+        host = 0.0 if self._in_flight else self._told + dispatched - begun
+        in_flight = VerifyingPass(active, tree, choice, shape, dispatched, host, timed, pending)
+        self._in_flight.append(in_flight)
+        return in_flight, state
 
-    def finish(self, under_way: VerifyingPass) -> DecodeResult:
+    def finish(self, in_flight: VerifyingPass) -> DecodeResult:
         """Waits for the pass that was started first, and tells everybody what it brought."""
-        result, seconds = self._wait(under_way)
+        result, seconds = self._wait(in_flight)
         start = time.perf_counter()
         self._patience, self._in_vain = 1, 0
-        self._tell(under_way, result, seconds)
+        self._tell(in_flight, result, seconds)
         told = time.perf_counter() - start
-        self._told = 0.0 if self._under_way else told
+        self._told = 0.0 if self._in_flight else told
         self._statistics.host_seconds += told
         return result
 
-    def _wait(self, under_way: VerifyingPass) -> tuple[DecodeResult, float]:
+    def _wait(self, in_flight: VerifyingPass) -> tuple[DecodeResult, float]:
         """The result of a pass and its seconds: measured if the host saw its end, else estimated."""
-        was_over = under_way.pending.is_ready()
-        result = under_way.pending.result()
-        self._under_way.remove(under_way)
-        seconds, timed = self.times.verify(*under_way.shape), False
+        was_over = in_flight.pending.is_ready()
+        result = in_flight.pending.result()
+        self._in_flight.remove(in_flight)
+        seconds, timed = self.times.verify(*in_flight.shape), False
         if not was_over:
             last_end = self.clock.last_end
-            now = self.clock.finished(sum(self.times.verify(*other.shape) for other in self._under_way))
-            seconds, timed = now - max(under_way.dispatched, last_end), under_way.timed
-        seconds, host, timed = agree(seconds, under_way.host, timed)
+            now = self.clock.finished(sum(self.times.verify(*other.shape) for other in self._in_flight))
+            seconds, timed = now - max(in_flight.dispatched, last_end), in_flight.timed
+        seconds, host, timed = agree(seconds, in_flight.host, timed)
         # The first run of a program takes longer, and an untried pass would seem too slow for good.
-        if timed and (under_way.shape in self._used or self.times.has_verify(*under_way.shape)):
-            self.times.add_verify(*under_way.shape, seconds + host)
-        self._used.add(under_way.shape)
+        if timed and (in_flight.shape in self._used or self.times.has_verify(*in_flight.shape)):
+            self.times.add_verify(*in_flight.shape, seconds + host)
+        self._used.add(in_flight.shape)
         self._statistics.device_seconds += seconds
         return result, seconds
 
-    def _tell(self, under_way: VerifyingPass, result: DecodeResult, seconds: float) -> None:
+    def _tell(self, in_flight: VerifyingPass, result: DecodeResult, seconds: float) -> None:
         """Tells proposers, manager, log, statistics and drafters which drafts were accepted."""
-        active, choice = under_way.active, under_way.choice
-        nodes = VerifiedNodes.from_result(result, under_way.tree, active.slots)
+        active, choice = in_flight.active, in_flight.choice
+        nodes = VerifiedNodes.from_result(result, in_flight.tree, active.slots)
         choice.proposal.record_outcome(nodes.verified, nodes.correct)
         self.draft_counts = choice.proposal.counts(nodes.verified, nodes.accepted)
         self._count(active, nodes, result.rows)
         verified, accepted = nodes.by_depth(choice.proposal.levels)
         record = PassRecord(
             choice,
-            batch=under_way.shape[0],
+            batch=in_flight.shape[0],
             responses=len(active.slots),
             tokens=int((result.tokens[active.slots] >= 0).sum()),
             seconds=seconds,
@@ -318,4 +318,4 @@ class SpeculativeDecoder:
 
     def _only_passes_before(self, state: DecodeState) -> bool:
         """Whether the device need not prefill, insert or move anything first."""
-        return bool(self._under_way) or state.lengths.is_ready()
+        return bool(self._in_flight) or state.lengths.is_ready()

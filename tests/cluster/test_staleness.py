@@ -76,7 +76,7 @@ def test_what_has_begun_is_planned_with_its_own_requests():
 
 def test_two_workers_decode_while_the_trainer_updates(world, stale_alone, monkeypatch):
     """They end the next step's rollout before the update does, and the run is the same."""
-    honest, under_way, decoders = Learner.learn, [], []
+    honest, in_flight, decoders = Learner.learn, [], []
 
     def learn(self, *args):
         coordinator = decoders[0].coordinator
@@ -87,14 +87,14 @@ def test_two_workers_decode_while_the_trainer_updates(world, stale_alone, monkey
                 if rollout.done:
                     break
                 loop.time.sleep(0.01)
-            under_way.append((rollout.version, rollout.done))
+            in_flight.append((rollout.version, rollout.done))
         return honest(self, *args)
 
     monkeypatch.setattr(Learner, "learn", learn)
     overrides = (STALE, "cluster.weights=files", f"cluster.weights_dir={world}/weights")
     clustered, _ = local_run(world, "stale_two", monkeypatch, *overrides, steps=3, decoders=decoders)
     assert not differences(stale_alone, clustered)
-    assert under_way == [(0, True), (1, True)]
+    assert in_flight == [(0, True), (1, True)]
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(world, stale_alone, monkeypatch):

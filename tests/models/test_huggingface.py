@@ -240,24 +240,24 @@ def test_dtypes(stored, tmp_path):
 
 def test_put_places_each_weight_as_it_arrives_and_is_waited_for(checkpoint):
     # Else the host arrays of unfinished transfers pile up: up to 24 at a time on JAX 0.10.
-    seen, under_way = {}, []
+    seen, in_flight = {}, []
 
     class Transfer:
         def __init__(self, path):
             self.path = path
-            under_way.append(self)
+            in_flight.append(self)
 
         def block_until_ready(self):
-            under_way.remove(self)
+            in_flight.remove(self)
             return self
 
     def put(path, array):
-        assert isinstance(array, np.ndarray) and not under_way
+        assert isinstance(array, np.ndarray) and not in_flight
         seen[path] = array.shape
         return Transfer(path)
 
     params = load_params(checkpoint, small_config(), put=put)
-    assert not under_way
+    assert not in_flight
     assert params["layers"][1]["q"].path == ("layers", 1, "q")
     assert params["final_norm"].path == ("final_norm",)
     assert seen["layers", 0, "k"] == (32, 32) and len(seen) == 3 + 2 * 11

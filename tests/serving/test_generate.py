@@ -244,9 +244,9 @@ def test_compiling_is_said_while_it_goes_on():
     pool._programs["before"] = len
     with compiling_lines(pool, said.put, seconds=0.001):
         pool._programs["first"] = len
-        pool._under_way["second"] = Future()
+        pool._in_flight["second"] = Future()
         assert said.get(timeout=20).startswith("compiling: 1 program in ")
-        del pool._under_way["second"]
+        del pool._in_flight["second"]
     quiet = queue.SimpleQueue()
     with compiling_lines(pool, quiet.put, seconds=0.001):
         time.sleep(0.02)

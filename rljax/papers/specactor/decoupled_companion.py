@@ -49,8 +49,8 @@ class DecoupledCompanion(DraftingAhead, Companion):
         super().begin(batch, length)
         self._begin_ahead(self.batch)
 
-    def pretend(self, lengths: np.ndarray) -> None:
-        super().pretend(lengths)
+    def set_known_lengths(self, lengths: np.ndarray) -> None:
+        super().set_known_lengths(lengths)
         self._limits = self._sizes + self._state.cache.length
 
     def insert(
@@ -68,7 +68,7 @@ class DecoupledCompanion(DraftingAhead, Companion):
 
     def draft_chains(self, target: DecodeState, steps: int, with_proposal: bool = False) -> SelfDrafts:
         """Compiles and times drafting: every slot's drafts are replaced by `steps` others at most."""
-        self._settle()
+        self._apply_finished()
         self._drop(np.arange(self.batch))
         self.grow(target.cache.length)
         self._start(np.where(self._sizes > 0, steps, 0))
@@ -115,7 +115,7 @@ class DecoupledCompanion(DraftingAhead, Companion):
         """Notes an answer; it is taken over when the drafts that are in flight are needed."""
         self.answered(slots, tokens, counts)
 
-    def _settle(self) -> None:
+    def _apply_finished(self) -> None:
         self._take_drafts()
         for answer in self._noted():
             super().follow(*answer)

@@ -46,7 +46,7 @@ class DraftingAhead(AheadDrafting):
     """The windows of a drafter with a state of its own for every slot of the target; its `AheadDrafting`.
 
     What a subclass adds is `_sizes`, int32 [B], the known tokens of each slot, 0 for one without a request;
-    `_draft_behind`; and `_settle`.
+    `_draft_behind`; and `_apply_finished`.
 
     Attributes:
       window: most tokens that are drafted at a time.
@@ -78,7 +78,7 @@ class DraftingAhead(AheadDrafting):
         self._limits = np.zeros(batch, np.int32)  # positions of prompt and response together, at most
         self._keys = np.zeros((batch, 2), np.uint32)  # of the noise
         self._answers: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # not taken over yet
-        self._under_way: tuple[np.ndarray, Array, Array] | None = None  # room, and what is drafted
+        self._in_flight: tuple[np.ndarray, Array, Array] | None = None  # room, and what is drafted
         self._since = 0.0  # when this was begun, by `time.perf_counter`
         self._measured: list[float] = []
 
@@ -104,13 +104,13 @@ class DraftingAhead(AheadDrafting):
 
     def fill(self, slots: np.ndarray) -> None:
         """Drafts a window for those of `slots` that have no drafts, and waits for it."""
-        self._settle()
+        self._apply_finished()
         self._begin_to_draft(slots[self.windows.unanswered[slots] == 0])
-        self._settle()
+        self._apply_finished()
 
     def take_drafts(self, slots: np.ndarray, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Waits for drafts where none of the slots has any, and where nothing is drafted beside passes."""
-        self._settle()
+        self._apply_finished()
         self._grow(length)
         if not self.drafts_ahead or not self.windows.unanswered[slots].any():
             self.fill(slots)
@@ -124,7 +124,7 @@ class DraftingAhead(AheadDrafting):
         the answer of the target's pass.
         """
         if self.drafts_ahead:
-            self._settle()
+            self._apply_finished()
             self._begin_to_draft(slots)
 
     def _begin_to_draft(self, slots: np.ndarray) -> None:
@@ -142,7 +142,7 @@ class DraftingAhead(AheadDrafting):
     def _start(self, room: np.ndarray) -> tuple[Array, Array]:
         self._since = time.perf_counter()
         drafted = self._draft_behind(room)
-        self._under_way = (room, *drafted)
+        self._in_flight = (room, *drafted)
         return drafted
 
     def _draft_behind(self, room: np.ndarray) -> tuple[Array, Array]:
@@ -170,9 +170,9 @@ class DraftingAhead(AheadDrafting):
           tokens: int32 [n, T], what the target sampled in them.
           counts: int [n], how many of the T.
         """
-        if self._under_way is not None:
+        if self._in_flight is not None:
             self.counts.windows += 1
-            self.counts.in_time += int(self._under_way[1].is_ready())
+            self.counts.in_time += int(self._in_flight[1].is_ready())
         self._answers.append((np.asarray(slots, np.int32), tokens, np.asarray(counts)))
 
     def step_seconds(self) -> list[float]:
@@ -192,15 +192,15 @@ class DraftingAhead(AheadDrafting):
             "decoupled_most_wasted": float(counts.most_wasted),
         }
 
-    def _settle(self) -> None:
+    def _apply_finished(self) -> None:
         """Takes over drafts that are in flight, and then answers, by `_take_drafts` and `_noted`."""
         raise NotImplementedError
 
     def _take_drafts(self) -> None:
         """Waits for the drafts that are in flight."""
-        if self._under_way is None:
+        if self._in_flight is None:
             return
-        (room, drafted, sure), self._under_way = self._under_way, None
+        (room, drafted, sure), self._in_flight = self._in_flight, None
         waits = not drafted.is_ready()
         tokens = np.asarray(drafted)
         steps = int((tokens >= 0).sum(axis=1).max())

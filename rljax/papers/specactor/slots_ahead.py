@@ -87,17 +87,17 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
 
     def _resize(self, slots: Sequence[int], sizes: Sequence[int] | np.ndarray) -> None:
         """Slots have so many tokens now, and no drafts."""
-        self._settle()
+        self._apply_finished()
         self._sizes[list(slots)] = sizes
         self.windows.drop(np.asarray(slots, np.int32))
 
     def compact(self, slots: Sequence[int], batch: int) -> None:
-        self._settle()
+        self._apply_finished()
         super().compact(slots, batch)
         self._keep(slots, batch)
 
     def widen(self, batch: int) -> None:
-        self._settle()
+        self._apply_finished()
         before = len(self._sizes)
         super().widen(batch)
         self._keep(range(before), len(self._held))
@@ -118,7 +118,7 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
             self._program("draft_behind", *self._behind(batch, unanswered, length), donate=())
         if self._should_stop is not None:  # shapes stand in the place of arrays
             return self._run("draft_behind", *self._behind(batch, 0, length), donate=())
-        self._settle()
+        self._apply_finished()
         self.windows.drop(np.arange(batch))
         self._grow(length)
         self._start(np.where(self._sizes > 0, self.window, 0).astype(np.int32))
@@ -168,7 +168,7 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
         with np.errstate(invalid="ignore"):  # -inf behind the end, where nothing reads it
             return np.nan_to_num(sure - before)
 
-    def _settle(self) -> None:
+    def _apply_finished(self) -> None:
         self._take_drafts()
         for slots, tokens, counts in self._noted():
             counts = np.where(self._sizes[slots] > 0, counts, 0)

@@ -94,14 +94,14 @@ class RewardedTask(Wrapper):
         together = [] if self._pool is None else self._pool.together
         asked = [(reward, _request(*pair)) for pair in answered for reward in together]
         scored = iter(self._pool.compute_together(asked, self._config.reward_parallel) if asked else ())
-        under_way = [
+        in_flight = [
             [next(scored) if reward in together else self._begin(reward, *pair) for reward in self._rewards]
             for pair in answered
         ]
         try:
-            return [self._total(pair, futures) for pair, futures in zip(answered, under_way, strict=True)]
+            return [self._total(pair, futures) for pair, futures in zip(answered, in_flight, strict=True)]
         finally:
-            for futures in under_way:
+            for futures in in_flight:
                 for future in futures:
                     future.cancel()
 

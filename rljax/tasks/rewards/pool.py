@@ -159,8 +159,8 @@ class CheckerPool:
     def refused_answers(self, reward: Reward, answers: Sequence[str]) -> list[str]:
         """Returns the answers that the reward cannot judge by (`check_answer`) or takes too long to parse."""
         parts = [answers[i : i + _CHECKED_TOGETHER] for i in range(0, len(answers), _CHECKED_TOGETHER)]
-        under_way = [self.executor.submit(self._refused, reward, part) for part in parts]
-        return [answer for part in under_way for answer in part.result()]
+        in_flight = [self.executor.submit(self._refused, reward, part) for part in parts]
+        return [answer for part in in_flight for answer in part.result()]
 
     def _refused(self, reward: Reward, answers: Sequence[str]) -> list[str]:
         refused: list[str] = []
