@@ -40,8 +40,8 @@ skip_absent()
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("XLA_FLAGS", _QUICK)
 
-# XLA's threads: with one a core, callbacks of the interpreter of GPU kernels (JAX 0.10) can hold both of two and
-# wait for a third one for ever.
+# XLA's threads: with one a core, callbacks of the interpreter of GPU kernels (JAX 0.10) can hold both of two
+# and wait for a third one for ever.
 os.environ.setdefault("NPROC", "8")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a mistyped directory is no question to the network
 
