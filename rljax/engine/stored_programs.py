@@ -111,7 +111,7 @@ def _surroundings() -> str:
     device = jax.devices()[0]
     facts = [platform.python_version(), platform.machine(), processor(), device.platform]
     facts += [device.device_kind, device.client.platform_version, os.environ.get("XLA_FLAGS", "")]
-    facts += [os.cpu_count()]  # a CPU's loops are split for as many cores
+    facts += [os.environ.get("NPROC", os.cpu_count())]  # a CPU's loops are split for as many threads
     facts += [f"{library} {version(library)}" for library in _LIBRARIES]
     facts += [f"{name} {getattr(jax.config, name, None)}" for name in _SETTINGS]
     return hashlib.sha256(repr([source_digest(), *facts]).encode()).hexdigest()[:24]
