@@ -38,7 +38,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """A line of a computation: `rest` is what stands behind its operands' parenthesis."""
+    """A line of a computation; `rest` begins with its operands, up to a parenthesis."""
 
     name: str
     kind: str

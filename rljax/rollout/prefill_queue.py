@@ -121,13 +121,15 @@ def _parts(count: int, sizes: Sequence[int]) -> list[int]:
     Args:
       sizes: numbers of rows that a prefill can have, in ascending order.
     """
-    if not count:
-        return []
-    size = next((size for size in sizes if size >= count), sizes[-1])
-    smaller = max((each for each in sizes if each < size), default=size)
-    if count < size and -(-count // smaller) * smaller < size:
-        size = smaller
-    return [size, *_parts(max(count - size, 0), sizes)]
+    parts, rest = [sizes[-1]] * (count // sizes[-1]), count % sizes[-1]
+    while rest > 0:
+        size = next(size for size in sizes if size >= rest)
+        smaller = max((each for each in sizes if each < size), default=size)
+        if -(-rest // smaller) * smaller < size:
+            size = smaller
+        parts.append(size)
+        rest -= size
+    return parts
 
 
 def _by_prefix(responses: Iterable[LiveResponse]) -> dict[tuple[int, ...], list[LiveResponse]]:

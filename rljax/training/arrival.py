@@ -326,12 +326,12 @@ class ArrivingBatches(_Noted, Extra):
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         state, arrays = super().state()
-        return state | {"in_flight": self._buffer.state()}, arrays  # under the weights of the checkpoint
+        return state | {"under_way": self._buffer.state()}, arrays  # under the weights of the checkpoint
 
     def load_state(self, host_state: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> None:
         super().load_state(host_state, held)
-        if "in_flight" in host_state:
-            self._buffer.load_state(host_state["in_flight"])
+        if "under_way" in host_state:
+            self._buffer.load_state(host_state["under_way"])
 
 
 class ReplayedBatches(_Noted):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.errors import ConfigError
-from rljax.training.arrival import GroupBuffer, ScheduledGroup, read_schedule
+from rljax.training.arrival import ArrivingBatches, GroupBuffer, ScheduledGroup, read_schedule
+from rljax.training.batches import Batches
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,3 +82,16 @@ def test_a_schedule_is_read_as_it_was_written(tmp_path):
     (tmp_path / "schedule.jsonl").write_text('{"step": 2}\n')
     with pytest.raises(ConfigError, match="is no schedule of a run with max_staleness"):
         read_schedule(str(tmp_path))
+
+
+def test_checkpoints_of_earlier_versions_say_which_groups_are_open(monkeypatch):
+    """Under the name that these have in the checkpoints of all versions so far."""
+    monkeypatch.setattr(Batches, "state", lambda self: ({}, {}))
+    monkeypatch.setattr(Batches, "load_state", lambda self, host_state, held: None)
+    buffer = GroupBuffer(2, 1, 4)
+    buffer.create(problem=7, step=0)
+    saved, batches = {"under_way": json.loads(json.dumps(buffer.state()))}, object.__new__(ArrivingBatches)
+    batches._buffer = GroupBuffer(2, 1, 4)
+    batches.load_state(saved, {})
+    assert batches._buffer.state() == buffer.state()
+    assert batches.state()[0] == {"under_way": buffer.state()}

@@ -105,15 +105,15 @@ def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         with pytest.raises(Interrupted, match="stopped before the first checkpoint") as stopped:
             train_own(tmp_path / "stopped")
     assert stopped.value.signal == signal.SIGTERM
-    in_flight = tmp_path / "stopped" / "run" / "warm_start"
-    assert RunCheckpoints(in_flight, keep=1).latest_step() == 2
+    unfinished = tmp_path / "stopped" / "run" / "warm_start"
+    assert RunCheckpoints(unfinished, keep=1).latest_step() == 2
     updates = []
     monkeypatch.setattr(warm_start, "_update", lambda *given: updates.append(1) or update(*given))
     with pytest.raises(KeyboardInterrupt):
         train_own(tmp_path / "stopped")
     assert len(updates) == 1  # of three
     assert warmed_up(tmp_path / "stopped") == warmed_up(tmp_path / "whole")
-    assert not in_flight.exists()
+    assert not unfinished.exists()
 
 
 def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypatch):

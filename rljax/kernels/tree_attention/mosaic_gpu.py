@@ -67,9 +67,8 @@ def tree_attention(
     in_group = pl.cdiv(tiles, groups)  # tiles of a block of threads
     splits = pl.cdiv(capacity, SPLIT)
     computed_rows, kept_rows = _TILE * in_group * groups, num_rows + -num_rows % 8
-    rows = pack_queries(
-        queries, kv_heads, multiple=8
-    )  # and what shared memory holds besides is computed, too
+    # A tile's other rows are what shared memory holds: nobody reads what is computed from them.
+    rows = pack_queries(queries, kv_heads, multiple=8)
     if nodes_in_cache:
         tail = keys, values.reshape(batch, kv_heads, -1, KEY_BLOCK, head_dim)
     else:
