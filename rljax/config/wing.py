@@ -21,19 +21,19 @@ POLICIES: dict[str, Policy] = {} if registry is None else registry.POLICIES
 """How much is drafted (`speculation.py`), by name."""
 MECHANISMS: dict[str, Mechanism] = {} if registry is None else registry.MECHANISMS
 """What is added to rollouts of workers (`cluster.py`), by paper."""
-SIMULATED: dict[str, str] = {} if registry is None else registry.SIMULATED
-"""What the simulator needs of them, as `module:name`."""
+PARTS: dict[str, str] = {} if registry is None else registry.PARTS
+"""What the simulator and scripts take of them, as `module:name`."""
 ABSENT = "rljax/papers, which is not here"
 MISSING = "" if registry is not None else f"; the papers' mechanisms and their keys need {ABSENT}"
 """The end of errors about what may be missing."""
 
 
-def simulated(name: str) -> Any:
-    """Returns what the simulator needs of the papers by its name.
+def part(name: str) -> Any:
+    """Returns what the simulator or a script takes of the papers by its name.
 
     Raises:
       ConfigError: the wing is not here.
     """
-    if name not in SIMULATED:
-        raise ConfigError(f"router, race, spot: {name} needs {ABSENT}")
-    return pkgutil.resolve_name(SIMULATED[name])
+    if name not in PARTS:
+        raise ConfigError(f"{name} needs {ABSENT}")
+    return pkgutil.resolve_name(PARTS[name])

@@ -6,8 +6,8 @@
     specactor/           SpecActor: the draft ladder, races for stragglers, in a process and over workers, and
                          drafting ahead
 
-Each folder begins with the paper's algorithm and its keys. Nothing outside imports from here
-but `rljax/config/wing.py`, and that only `registry.py`: without this folder the rest works, and has
+Each folder begins with the paper's algorithm and its keys. Nothing outside imports from here, in `scripts`
+neither, but `rljax/config/wing.py`, and that only `registry.py`: without this folder the rest works, and has
 fewer keys.
 """
 

@@ -60,7 +60,7 @@ MECHANISMS = {
 }
 """What is added to rollouts of workers. What one puts around a router comes around that of those before."""
 
-SIMULATED = {
+PARTS = {
     "RankedQueues": "rljax.papers.rhymerl.histopipe:RankedQueues",
     "Migrating": "rljax.papers.rhymerl.histopipe:Migrating",
     "OutlierRule": "rljax.papers.rhymerl.histopipe:OutlierRule",
@@ -73,5 +73,10 @@ SIMULATED = {
     "SpotTraining": "rljax.papers.tlt.spot:SpotTraining",
     "SpotTimes": "rljax.papers.tlt.simulated_spot:SpotTimes",
     "SimulatedSpot": "rljax.papers.tlt.simulated_spot:SimulatedSpot",
+    "Roofline": "rljax.papers.efficient_rollout.roofline:Roofline",
+    "policy_costs": "rljax.papers.efficient_rollout.roofline:policy_costs",
+    "StepAcceptance": "rljax.papers.efficient_rollout.draft_length:StepAcceptance",
+    "measure_roofline": "rljax.papers.efficient_rollout.calibration:measure_roofline",
+    "calibrate_run": "rljax.papers.efficient_rollout.report:calibrate_run",
 }
-"""What the simulator needs of them."""
+"""What the simulator and scripts take of them."""

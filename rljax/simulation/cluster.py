@@ -26,7 +26,7 @@ import numpy as np
 from rljax.cluster import messages
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.router import Router
-from rljax.config.wing import simulated
+from rljax.config.wing import part
 from rljax.errors import ClusterError
 from rljax.requests import Request
 from rljax.simulation.costs import PassCosts
@@ -198,8 +198,8 @@ class Cluster:
         )
         self._spot: Any = None  # `SimulatedSpot`
         if machines.spot is not None:
-            self.coordinator.idle_work = simulated("SpotTraining")(machines.spot.rule)
-            self._spot = simulated("SimulatedSpot")(machines.spot, self._at, self._tell)
+            self.coordinator.idle_work = part("SpotTraining")(machines.spot.rule)
+            self._spot = part("SimulatedSpot")(machines.spot, self._at, self._tell)
         self._mobile = self.coordinator.rollouts.router.mobile
         self._tell(messages.Tick())
         self.coordinator.building = True

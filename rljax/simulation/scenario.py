@@ -25,7 +25,7 @@ from typing import Annotated, Literal, get_args, get_type_hints
 import numpy as np
 
 from rljax.cluster.router import Balancing, Router, SharedQueue
-from rljax.config.wing import simulated
+from rljax.config.wing import part
 from rljax.errors import ConfigError, known_names
 from rljax.planning.hardware import known_hardware
 from rljax.planning.passes import pass_work
@@ -204,8 +204,8 @@ class Scenario:
         )
         if self.spot:
             limits = self.spot_updates, self.spot_tokens, self.longest
-            rule = simulated("SpotRule")(self.spot, 8, *limits, retry=math.inf)
-            spot = simulated("SpotTimes")(rule, self.spot_update, costs.prefill)
+            rule = part("SpotRule")(self.spot, 8, *limits, retry=math.inf)
+            spot = part("SpotTimes")(rule, self.spot_update, costs.prefill)
         return Machines(
             self.workers,
             self.slots,
@@ -235,29 +235,29 @@ class Scenario:
             return machines.drafting.token_seconds(running, cached)
 
         def sizes(groups: Sequence[Sequence[int]]) -> list[int]:
-            outliers = simulated("OutlierRule")().last if self.migration else 0.0
+            outliers = part("OutlierRule")().last if self.migration else 0.0
             limits = self.min_workers, self.max_workers or None
-            return simulated("tier_sizes")(
+            return part("tier_sizes")(
                 groups, self.workers, self.slots, pass_seconds, self.train, *limits, outliers=outliers
             )
 
         made: Router
         if self.router in ("ranked", "two-tiers"):
             two_tiers = sizes if self.router == "two-tiers" else None
-            made = simulated("RankedQueues")(
+            made = part("RankedQueues")(
                 self.workers, lambda: workload.history, two_tiers, self.groups or self.workers
             )
             if self.migration:
-                made = simulated("Migrating")(made, lambda: simulated("OutlierRule")(0.1, workload.growth))
+                made = part("Migrating")(made, lambda: part("OutlierRule")(0.1, workload.growth))
         elif self.router == "static":
-            made = simulated("RankedQueues")(self.workers, None)
+            made = part("RankedQueues")(self.workers, None)
         else:
             made = SharedQueue()
         if self.balance:
             made = Balancing(made, self.balance)
         if self.race:
             drafters = list(self.drafters_of())
-            made = simulated("Racing")(made, drafters, self.race, initial=drafters[0])
+            made = part("Racing")(made, drafters, self.race, initial=drafters[0])
         return made
 
     def run(self, spans: bool = False) -> Cluster:
@@ -349,7 +349,7 @@ class Workload:
             self.history = now
             before, medians = medians, {prompt: statistics.median(each) for prompt, each in now.items()}
             if scenario.migration:
-                self.growth = simulated("growth_factor")(before, medians)
+                self.growth = part("growth_factor")(before, medians)
 
     def _responses(
         self, prompts: np.ndarray, lengths: np.ndarray, random: np.random.Generator
@@ -393,7 +393,7 @@ def _shares(previous: np.ndarray, lengths: np.ndarray, groups: int) -> np.ndarra
     medians = np.median(previous, axis=1)
     predicted = _ranks(medians, groups)
     higher = _ranks(lengths.ravel(), groups).reshape(lengths.shape) > predicted[:, None]
-    beta = simulated("growth_factor")(dict(enumerate(medians)), dict(enumerate(np.median(lengths, axis=1))))
+    beta = part("growth_factor")(dict(enumerate(medians)), dict(enumerate(np.median(lengths, axis=1))))
     counts = np.zeros(4)
     for group in range(groups):
         members = predicted == group

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rljax.config.wing import simulated
+from rljax.config.wing import part
 from rljax.errors import ConfigError
 from rljax.simulation.scenario import Scenario
 from rljax.speculation.window_costs import Affine, Mode
@@ -52,7 +52,7 @@ def chosen_sizes(scenario: Scenario, verifiers: Sequence[int]) -> dict[str, Any]
 
         return affine
 
-    profile = simulated("Profile")(
+    profile = part("Profile")(
         {1: Affine(drafters[0].each, drafters[0].base)},
         {size: seconds_by_window(size) for size in verifiers},
     )
@@ -60,7 +60,7 @@ def chosen_sizes(scenario: Scenario, verifiers: Sequence[int]) -> dict[str, Any]
     found = {}
     for mode in _MODES:
         try:
-            found[mode] = simulated("plan")(
+            found[mode] = part("plan")(
                 requests, devices, profile, drafters[0].acceptance, widest, modes=(mode,)
             )
         except ValueError:  # a drafter beside a verifier of all devices

@@ -7,20 +7,18 @@ roofline is made up: by it drafting always pays, so that the length alone decide
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drafters.quantized import WeightFormat
+from drafters.base import Drafter
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
+from rljax.config.wing import part
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
 from rljax.reports.figures import COLORS, new_figure, save
 from rljax.requests import DecodeStatistics
 from rljax.training.compiling import compile_programs
 from rollout_benchmarks.variants import PLAIN, Variant, make_variant, open_run, trained_steps
-
-if TYPE_CHECKING:  # the other sections work without the wing
-    from rljax.papers.efficient_rollout.roofline import Roofline
 
 _LADDER = "patience ladder"
 
@@ -93,22 +91,18 @@ def draft_length_rows(config: ExperimentConfig) -> list[Row]:
     return rows
 
 
-def always_pays(engine: DecodeEngine, fmt: WeightFormat) -> "Roofline":
+def always_pays(engine: DecodeEngine, drafter: Drafter) -> Any:
     """A roofline by which drafting takes a thousandth of a plain step, and verifying the time of one."""
-    from rljax.papers.efficient_rollout.roofline import Roofline, policy_costs
-
     nothing = dict.fromkeys(
         ("kv_byte", "flop", "attention_flop", "slot", "verified_slot", "verifying", "draft_flop"), 0.0
     )
-    costs = policy_costs(engine.config, engine.numerics, fmt)
-    return Roofline(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
+    costs = part("policy_costs")(engine.config, engine.numerics, drafter.policy_weights.format)
+    return part("Roofline")(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
 
 
 def _drafted(variant: Variant) -> tuple[int, float]:
     """The draft length of the last step, and the share of its drafts that was accepted."""
-    from rljax.papers.efficient_rollout.draft_length import StepAcceptance
-
-    state, acceptance = variant.speculator.state(), StepAcceptance()
+    state, acceptance = variant.speculator.state(), part("StepAcceptance")()
     length = int(state["patience_ladder"][0])
     acceptance.load_state(state["toggle_acceptance"])
     return length, acceptance.share(length) or 0.0

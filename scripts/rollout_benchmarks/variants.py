@@ -3,23 +3,24 @@
 import contextlib
 import dataclasses
 import functools
+import pkgutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-from drafters.base import Outcome
-from drafters.quantized import WeightFormat
+from drafters.base import Drafter, Outcome
 from drafters.registry import make_drafters, states_read
 from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.assembly.decoding import warm_up
 from rljax.assembly.policy import make_policy
 from rljax.config import ExperimentConfig
 from rljax.config.speculation import SpeculationConfig
+from rljax.config.wing import POLICIES, part
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import enable_compilation_cache
 from rljax.engine.number_type import with_number_type
@@ -40,9 +41,6 @@ from rljax.training.building import make_run
 from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
 
-if TYPE_CHECKING:  # the rest works without the wing
-    from rljax.papers.efficient_rollout.roofline import Roofline
-
 PLAIN = "plain"
 ALL_SLOTS = -1
 """In a variant: run ahead in every slot that is idle."""
@@ -51,7 +49,6 @@ ALL_SLOTS = -1
 _EAGLE = {"learning_rate": 3e-3, "slices": 16, "depths": [2, 4]}
 _CHAIN = 5  # the shortest of EfficientRollout's draft lengths (section 4.1): where its patience ladder begins
 _ALWAYS = {"drafter": "quantized", "depth": _CHAIN, "top_k": 1, "nodes": _CHAIN}
-_CALIBRATION_ROUNDS = 3
 SPECULATION_OFF = {
     name: SpeculationConfig.model_fields[name].get_default(call_default_factory=True)
     for name in ("drafter", "others", "args", "mix", "decoupled")
@@ -206,7 +203,7 @@ def make_variant(
     name: str,
     keys: dict[str, Any] | None,
     times: dict[Any, PassTimes],
-    roofline_of: Callable[[DecodeEngine, WeightFormat], "Roofline"] | None = None,
+    roofline_of: Callable[[DecodeEngine, Drafter], Any] | None = None,
 ) -> Variant:
     """Returns one variant.
 
@@ -216,7 +213,7 @@ def make_variant(
       keys: keys of the section `speculation`; None decodes plainly.
       times: measured times of passes, by the layers whose features the engine returns and by whether drafts
         have devices of their own; shared and updated.
-      roofline_of: the roofline of `choice: roofline`, for weights of a format; None measures it.
+      roofline_of: the roofline of `choice: roofline`, for an engine and its drafter; None measures it.
     """
     config, engine, speculator, overlap = run.config, run.engine.with_hidden_layers(None), None, False
     if keys is not None:
@@ -224,9 +221,7 @@ def make_variant(
         update = SPECULATION_OFF | keys | {"run_ahead_below": below}
         speculation = config.speculation.model_copy(update=update)
         if "decoupled" in keys:
-            from rljax.papers.specactor import DecoupledConfig
-
-            decoupled = DecoupledConfig(**keys["decoupled"])
+            decoupled = type(config.speculation.decoupled)(**keys["decoupled"])
             speculation = speculation.model_copy(update={"decoupled": decoupled})
         if speculation.drafter == "small_model":
             speculation = speculation.model_copy(update={"args": {"path": str(small_model(run))}})
@@ -238,16 +233,11 @@ def make_variant(
         overlap, make = speculation.overlap, None
         params = run.engine.load_params(run.state.params)
         if speculation.choice == "roofline":
-            from rljax.papers.efficient_rollout.calibration import calibrate, draft_format
-            from rljax.papers.efficient_rollout.manager import RooflineManager
-
-            fmt = draft_format(drafters[speculation.drafter])
             if roofline_of is None:
                 run.progress.message("calibrating the roofline")
-                roofline = calibrate(engine, params, fmt, _CALIBRATION_ROUNDS, repeats=1).roofline
-            else:
-                roofline = roofline_of(engine, fmt)
-            make = functools.partial(RooflineManager, roofline=roofline)
+                roofline_of = functools.partial(part("measure_roofline"), params=params)
+            roofline = roofline_of(engine, drafters[speculation.drafter])
+            make = functools.partial(pkgutil.resolve_name(POLICIES["roofline"].manager), roofline=roofline)
         speculator = Speculator(
             engine,
             drafters,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_nothing_outside_names_the_wing_but_where_the_registry_is_read():
     """Neither in an import, wherever in a file, nor as a text to import by."""
     wing = ROOT / "rljax" / "papers"
-    files = [file for name in ("rljax", "drafters") for file in (ROOT / name).rglob("*.py")]
+    files = [file for name in ("rljax", "drafters", "scripts") for file in (ROOT / name).rglob("*.py")]
     named = {
         str(file.relative_to(ROOT)): re.findall(
             r".*rljax(?:\.| import )papers.*", file.read_text(encoding="utf-8")

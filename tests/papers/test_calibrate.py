@@ -8,6 +8,7 @@ import pytest
 from rljax.config import load_config
 from rljax.papers.efficient_rollout import calibration
 from rljax.papers.efficient_rollout.calibration import Calibration
+from rljax.papers.efficient_rollout.report import calibration_rows
 from tests.scripts import load_script
 
 calibrate = load_script("calibrate")
@@ -106,7 +107,7 @@ def test_the_cached_verdict_is_the_measured_one():
     from tests.papers.test_roofline import roofline, synthetic
 
     known = Calibration(roofline(), synthetic(roofline()))
-    rows = {row.name: row for row in calibrate._rows(known)}
+    rows = {row.name: row for row in calibration_rows(known)}
     assert rows["calibration/sign, self-drafting"].value == 100
     assert rows["calibration/target time error"].value == pytest.approx(0, abs=1e-6)
     assert all(row.ratio == pytest.approx(1) for row in rows.values() if "kind" in row.details)

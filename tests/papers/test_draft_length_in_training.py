@@ -44,7 +44,7 @@ def test_drafts_get_shorter_where_they_are_rejected_and_longer_as_the_policy_gro
 ):
     counting = lambda self, problem, text: {"reward": ascending(text)}  # noqa: E731
     monkeypatch.setattr(ChainArithmetic, "reward", counting)
-    always = lambda engine, drafter, _: always_pays(engine, drafter.policy_weights.format)  # noqa: E731
+    always = lambda engine, drafter, _: always_pays(engine, drafter)  # noqa: E731
     monkeypatch.setattr(roofline_manager, "roofline_of", always)
     plain, _ = run(tmp_path / "plain")
     drafted, lengths = run(tmp_path / "drafted", *DRAFTS)

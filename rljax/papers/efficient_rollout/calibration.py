@@ -92,6 +92,11 @@ def calibrate(
     return Calibration(fit(policy_costs(engine.config, engine.numerics, fmt), to_fit), points)
 
 
+def measure_roofline(engine: DecodeEngine, drafter: Drafter, params: Params) -> Roofline:
+    """The roofline of an engine and a drafter by a short measurement, whose constants are not kept."""
+    return calibrate(engine, params, draft_format(drafter), rounds=3, repeats=1).roofline
+
+
 def draft_format(drafter: Drafter) -> WeightFormat:
     """The format of the self-drafter's weights that a calibration has: the quantized drafter's own, for
     others the device's default.
