@@ -95,9 +95,14 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "all by the bandit": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "bandit"},
     "all by the ladder": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "ladder"},
 }
-CONFIGURED: dict[str, dict[str, Any]] = {"configured": {}, "configured frozen": {"train": False}}
-"""By name of a variant with the config's own drafters: changes of `speculation.args`. They are compared only
-where they are named.
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "configured": {},
+    "configured frozen": {"args": {"train": False}},
+    "configured unmixed": {"mix": False},
+    "configured alone": {"mix": False, "others": {}},
+}
+"""By name of a variant with the config's own drafters: changes of the section `speculation`. They are compared
+only where they are named.
 """
 
 
@@ -194,8 +199,9 @@ def _keys(config: ExperimentConfig, name: str) -> dict[str, Any] | None:
     """Returns a variant's keys of the section `speculation`."""
     if name not in CONFIGURED:
         return VARIANTS[name]
-    own = config.speculation
-    return {"drafter": own.drafter, "args": own.args | CONFIGURED[name], "others": own.others, "mix": own.mix}
+    own, changed = config.speculation, CONFIGURED[name]
+    args = own.args | changed.get("args", {})
+    return {"drafter": own.drafter, "others": own.others, "mix": own.mix} | changed | {"args": args}
 
 
 def make_variant(
