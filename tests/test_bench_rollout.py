@@ -34,6 +34,16 @@ def test_a_variant_that_cannot_be_made_is_refused_at_once(tmp_path, config):
         rollout.rollout_rows(config.model_copy(update={"policy": policy}), ["plain", "SRT", "small model"])
 
 
+def test_a_configs_drafters_are_compared_together_and_the_first_alone(config):
+    own = {"drafter": "eagle", "args": {"depths": [2]}, "others": {"srt": {}}, "mix": True}
+    config = variants.with_keys(config, speculation=own)
+    keys = {name: variants._keys(config, name) for name in variants.CONFIGURED}
+    assert keys["configured"] == own
+    assert keys["configured frozen"] == own | {"args": {"depths": [2], "train": False}}
+    assert keys["configured unmixed"] == own | {"mix": False}
+    assert keys["configured alone"] == own | {"mix": False, "others": {}}
+
+
 def test_variants_with_a_device_of_their_own_are_refused_without_one(config):
     assert variants.BESIDE
     with pytest.raises(UserError, match=r"^--variants: .* drafts on a device beside the 1 of the mesh"):

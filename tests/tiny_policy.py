@@ -79,6 +79,9 @@ class FixedTimes(PassTimes):
         super().__init__()
         self.by_rows, self.draft_seconds = by_rows, draft
 
+    def plain_is_old(self, batch, length):
+        return False
+
     def plain(self, batch, length):
         return self.by_rows[0]
 
@@ -97,6 +100,9 @@ class CheapTimes(PassTimes):
 
     def has_plain(self, batch, length):
         return True
+
+    def plain_is_old(self, batch, length):
+        return False
 
     def plain(self, batch, length):
         return 1.0

@@ -152,6 +152,7 @@ class Choice:
       arm: the arm of the bandit; None for its plain step, and for other managers.
       draft_seconds: time that drafting took, whether the drafts are verified or not.
       events: sentences for the log on what begins or ends with this choice.
+      whole_call: whether plain steps fill a call of the engine, as those of plain decoding, and are measured.
     """
 
     proposal: Proposal | None
@@ -163,6 +164,7 @@ class Choice:
     arm: Arm = None
     draft_seconds: float = 0.0
     events: Sequence[str] = ()
+    whole_call: bool = False
 
     @classmethod
     def plain(
@@ -174,10 +176,11 @@ class Choice:
         arm: Arm = None,
         draft_seconds: float = 0.0,
         events: Sequence[str] = (),
+        whole_call: bool = False,
     ) -> Self:
         """A plain step. Expects `plain_rate`, unless the manager expects something else of its arm."""
         expected = plain_rate if expected_rate is None else expected_rate
-        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds, events)
+        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds, events, whole_call)
 
     @classmethod
     def verify(

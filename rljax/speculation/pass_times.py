@@ -13,6 +13,7 @@ from rljax.requests import DecodeStatistics
 
 _TIMES_KEPT = 9
 _UNKNOWN = 0.01  # seconds of a plain step before anything was measured
+_PASSES_UNTIL_OLD = 32, 1024  # verifying passes after which a plain step's time is old: at first, and at most
 
 
 class PassTimes:
@@ -21,10 +22,15 @@ class PassTimes:
     A shape that was never measured has the time of its measured neighbours. The estimate is an optimistic
     one, because a pass is measured only once it is chosen: a pass that nothing is known of takes as long as
     a plain step, and drafting half of it. Batch and cache length are the buckets of the state.
+
+    While passes verify, nothing tells that a plain step is faster than it was. So its time grows old with
+    them, and is replaced by the next one that is measured.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple, collections.deque[float]] = {}
+        self._passes: collections.Counter[tuple[int, int]] = collections.Counter()  # since a plain step
+        self._until_old: dict[tuple[int, int], int] = {}
 
     def has_plain(self, batch: int, length: int) -> bool:
         """Whether a plain step over this shape was measured."""
@@ -71,12 +77,24 @@ class PassTimes:
         """Tokens per second of plain steps over so many responses."""
         return responses / self.plain(batch, length)
 
+    def plain_is_old(self, batch: int, length: int) -> bool:
+        """Whether so many passes of this shape verified since a plain step was measured that it should be
+        measured anew: after 32 at first, and after twice as many every time.
+        """
+        return self._passes[batch, length] >= self._until_old.get((batch, length), _PASSES_UNTIL_OLD[0])
+
     def add_plain(self, batch: int, length: int, seconds: float) -> None:
         """A plain step was measured."""
+        if self.plain_is_old(batch, length):
+            self._seconds.pop(("plain", batch, length), None)
+            most = 2 * self._until_old.get((batch, length), _PASSES_UNTIL_OLD[0])
+            self._until_old[batch, length] = min(most, _PASSES_UNTIL_OLD[1])
+        self._passes[batch, length] = 0
         self._add(seconds, "plain", batch, length)
 
     def add_verify(self, batch: int, length: int, rows: int, seconds: float) -> None:
         """A verifying pass was measured, with the work of the host for which the device waits."""
+        self._passes[batch, length] += 1
         self._add(seconds, "verify", batch, length, rows)
 
     def add_draft(

@@ -273,7 +273,7 @@ class SpeculativeDecoder:
         timed = may_verify and self._only_passes_before(state)
         start = self.clock.dispatched()
         steps = most
-        if may_verify:
+        if may_verify and not (self._choice is not None and self._choice.whole_call):
             steps = min(_STEPS_WHILE_COMPILING if waits else self._patience, most)
         state, result = self.engine.generate(params, state, steps, until_active)
         seconds, timed = agree(self.clock.finished() - start, timed)

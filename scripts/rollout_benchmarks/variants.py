@@ -101,8 +101,8 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "configured unmixed": {"mix": False},
     "configured alone": {"mix": False, "others": {}},
 }
-"""By name of a variant with the config's own drafters: changes of the section `speculation`. They are compared
-only where they are named.
+"""By name of a variant with the config's own drafters: changes of the section `speculation`. They are only
+compared where they are named.
 """
 
 

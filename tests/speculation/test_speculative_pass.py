@@ -445,6 +445,19 @@ def test_plain_steps_that_were_cut_short_for_a_question_are_not_measured(
     assert 0 < len(times.measured["plain"]) < len(calls)
 
 
+def test_a_plain_step_that_was_measured_too_slow_is_measured_anew(engine, params, requests, expected, steps):
+    """Else nothing but verifying passes would ever follow, however few drafts are right."""
+    times = pass_times.PassTimes()
+    for batch, length in itertools.product(BUCKETS.batch, BUCKETS.cache):
+        for _ in range(3):
+            times.add_plain(batch, length, 100.0)
+    completions, _, _ = speculate(engine, params, requests, Knowing(expected, 1), times)
+    assert_same(completions, expected)
+    first = steps.index(16)
+    assert 32 <= steps[:first].count("v") < 80 and set(steps[:first]) == {"v"}
+    assert times.plain(SLOTS, 128) < 1
+
+
 def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
     completions, statistics, _ = speculate(engine, params, requests, Knowing(expected), TIMES)
     assert_same(completions, expected)
