@@ -30,6 +30,7 @@ class AlignedDrafter(Drafter):
     def __init__(self, fallback: Drafter) -> None:
         self._fallback = fallback
         self.state_name, self.training = fallback.state_name, fallback.training
+        self.tokens_ahead = self.tokens_used = self.tokens_accepted = 0
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         self._fallback.begin(requests)

@@ -260,7 +260,7 @@ class ClusterDecoder:
                 routing.trained(seconds)
             if self._idle_work is not None and not self.coordinator.rollouts.open:
                 self._idle_work.finish(self.listen)
-                self._adopt()
+            self._adopt()
         lengths, first = self._scheduler.lengths, self._next_key
         self._next_key += len(requests)
         longest_first = sorted(

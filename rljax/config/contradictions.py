@@ -10,7 +10,7 @@ from rljax.config.distributed import missing_keys
 from rljax.config.section import Rule, both, first_alone
 from rljax.config.speculation import POLICIES, readers_of
 from rljax.config.tools import mistaken_answer, stop_in_closing
-from rljax.config.wing import MECHANISMS
+from rljax.config.wing import ABSENT, MECHANISMS
 
 _LENGTHS = ("rollout.max_prompt_length", "rollout.max_response_length")
 _PENALTIES = ("rollout.repetition_penalty", "rollout.frequency_penalty", "rollout.presence_penalty")
@@ -402,9 +402,8 @@ WITH_WORKERS = (
     ),
     Rule(
         ("speculation.run_ahead_below",),
-        bool,
-        "speculation.run_ahead_below: is not supported with cluster.workers: what one worker samples ahead,"
-        " another would need; set 0",
+        lambda below: below and not MECHANISMS,
+        f"speculation.run_ahead_below: is not supported with cluster.workers: needs {ABSENT}; set 0",
     ),
     Rule(
         ("cluster.gpus_per_worker", "cluster.mesh.num_devices", "speculation.drafting_devices"),

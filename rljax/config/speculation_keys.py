@@ -71,7 +71,8 @@ class SpeculationKeys(Section):
         0,
         description="Number of running responses from which on idle slots sample requests of the next step"
         " (with algorithm.dynamic_sampling, of a further round where one is likely),"
-        " with the noise of these requests, as drafts only; 0 is off. Set it where prompts are"
+        " with the noise of these requests, as drafts only; 0 is off. With cluster.workers any number lets"
+        " workers without requests do so. Set it where prompts are"
         " new and updates small. The batch shrinks later where these drafts save more than that costs.",
     )
     run_ahead_share: float = Field(

@@ -1,8 +1,8 @@
 """What the papers add, by name and without JAX: the one way from the rest of the code to them."""
 
-from rljax.config.cluster_keys import Mechanism
+from rljax.config.cluster_keys import ClusterKeys, Mechanism
 from rljax.config.speculation_keys import Policy, SpeculationKeys
-from rljax.papers import efficient_rollout, rhymerl, specactor, tlt
+from rljax.papers import efficient_rollout, rhymerl, specactor, srt, tlt
 
 POLICIES = {
     "cutoff": Policy(
@@ -39,6 +39,12 @@ POLICIES = {
 """How much is drafted."""
 
 MECHANISMS = {
+    "srt": Mechanism(  # without keys of its own, so the first
+        ClusterKeys,
+        idle_work="rljax.papers.srt.ahead:make_driver",
+        idle_worker="rljax.papers.srt.ahead:make_worker",
+        with_workers=srt.WITH_WORKERS,
+    ),
     "rhymerl": Mechanism(
         rhymerl.RhymeKeys,
         routing="rljax.papers.rhymerl.routing:HistoPipe",

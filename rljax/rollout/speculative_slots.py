@@ -50,12 +50,16 @@ class SpeculativeSlots(Slots):
         super().admit(waiting, known, most, first)
         if all(response.number is not None for response in waiting):
             return
-        is_first = not self._registered
+        is_first, earlier = not self._registered, set(self._registered)
         self._take_counts(self._registered)
         self._registered = list(known)
         for number, response in enumerate(known):
             response.number = number
         requests = [response.request for response in known]
+        if self.speculator.run_ahead is not None:
+            new = [response.request.noise_key for response in known if response not in earlier]
+            ahead = [self.speculator.run_ahead.recall(key) for key in new]
+            self.statistics.ahead_offered += sum(len(tokens) for tokens in ahead if tokens is not None)
         begun = [response for response in known if response.tokens]
         current = sum(not response.yields for response in known)
         if is_first:
@@ -231,7 +235,11 @@ class SpeculativeSlots(Slots):
     ) -> None:
         """Shows drafters new tokens, and takes the counts of drafts of responses that have ended."""
         numbers = np.asarray([response.number for response in responses], np.int32)
+        ahead = None if self.speculator.run_ahead is None else self.speculator.run_ahead.drafter
+        before = 0 if ahead is None else ahead.tokens_accepted
         self._drafters.observe(numbers, tokens, counts, np.asarray(ended, bool), draft_counts)
+        if ahead is not None:
+            self.statistics.ahead_accepted += ahead.tokens_accepted - before
         self._take_counts([each for each, is_over in zip(responses, ended, strict=True) if is_over])
 
     def load_params(self, params: Params, version: int) -> None:

@@ -138,11 +138,15 @@ class Speculator:
                 training.freeze()
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Returns the newest weights of drafters that are trained here, for frozen ones elsewhere."""
-        return drafter_weights(self.drafters)
+        """Returns the newest weights of drafters that are trained here, for frozen ones elsewhere, and what
+        was sampled ahead.
+        """
+        return drafter_weights(self.drafters) | ({} if self.run_ahead is None else self.run_ahead.state())
 
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Loads `weights`, which the next rollout drafts with."""
+        if self.run_ahead is not None:
+            weights = self.run_ahead.load_state(dict(weights))
         load_drafter_states(self.drafters, weights)
 
     # -- a run -----------------------------------------------------------------------------------------------

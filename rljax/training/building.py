@@ -202,7 +202,8 @@ def _extras(run: TrainingRun) -> Iterator[Extra]:
     yield run.compilation
     yield Drafting(run.speculator)
     if run_ahead is not None:
-        yield PlansAhead(run_ahead, config, state, run.prompts, run.collector)
+        by_workers = run.cluster is not None
+        yield PlansAhead(run_ahead, config, state, run.prompts, run.collector, by_workers)
     if config.tools is not None:
         yield Measured(lambda rollout: tool_metrics(rollout.statistics))
     if lag:

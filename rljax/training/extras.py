@@ -124,6 +124,9 @@ class Drafting(Extra):
 class PlansAhead(Extra):
     """Plans which prompts a rollout may sample ahead, and with which noise: that of a further round of this
     step where dynamic sampling is likely to need one after this round, else that of the next step.
+
+    Args:
+      by_workers: whether workers decode all that has begun, so that what follows it is sampled ahead.
     """
 
     def __init__(
@@ -133,15 +136,18 @@ class PlansAhead(Extra):
         state: RunState,
         prompts: Prompts,
         collector: Collector,
+        by_workers: bool = False,
     ) -> None:
         self._run_ahead, self._config, self._state = run_ahead, config, state
-        self._prompts, self._collector = prompts, collector
+        self._prompts, self._collector, self._by_workers = prompts, collector, by_workers
 
     def before_round(self, round_: int) -> None:
         config, state = self._config, self._state
         rounds = config.algorithm.dynamic_sampling_max_rounds if config.algorithm.dynamic_sampling else 1
         further = round_ + 1 < rounds and self._run_ahead.expects_round(round_)
         step = state.step if further else state.step + 1
+        while self._by_workers and step in state.begun:
+            step += 1
         if step in state.begun:  # with staleness
             self._run_ahead.plan(state.begun[step].requests)
         elif step < config.training.steps:

@@ -36,7 +36,6 @@ def test_keys_of_the_cluster(config_with, override, message):
     ("overrides", "key"),
     [
         (["engine.row_invariant=false"], "engine.row_invariant"),
-        (["speculation.drafter=srt", "speculation.run_ahead_below=1"], "speculation.run_ahead_below"),
         (["cluster.mesh.data=2", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1"),
         (["cluster.mesh.data=2"], "cluster.mesh"),
     ],

@@ -12,7 +12,7 @@ import types
 import pytest
 
 from rljax.cluster import ray_fabric
-from rljax.cluster.messages import Load, Pieces
+from rljax.cluster.messages import Load, Pieces, Prefetch
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
@@ -60,12 +60,34 @@ def test_two_processes_make_the_same_run(world, alone, nodes):
 
 @pytest.mark.ray
 @pytest.mark.long  # beyond one case; tests/cluster/test_staleness.py has it in one process
-def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, nodes):
-    """They decode while the trainer updates."""
+def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, nodes, monkeypatch):
+    """They decode while the trainer updates. One that stands still in the second step's rollout, until newer
+    weights are announced to it, copies these to its host before it loads them.
+    """
+    receive, send, still = ray_fabric.RayFabric.receive, ray_fabric.RayFabric.send, {}
+
+    def interfere(fabric, seconds):
+        events = receive(fabric, seconds)
+        for event in events:
+            middle = isinstance(event, Pieces) and not any(piece.ending for piece in event.pieces)
+            if middle and event.rollout == 3 and not still:
+                still[event.worker] = fabric.facts[event.worker].pid
+                os.kill(still[event.worker], signal.SIGSTOP)
+        return events
+
+    def noted(fabric, worker, order):
+        if isinstance(order, Prefetch) and worker in still:
+            os.kill(still[worker], signal.SIGCONT)
+        send(fabric, worker, order)
+
+    monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
+    monkeypatch.setattr(ray_fabric.RayFabric, "send", noted)
     overrides = ("rollout.staleness=1", "cluster.workers=2", "cluster.weights=files")
-    clustered = run(world, "ray_stale", *overrides, steps=3)
+    clustered = run(world, "ray_stale", *overrides, "cluster.lease_seconds=60", steps=3)
+    assert still
     assert not differences(stale_alone, clustered)
     assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2, 2]
+    assert sum(line["cluster/prefetched"] for line in steps_of(clustered)) >= 1
 
 
 @pytest.mark.ray

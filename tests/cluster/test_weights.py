@@ -2,14 +2,17 @@
 
 import dataclasses
 import os
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from rljax.cluster.messages import Prefetch
 from rljax.cluster.publisher import Publisher
 from rljax.cluster.weights import WeightsError, fetch, fetch_parts, files, make_channel, to_params
 from rljax.cluster.weights.object_store import ObjectStore, StoredWeights
+from rljax.cluster.worker import RolloutWorker
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from rljax.models.host_params import digest_of, parts_of
@@ -106,6 +109,37 @@ def test_files_that_are_gone_short_or_without_room(params, tmp_path):
         fetch(weights, None, 1.0)
     with pytest.raises(ClusterError, match=r"^cluster.weights_dir: /proc/nowhere cannot be written"):
         files.Files("/proc/nowhere")
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_what_could_not_be_prefetched_is_fetched_when_it_is_needed(params, failures):
+    store, asked = Store(), []
+    weights = ObjectStore(store.put).deliver(published(ObjectStore(store.put), params))
+
+    def get(reference):
+        asked.append(reference)
+        if len(asked) <= failures:
+            raise TimeoutError("of a test")
+        return store.get(reference)
+
+    worker = RolloutWorker("worker", get)
+    worker._blueprint = SimpleNamespace(config=SimpleNamespace(cluster=ClusterConfig()))
+    worker._built = SimpleNamespace(close=lambda: None)
+    worker._carry_out(Prefetch("worker", weights))
+    parts, prefetched = worker._on_host(weights)
+    assert (prefetched, len(asked)) == (not failures, 1 + failures)
+    assert_same(params, to_params(weights, parts, CONFIG))
+    # What was prefetched is used once.
+    assert worker._on_host(weights)[1] is False
+    # Nor in the place of other weights.
+    worker._carry_out(Prefetch("worker", weights))
+    store.values.append([(*rest, data.copy()) for *rest, data in parts[::-1]])
+    where = dataclasses.replace(weights.where, reference=len(store.values) - 1)
+    other = dataclasses.replace(weights, digest=digest_of(parts[::-1]), where=where)
+    assert other.digest != weights.digest
+    found, prefetched = worker._on_host(other)
+    assert not prefetched and [part[0] for part in found] == [part[0] for part in parts[::-1]]
+    worker.close()
 
 
 def test_what_killed_runs_left_in_shared_memory_is_removed(tmp_path):

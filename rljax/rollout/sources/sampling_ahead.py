@@ -119,11 +119,9 @@ class SamplingAhead(IdleSlots):
         """Counts what the rollout had of the tokens that were sampled ahead for it, and keeps those that were
         sampled in it.
         """
-        statistics, drafter = slots.statistics, self._run_ahead.drafter
-        offered, accepted, final = drafter.tokens_ahead, drafter.tokens_accepted, statistics.ahead_final
+        statistics = slots.statistics
+        offered, accepted, final = statistics.ahead_offered, statistics.ahead_accepted, statistics.ahead_final
         statistics.ahead_tokens += sum(len(response.tokens) for response in self.responses)
-        statistics.ahead_offered += offered
-        statistics.ahead_accepted += accepted
         if offered + final:
             self._run_ahead.count(offered + final, accepted + final)
         seconds = accepted * self._saved_per_token(slots)
