@@ -80,11 +80,11 @@ def test_outputs_and_gradients_are_those_of_plain_attention(case, heads, row_inv
     q, k, v, weights = random_inputs(segment_ids, *HEADS[heads])
     weights *= (segment_ids > 0)[:, :, None, None]  # the outputs of padding mean nothing
 
-    def ours(q, k, v):
-        out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(row_invariant))(None, q, k, v)
+    def ours(q, k, v, weights, segment_ids):
+        out, _ = PackedAttention(segment_ids, Numerics(row_invariant))(None, q, k, v)
         return jnp.sum(weights * out), out
 
-    gradients, out = jax.jit(jax.grad(ours, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    gradients, out = jax.jit(jax.grad(ours, argnums=(0, 1, 2), has_aux=True))(q, k, v, weights, segment_ids)
     exact_out, exact_gradients = plain(q, k, v, segment_ids, weights)
     real = segment_ids > 0
     np.testing.assert_allclose(np.asarray(out)[real], exact_out[real], rtol=1e-5, atol=1e-5)
@@ -126,17 +126,17 @@ def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
     )
     weights *= (segment_ids > 0)[:, :, None, None]
 
-    def ours(q, k, v):
-        out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics(compute_dtype="bfloat16"))(None, q, k, v)
+    def ours(q, k, v, weights, segment_ids):
+        out, _ = PackedAttention(segment_ids, Numerics(compute_dtype="bfloat16"))(None, q, k, v)
         assert out.dtype == jnp.bfloat16
         return jnp.sum(weights * out.astype(jnp.float32)), out
 
     gradient = jax.grad(ours, argnums=(0, 1, 2), has_aux=True)
-    rounded = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    arguments = *(x.astype(jnp.bfloat16) for x in (q, k, v)), weights, segment_ids
     with target.tracing_for(jax.devices()[0], 1, platform):
-        lines = str(jax.make_jaxpr(gradient)(*rounded)).splitlines()
+        lines = str(jax.make_jaxpr(gradient)(*arguments)).splitlines()
         products = [line for line in lines if "dot_general" in line]
-        gradients, out = jax.jit(gradient)(*rounded)
+        gradients, out = jax.jit(gradient)(*arguments)
     assert products and not any("HIGHEST" in line for line in products)
     expected_out, expected = plain(q, k, v, segment_ids, weights)
     real = segment_ids > 0
@@ -168,12 +168,13 @@ def test_rows_one_after_another_have_the_bits_of_all_at_once(case, monkeypatch):
     def gradients(one_cpu):
         monkeypatch.setattr(packed_attention, "_is_one_cpu", lambda: one_cpu)
 
-        def ours(q, k, v):
-            out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics())(None, q, k, v)
+        def ours(q, k, v, weights, segment_ids):
+            out, _ = PackedAttention(segment_ids, Numerics())(None, q, k, v)
             return jnp.sum(weights * out), out
 
-        options = row_invariant_compiler_options()
-        return jax.jit(jax.grad(ours, (0, 1, 2), has_aux=True), compiler_options=options)(q, k, v)
+        gradients = jax.grad(ours, (0, 1, 2), has_aux=True)
+        program = jax.jit(gradients, compiler_options=row_invariant_compiler_options())
+        return program(q, k, v, weights, segment_ids)
 
     joined, at_once = gradients(True), gradients(False)
     rows, chunks = len(segment_ids), -(-segment_ids.shape[1] // 256)

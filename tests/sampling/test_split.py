@@ -47,8 +47,7 @@ def test_bisection_keeps_the_tokens_that_sorting_keeps(name, ties):
     scaled[:, -3:] = -np.inf  # as the padding of a vocabulary
     scaled[0] *= 1e30
     sorting, bisection = (
-        np.asarray(jax.jit(lambda x, f=f: x >= f(x, params, NUMERICS))(scaled))
-        for f in (distribution.kept_from, split.kept_from)
+        np.asarray(scaled >= program(f, params)(scaled)) for f in (distribution.kept_from, split.kept_from)
     )
     assert sorting.any(-1).all() and not sorting.all(-1).any()
     np.testing.assert_array_equal(bisection, sorting)
@@ -65,13 +64,17 @@ def test_top_p_at_a_boundary_and_among_equals(limit, kept):
     assert int((jnp.log2(probs) >= lowest).sum()) == kept
 
 
+@functools.cache
+def program(function, params):
+    return jax.jit(lambda *args: function(*args, params, NUMERICS))
+
+
 def both(logits, params):
     """(tokens, logprobs) by the split vocabulary's sampling, and by the reference."""
     keys = np.stack([request_key(0, row) for row in range(len(logits))])
     positions = np.arange(len(logits), dtype=np.int32)
     for function in (split.noisy_argmax, base.noisy_argmax):
-        run = jax.jit(lambda *args, function=function: function(*args, params, NUMERICS))
-        yield run(logits, keys, positions)
+        yield program(function, params)(logits, keys, positions)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

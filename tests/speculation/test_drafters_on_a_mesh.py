@@ -50,7 +50,8 @@ buckets = Buckets((4, 8), (128,), (16, 32), 7) if wide else Buckets((8,), (128,)
 save_model(Path(sys.argv[1]), SMALL, init_params(SMALL, 3), dtype="float32")
 EAGLE = {"pack_length": 64, "depths": [3], "slices": 1, "train_below": 0, "rows": 4, "unrolled_steps": 2}
 EAGLE["variant"] = "eagle"
-BLOCK = {"pack_length": 64, "depths": [3], "slices": 1, "train_below": 0, "rows": 4, "block_depth": 2}
+BLOCK = {"pack_length": 64, "depths": [3], "slices": 1, "train_below": 0, "rows": 4, "unrolled_steps": 2}
+BLOCK |= {"block_depth": 2, "block_size": 4}
 CASES = {  # mesh, where the policy's weights lie, drafters
     "plain": ({}, "replicated", {}),
     "2 devices": ({"data": 2}, "replicated", {"eagle": EAGLE}),
@@ -123,7 +124,7 @@ HEADS = {
     "eagle3": (HeadConfig("eagle3", ODD), dataclasses.replace(published_training("eagle3"), steps=1)),
     "block": (
         HeadConfig("block", ODD, vocabulary=DraftVocabulary(np.arange(40)), block=BlockShape(4, 2, 16)),
-        HeadTraining(steps=3, sampled_weight=1.0, coupled_weight=1.0, logit_chunk=64),
+        HeadTraining(steps=2, sampled_weight=1.0, coupled_weight=1.0, logit_chunk=64),
     ),
 }
 mesh, rng = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), np.random.default_rng(0)

@@ -132,6 +132,7 @@ def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
     args = {  # trained behind each rollout, whatever the clock says
         "eagle": "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2],"
         " unrolled_steps: 1}",
+        "block": "{slices: 2, rows: 1, pack_length: 128, depths: [2], block_size: 3}",
         "histospec": "{min_match: 1}",
     }
     options = (f"training.steps={HALF}", f"speculation.args={args.get(name, '{}')}")

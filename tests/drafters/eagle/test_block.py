@@ -12,7 +12,7 @@ import pytest
 
 from drafters.arguments import checked
 from drafters.eagle.arguments import BlockArguments
-from drafters.eagle.drafting import DraftStrategy, draft, empty_state
+from drafters.eagle.drafting import DraftStrategy, empty_state
 from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_shapes, init_head
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.registry import make_drafter, states_read
@@ -23,11 +23,11 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel, request_key
 from rljax.speculation.speculator import Speculator
+from tests.drafters.eagle.test_drafting import jitted_absorb, jitted_draft
 from tests.drafters.eagle.tiny import (
     NUMERICS,
     POLICY,
     ROPE,
-    absorb,
     policy_params,
     policy_states,
     rollouts,
@@ -49,6 +49,8 @@ from tests.tiny_policy import (
 SHAPE = BlockShape(size=5, depth=2, width=24)
 VOCABULARY = DraftVocabulary(np.arange(1, 45)[::-1])
 ARGUMENTS = {"pack_length": 64, "depths": [1, 3], "slices": 2, "block_size": 4, "block_depth": 2}
+ARGUMENTS["unrolled_steps"] = 2
+jitted_gumbel = jax.jit(gumbel)
 
 
 @functools.cache
@@ -56,9 +58,9 @@ def noisy(vocabulary=VOCABULARY):
     """A head with opinions: noise on everything."""
     config = HeadConfig("block", POLICY, vocabulary=vocabulary, block=SHAPE)
     rng = np.random.default_rng(6)
-    params = init_head(config, policy_params(), 5)
-    stir = lambda leaf: jnp.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), jnp.float32)  # noqa: E731
-    return config, jax.tree.map(stir, params)
+    params = jax.device_get(init_head(config, policy_params(), 5))
+    stir = lambda leaf: np.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), np.float32)  # noqa: E731
+    return config, jax.device_put(jax.tree.map(stir, params))
 
 
 def norm(x, weight):
@@ -115,7 +117,7 @@ def proposed(params, states, tokens, last, key, depth, temperature):
         x = norm(rows[i][-1], params["norm"])
         mixed = params["mix"] @ np.concatenate([x, state])
         logits = params["lm_head"] @ x + params["out"] @ (mixed * sigmoid(mixed))
-        noise = gumbel(key, jnp.int32(n + i + 1), jnp.asarray(VOCABULARY.tokens, jnp.uint32))
+        noise = jitted_gumbel(key, np.int32(n + i + 1), VOCABULARY.tokens.astype(np.uint32))
         logits = logits / temperature + np.asarray(noise, np.float64)
         best = int(np.argmax(logits))
         total += logits[best] - np.logaddexp.reduce(logits)
@@ -136,18 +138,17 @@ def test_a_block_proposes_what_plain_numpy_does():
     keys = np.stack([request_key(1, 2), request_key(1, 3)])
     sampling = SamplingParams(temperature=0.7)
     state = empty_state(config, 2, 64, jnp.float32)
-    counts = jnp.asarray(lengths, jnp.int32)
-    state = absorb(
-        params, config, shared(), state, states[:, :23], jnp.asarray(tokens[:, 1:]), counts, ROPE, NUMERICS
-    )
+    counts = np.asarray(lengths, np.int32)
+    args = (states[:, :23], tokens[:, 1:], counts, ROPE)
+    state = jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
     for depth in (5, 2):
-        tree = draft(
-            params, config, shared(), state, counts, jnp.asarray(keys), ROPE,
-            DraftStrategy(depth, 1, depth), sampling, NUMERICS,
+        tree = jitted_draft(
+            params, config, shared(), state, counts, keys, ROPE,
+            strategy=DraftStrategy(depth, 1, depth), sampling=sampling, numerics=NUMERICS,
         )  # fmt: skip
         for slot, n in enumerate(lengths):
             given = (states[slot, :n].astype(np.float64), tokens[slot, :n], tokens[slot, n])
-            expected = proposed(params, *given, jnp.asarray(keys[slot]), depth, 0.7)
+            expected = proposed(params, *given, keys[slot], depth, 0.7)
             np.testing.assert_array_equal(tree.tree.tokens[slot], [token for token, _ in expected])
             scores = [score for _, score in expected]
             np.testing.assert_allclose(tree.log_probability[slot], scores, atol=2e-3)
@@ -185,7 +186,7 @@ def decode_and_learn(speculator, params, requests, expected):
     return counted
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
     """Before and after it has learned; and as another run loads it from where it was saved."""
     buckets = Buckets((4,), (128,), (16,), 7)

@@ -9,12 +9,10 @@ import pytest
 import safetensors.numpy
 
 from drafters.eagle.checkpoint import load_head
-from drafters.eagle.drafting import DraftStrategy, draft, empty_state
+from drafters.eagle.drafting import DraftStrategy, empty_state
 from drafters.eagle.model import init_head
 from drafters.eagle.objective import head_training
 from drafters.eagle.saving import AsyncHeadSaver
-from drafters.eagle.training import head_loss
-from drafters.eagle.unrolling import unroll
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import CheckpointError
@@ -22,12 +20,13 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from tests.drafters.eagle.published import greedy_chain, write_eagle3
 from tests.drafters.eagle.test_block import decode_and_learn, make_speculator
-from tests.drafters.eagle.test_training import ROWS, train
+from tests.drafters.eagle.test_drafting import jitted_absorb, jitted_draft
+from tests.drafters.eagle.test_training import ROWS, loss_of, train
+from tests.drafters.eagle.test_training import unrolled as unrolled_program
 from tests.drafters.eagle.tiny import (
     NUMERICS,
     POLICY,
     ROPE,
-    absorb,
     packed_batch,
     policy_params,
     policy_states,
@@ -184,11 +183,11 @@ def states_of(config, tokens):
 def drafted(config, params, tokens, states, lengths, depth):
     """Greedy chains behind tokens[:, length]."""
     state, counts = empty_state(config, len(tokens), 64, jnp.float32), jnp.asarray(lengths, jnp.int32)
-    behind = jnp.asarray(tokens[:, 1:])
-    state = absorb(params, config, shared(), state, states[:, :-1], behind, counts, ROPE, NUMERICS)
-    tree = draft(
-        params, config, shared(), state, counts, None, ROPE, DraftStrategy(depth, 1, depth),
-        SamplingParams(temperature=0.0), NUMERICS,
+    args = (states[:, :-1], tokens[:, 1:], counts, ROPE)
+    state = jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
+    tree = jitted_draft(
+        params, config, shared(), state, counts, None, ROPE, strategy=DraftStrategy(depth, 1, depth),
+        sampling=SamplingParams(temperature=0.0), numerics=NUMERICS,
     )  # fmt: skip
     return np.asarray(tree.tree.tokens)
 
@@ -210,7 +209,7 @@ def test_dflash_drafts_what_plain_numpy_does(tmp_path):
         np.testing.assert_array_equal(found, best[:, :depth])
     batch = packed_batch(config, list(tokens), [[0], [1]], 24)
     for steps in (BLOCK - 1, 2):
-        unrolled = unroll(params, config, shared(), batch, ROPE, NUMERICS, steps)
+        unrolled = unrolled_program(config, steps)(params, batch)
         assert len(unrolled) == steps
         for slot, n in enumerate(lengths):
             outputs = np.stack([np.asarray(each[slot, n - 1], np.float64) for each in unrolled])
@@ -249,8 +248,7 @@ def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
     training = head_training("block", 3)
     state, _ = train(config, params, training, 80)
     unseen = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
-    measured = jax.jit(lambda p: head_loss(p, config, training, shared(), unseen, ROPE, NUMERICS)[1])
-    before, after = measured(params), measured(state.params)
+    before, after = (loss_of(config, training)(each, unseen)[1] for each in (params, state.params))
     assert after["coupled_length"] > before["coupled_length"] + 0.15
     saver = AsyncHeadSaver(tmp_path / "saved")
     saver.save(1, state.params, config)
@@ -266,6 +264,7 @@ def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
 def test_the_tokens_are_those_of_plain_decoding(drafter, train, tmp_path):
     """Frozen, and trained on."""
     args = {"path": str(tmp_path / "head"), "pack_length": 64, "depths": [1, 3], "slices": 2, "train": train}
+    args["unrolled_steps"] = 2
     if drafter == "block":
         write_dflash(tmp_path / "head", CONFIG, layers=(0, 1), tokens=None)
         args["block_size"] = BLOCK - 1
