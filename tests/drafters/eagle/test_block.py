@@ -186,7 +186,7 @@ def decode_and_learn(speculator, params, requests, expected):
     return counted
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
     """Before and after it has learned; and as another run loads it from where it was saved."""
     buckets = Buckets((4,), (128,), (16,), 7)

@@ -226,7 +226,12 @@ def test_chunks_without_a_response_change_nothing():
 
 @pytest.mark.parametrize(
     ("variant", "loss"),
-    [("eagle3", "coupled"), ("eagle3", "sampled"), ("block", "cross_entropy"), ("block", "sampled")],
+    [
+        ("eagle3", "coupled"),
+        pytest.param("eagle3", "sampled", marks=pytest.mark.long),
+        pytest.param("block", "cross_entropy", marks=pytest.mark.long),
+        ("block", "sampled"),
+    ],
 )
 def test_a_head_learns_to_agree(variant, loss):
     """On rollouts that it has not seen; a block's correction is part of what it learns."""

@@ -313,7 +313,7 @@ def test_impossible_trees_are_refused():
             DraftStrategy(*tree)
 
 
-@pytest.mark.parametrize("variant", ["eagle", "eagle3"])
+@pytest.mark.parametrize("variant", [pytest.param("eagle", marks=pytest.mark.long), "eagle3"])
 def test_bfloat16(variant):
     """The engine's own numerics on an accelerator: a chain close to float32's, and a loss."""
     config, params = head(variant)
