@@ -1,6 +1,7 @@
 """Acceptance under shared noise: against the plain sum, draws with the noise field, and in training."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,14 @@ from drafters.eagle import losses
 from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_logits, init_head
 from drafters.eagle.objective import HeadTraining, head_training
 from drafters.eagle.training import head_loss
-from drafters.eagle.unrolling import unroll
 from rljax.models import transformer
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import gumbel_rows
-from tests.drafters.eagle.test_training import ROWS, train
+from tests.drafters.eagle.test_training import ROWS, loss_of, train, unrolled
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 
 DRAWS = 40_000
+coupled, coupled_at = jax.jit(losses.coupled), jax.jit(losses.coupled_at)
 
 
 @pytest.fixture
@@ -50,11 +51,11 @@ def chances(p, q):
 def test_it_is_the_plain_sum(float64):
     p, q = pairs()
     expected = chances(p, q)
-    np.testing.assert_allclose(np.exp(losses.coupled(p, q)), expected.sum(-1), rtol=1e-12)
-    np.testing.assert_allclose(losses.coupled(p, q)[1], 0.0, atol=1e-12)  # the same distribution
+    np.testing.assert_allclose(np.exp(coupled(p, q)), expected.sum(-1), rtol=1e-12)
+    np.testing.assert_allclose(coupled(p, q)[1], 0.0, atol=1e-12)  # the same distribution
     tokens = np.argmax(expected, axis=-1).astype(np.int32)
     both, sampled = (np.take_along_axis(x, tokens[:, None], axis=-1)[:, 0] for x in (expected, np.exp(p)))
-    np.testing.assert_allclose(np.exp(losses.coupled_at(p, q, tokens)), both / sampled, rtol=1e-12)
+    np.testing.assert_allclose(np.exp(coupled_at(p, q, tokens)), both / sampled, rtol=1e-12)
 
 
 def test_it_is_what_draws_with_the_noise_say():
@@ -64,11 +65,11 @@ def test_it_is_what_draws_with_the_noise_say():
     noise = gumbel_rows(keys, jnp.zeros(DRAWS, jnp.int32), p.shape[1])
     for row in range(len(p)):
         sampled, drafted = (np.asarray(jnp.argmax(x[row][None] + noise, axis=-1)) for x in (p, q))
-        chance = float(np.exp(losses.coupled(p[row], q[row])))
+        chance = float(np.exp(coupled(p[row], q[row])))
         assert abs(np.mean(sampled == drafted) - chance) <= 4 * np.sqrt(chance * (1 - chance) / DRAWS) + 1e-6
         token = np.bincount(sampled).argmax()
         right = drafted[sampled == token] == token
-        chance = float(np.exp(losses.coupled_at(p[row], q[row], jnp.int32(token))))
+        chance = float(np.exp(coupled_at(p[row], q[row], jnp.int32(token))))
         assert abs(right.mean() - chance) <= 4 * np.sqrt(chance * (1 - chance) / len(right)) + 1e-6
 
 
@@ -79,14 +80,14 @@ def test_tokens_that_cannot_be_drafted(float64):
     whole = np.full_like(q, -np.inf)
     whole[:, ids] = q[:, ids] - np.log(np.exp(q[:, ids]).sum(-1, keepdims=True))
     rest = 1.0 - np.exp(p[:, ids]).sum(-1)
-    few = losses.coupled(p[:, ids], whole[:, ids], rest)
-    np.testing.assert_allclose(few, losses.coupled(p, whole), rtol=1e-12)
+    few = coupled(p[:, ids], whole[:, ids], rest)
+    np.testing.assert_allclose(few, coupled(p, whole), rtol=1e-12)
     np.testing.assert_allclose(np.exp(few), chances(p, whole).sum(-1), rtol=1e-12)
     tokens = np.full(len(p), 5, np.int32)  # 10 of the vocabulary
-    few = losses.coupled_at(p[:, ids], whole[:, ids], tokens, rest)
-    np.testing.assert_allclose(few, losses.coupled_at(p, whole, tokens * 2), rtol=1e-12)
-    assert np.all(np.isneginf(losses.coupled_at(p, whole, tokens)))
-    assert np.all(np.isneginf(losses.coupled_at(p[:, ids], q[:, ids], np.full(len(p), -1), rest)))
+    few = coupled_at(p[:, ids], whole[:, ids], tokens, rest)
+    np.testing.assert_allclose(few, coupled_at(p, whole, tokens * 2), rtol=1e-12)
+    assert np.all(np.isneginf(coupled_at(p, whole, tokens)))
+    assert np.all(np.isneginf(coupled_at(p[:, ids], q[:, ids], np.full(len(p), -1), rest)))
 
 
 @pytest.mark.parametrize("which", ["coupled", "coupled_at"])
@@ -106,7 +107,7 @@ def test_the_gradient_is_that_of_the_plain_sum(which, float64):
         at = tokens[:, None]
         return (np.log(np.take_along_axis(both, at, -1)) - np.take_along_axis(p, at, -1)).sum()
 
-    gradients = jax.grad(loss, argnums=(0, 1))(p, q)
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(p, q)
     rng, step = np.random.default_rng(1), 1e-6
     rows = np.array([0, 3, 4, 5])  # the others have equal ratios, where differences see a corner
     for at, gradient in enumerate(gradients):
@@ -132,8 +133,26 @@ def test_a_tie_has_the_gradient_of_either_side():
         q = jax.nn.log_softmax(x)
         return losses.coupled(p, q) if which else losses.coupled_at(p, q, jnp.int32(1))
 
-    np.testing.assert_allclose(jax.grad(logits)(p, True), 0.0, atol=0.5)
-    assert np.all(np.isfinite(jax.grad(logits)(p, False)))
+    gradient = jax.jit(jax.grad(logits), static_argnums=1)
+    np.testing.assert_allclose(gradient(p, True), 0.0, atol=0.5)
+    assert np.all(np.isfinite(gradient(p, False)))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling"))
+def opinions(params, config, batch, outputs, sampling):
+    """Log-probabilities of the policy's samples [R, T, V], and of the head's at every step [k, R, T, V'], at
+    the temperature alone and with its filters.
+    """
+    logits = transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)
+    drawn = [head_logits(params, config, shared(), output, NUMERICS) for output in outputs]
+    of_steps = [
+        jnp.stack([jax.nn.log_softmax(each) for each in steps])
+        for steps in (
+            [each / sampling.temperature for each in drawn],
+            [transform_logits(each, sampling, NUMERICS) for each in drawn],
+        )
+    ]
+    return jax.nn.log_softmax(transform_logits(logits, sampling, NUMERICS)), *of_steps
 
 
 @pytest.mark.parametrize("vocabulary", [None, DraftVocabulary(np.arange(3, 40)[::-1])], ids=["all", "some"])
@@ -147,13 +166,9 @@ def test_training_multiplies_along_the_draft(vocabulary):
     members = [[0, 2], [1]]
     batch = packed_batch(config, sequences, members, 60)
 
-    def log_softmax(logits):
-        return np.asarray(jax.nn.log_softmax(logits), np.float64)
-
     ids = np.arange(POLICY.vocab_size) if vocabulary is None else vocabulary.tokens
-    logits = transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)
-    p = log_softmax(transform_logits(logits, sampling, NUMERICS))
-    outputs = unroll(params, config, shared(), batch, ROPE, NUMERICS, 3)
+    outputs = unrolled(config, 3)(params, batch)
+    p, *heads = (np.asarray(each, np.float64) for each in opinions(params, config, batch, outputs, sampling))
     found = {"coupled": [], "sampled": [], "offered": []}
     for r, row in enumerate(members):
         start = 0
@@ -161,15 +176,13 @@ def test_training_multiplies_along_the_draft(vocabulary):
             n = len(sequences[member])
             for s in range(start, start + n - 2):
                 drafts = {name: [] for name in found}
-                for j, output in enumerate(outputs):
+                for j in range(3):
                     if s + j + 2 >= start + n:
                         break
                     token = int(batch.tokens[r, s + j + 2])
-                    drawn = head_logits(params, config, shared(), output[r, s], NUMERICS)
-                    kept = transform_logits(drawn, sampling, NUMERICS)
-                    for name, logits in (("all", drawn / 0.7), ("kept", kept)):
+                    for name, log_q in zip(("all", "kept"), heads, strict=True):
                         q = np.full(POLICY.vocab_size, -np.inf)
-                        q[ids] = log_softmax(logits)
+                        q[ids] = log_q[j, r, s]
                         both, here = chances(p[r, s + j + 1], q), np.exp(p[r, s + j + 1, token])
                         if name == "all":
                             drafts["coupled"].append(both.sum())
@@ -181,7 +194,7 @@ def test_training_multiplies_along_the_draft(vocabulary):
     sums = {name: np.sum(each, axis=1) for name, each in found.items()}
     for name in ("coupled", "sampled"):
         training = dataclasses.replace(base, **{f"{name}_weight": 2.0})
-        value, metrics = head_loss(params, config, training, shared(), batch, ROPE, NUMERICS)
+        value, metrics = loss_of(config, training)(params, batch)
         logs = np.log(np.where(sums[name] > 0, sums[name], 1.0))
         np.testing.assert_allclose(value, -2.0 * logs.mean(), rtol=2e-4)
         assert metrics["starts"] == len(logs)
@@ -213,7 +226,12 @@ def test_chunks_without_a_response_change_nothing():
 
 @pytest.mark.parametrize(
     ("variant", "loss"),
-    [("eagle3", "coupled"), ("eagle3", "sampled"), ("block", "cross_entropy"), ("block", "sampled")],
+    [
+        ("eagle3", "coupled"),
+        pytest.param("eagle3", "sampled", marks=pytest.mark.long),
+        pytest.param("block", "cross_entropy", marks=pytest.mark.long),
+        ("block", "sampled"),
+    ],
 )
 def test_a_head_learns_to_agree(variant, loss):
     """On rollouts that it has not seen; a block's correction is part of what it learns."""
@@ -224,9 +242,9 @@ def test_a_head_learns_to_agree(variant, loss):
     training = head_training(variant, steps, **{"cross_entropy_weight": 0.0, f"{loss}_weight": 1.0})
     state, _ = train(config, params, training, 60 if variant == "eagle3" else 80)
     unseen = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
-    measured = jax.jit(lambda p: head_loss(p, config, training, shared(), unseen, ROPE, NUMERICS)[1])
-    before, after = measured(params)["coupled_length"], measured(state.params)["coupled_length"]
+    measured = lambda p: loss_of(config, training)(p, unseen)[1]["coupled_length"]  # noqa: E731
+    before, after = measured(params), measured(state.params)
     assert after > before + (0.15 if variant == "eagle3" else 0.2)
     if variant == "block":
         without = measured(state.params | {"out": jnp.zeros_like(state.params["out"])})
-        assert after > without["coupled_length"] + 0.02
+        assert after > without + 0.02
