@@ -1,7 +1,7 @@
 """Speed of the plain engine and of the update: `python scripts/bench_engine.py [--policy NAMES]`.
 
 The policy is SmolLM2 unless others are named. Both sides run in one process, in alternation, on the same
-float32 weights and sequences, and are checked to compute the same results before anything is timed.
+weights and sequences, and are checked in float32 to compute the same results before anything is timed.
 `docs/benchmarks.md` explains the rows.
 """
 
@@ -25,13 +25,14 @@ from workloads import POLICY_OPTION, import_reference, policies_of
 
 def prepare(sections: Sequence[str]) -> None:
     """Raises an error for an impossible comparison, before minutes of measurements."""
-    if {"decode", "update"} & set(sections):
+    if {"decode", "bfloat16", "update"} & set(sections):
         import_reference()
 
 
 _CASES = (  # the section, what measures it, and its arguments after the policy
     # By batch: new tokens of each response, and rounds.
     ("decode", decode_rows, ({1: (128, 5), 8: (128, 3), 64: (128, 3)},)),
+    ("bfloat16", decode_rows, ({1: (128, 3), 8: (128, 3), 32: (128, 3)}, "bfloat16")),
     ("update", update_rows, (3,)),
     ("update", shared_prompt_rows, (3,)),
     ("self_draft", self_draft_rows, ((1, 8), 5)),

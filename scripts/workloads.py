@@ -144,19 +144,20 @@ def make_engine(
     length: int,
     sampling: SamplingParams | None = None,
     cache: Path | None = None,
+    dtype: str = "float32",
     **buckets: Any,
 ) -> DecodeEngine:
     """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
 
     Args:
-      numerics: or whether float32 is row-invariant, in the form that is measured here.
+      numerics: or whether `dtype` is row-invariant, in the form that is measured here.
       cache: directory of compiled programs.
       buckets: further arguments of `make_buckets`.
     """
     row_invariant = numerics if isinstance(numerics, bool) else numerics.row_invariant
     made = make_buckets(slots, length, row_invariant, **buckets)
     if isinstance(numerics, bool):
-        numerics, _ = measured_numerics(config, Numerics(numerics), made, cache=cache)
+        numerics, _ = measured_numerics(config, Numerics(numerics, dtype), made, cache=cache)
     pool = ExecutablePool(row_invariant, cache)
     return DecodeEngine(config, numerics, sampling or SamplingParams(), made, (), pool=pool)
 

@@ -97,16 +97,20 @@ def check_same_policy(model: "transformers.PreTrainedModel", config: ModelConfig
             )
 
 
-def decode_rows(name: str, plan: dict[int, tuple[int, int]]) -> list[Row]:
+def decode_rows(name: str, plan: dict[int, tuple[int, int]], dtype: str = "float32") -> list[Row]:
     """Measures tokens per second, prefill included, against `generate`; and the cost of row-invariance.
 
     Args:
       plan: by batch, the new tokens of each response and the timed rounds.
+      dtype: "float32" or "bfloat16", in which both sides compute; greedy tokens are compared in float32.
     """
     import_reference()
+    import torch
+
     config = config_of(name)
     model, params = make_reference(name)
     check_same_policy(model, config, params)
+    model = model.to(getattr(torch, dtype))
     comparisons = (
         ("row_invariant on", "on", "transformers generate", "transformers"),
         ("row_invariant off", "off", "transformers generate", "transformers"),
@@ -114,13 +118,13 @@ def decode_rows(name: str, plan: dict[int, tuple[int, int]]) -> list[Row]:
     )
     rows = []
     for batch, (new_tokens, repeats) in plan.items():
-        seconds = _time_decoding(model, config, params, batch, new_tokens, repeats)
+        seconds = _time_decoding(model, config, params, batch, new_tokens, repeats, dtype)
         for what, ours, baseline, theirs in comparisons:
             first, step = _first_token_and_step(seconds, ours, new_tokens)
             baseline_first, baseline_step = _first_token_and_step(seconds, theirs, new_tokens)
             rows.append(
                 speed_row(
-                    f"decode/{name}/batch {batch}/{what}",
+                    f"decode/{name}/{'' if dtype == 'float32' else f'{dtype}/'}batch {batch}/{what}",
                     batch * new_tokens,
                     compare(seconds[ours], seconds[theirs]),
                     baseline,
@@ -144,6 +148,7 @@ def _time_decoding(
     batch: int,
     new_tokens: int,
     repeats: int,
+    dtype: str,
 ) -> dict[str, list[float]]:
     """Returns the seconds of every round, by side: row_invariant "on" and "off", and "transformers".
 
@@ -152,7 +157,7 @@ def _time_decoding(
     prompts = random_prompts(batch, config.vocab_size)
     sides: dict[str, Callable[[int], object]] = {}
     for on in (True, False):
-        engine = make_engine(config, on, batch, PROMPT_TOKENS + new_tokens)
+        engine = make_engine(config, on, batch, PROMPT_TOKENS + new_tokens, dtype=dtype)
         ours = functools.partial(decode, engine, engine.load_params(params), prompts, room=new_tokens)
         sides[SWITCH[on]] = ours
     sides["transformers"] = functools.partial(reference_decode, model, prompts)
