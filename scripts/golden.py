@@ -54,6 +54,7 @@ _BY_ARRIVAL = ("rollout/occupancy", "rollout/decode_steps")
 def without_clock() -> Iterator[None]:
     """Context in which every second pass verifies as many drafts as it can, whatever was measured."""
     from rljax.speculation import pass_choice
+    from rljax.speculation.pass_times import PassTimes
 
     turns, chosen = itertools.cycle((True, False)), pass_choice.best_rows
 
@@ -64,6 +65,7 @@ def without_clock() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in [each for each in sys.modules.values() if getattr(each, "best_rows", None) is chosen]:
             stack.enter_context(mock.patch.object(module, "best_rows", choose))
+        stack.enter_context(mock.patch.object(PassTimes, "plain_is_old", lambda *_: False))
         yield
 
 

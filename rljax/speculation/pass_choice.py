@@ -121,12 +121,14 @@ def best_rows(candidates: Candidates, buckets: Buckets, times: PassTimes, batch:
     Tokens that are sampled ahead count by their weight.
 
     Between passes, the time of drafting counts: leaving out half of an expensive draft would waste it.
-    Against a plain step it does not count: it is spent already.
+    Against a plain step it does not count: it is spent already. A plain step whose time is old is measured.
 
     Args:
       candidates: nodes that could be verified.
       batch, length: batch and cache length of the decode state.
     """
+    if times.plain_is_old(batch, length):
+        return 0
     best, best_rate = 0, 0.0
     plain = candidates.plain_value / times.plain(batch, length)
     for rows, nodes in buckets.passes(batch):
@@ -152,7 +154,6 @@ class Choice:
       arm: the arm of the bandit; None for its plain step, and for other managers.
       draft_seconds: time that drafting took, whether the drafts are verified or not.
       events: sentences for the log on what begins or ends with this choice.
-      whole_call: whether plain steps fill a call of the engine, as those of plain decoding, and are measured.
     """
 
     proposal: Proposal | None
@@ -164,7 +165,6 @@ class Choice:
     arm: Arm = None
     draft_seconds: float = 0.0
     events: Sequence[str] = ()
-    whole_call: bool = False
 
     @classmethod
     def plain(
@@ -176,11 +176,10 @@ class Choice:
         arm: Arm = None,
         draft_seconds: float = 0.0,
         events: Sequence[str] = (),
-        whole_call: bool = False,
     ) -> Self:
         """A plain step. Expects `plain_rate`, unless the manager expects something else of its arm."""
         expected = plain_rate if expected_rate is None else expected_rate
-        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds, events, whole_call)
+        return cls(None, None, 0, reason, expected, plain_rate, arm, draft_seconds, events)
 
     @classmethod
     def verify(

@@ -92,10 +92,13 @@ class PassTimes:
         self._passes[batch, length] = 0
         self._add(seconds, "plain", batch, length)
 
-    def add_verify(self, batch: int, length: int, rows: int, seconds: float) -> None:
-        """A verifying pass was measured, with the work of the host for which the device waits."""
+    def add_verify(self, batch: int, length: int, rows: int, seconds: float | None) -> None:
+        """A verifying pass was measured, with the work of the host for which the device waits; None for one
+        whose time is not known.
+        """
         self._passes[batch, length] += 1
-        self._add(seconds, "verify", batch, length, rows)
+        if seconds is not None:
+            self._add(seconds, "verify", batch, length, rows)
 
     def add_draft(
         self, batch: int, length: int, drafter: str, seconds: float, strategy: DraftStrategy | None = None

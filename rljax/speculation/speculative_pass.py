@@ -205,8 +205,8 @@ class SpeculativeDecoder:
             seconds, timed = now - max(in_flight.dispatched, last_end), in_flight.timed
         seconds, host, timed = agree(seconds, in_flight.host, timed)
         # The first run of a program takes longer, and an untried pass would seem too slow for good.
-        if timed and (in_flight.shape in self._used or self.times.has_verify(*in_flight.shape)):
-            self.times.add_verify(*in_flight.shape, seconds + host)
+        timed = timed and (in_flight.shape in self._used or self.times.has_verify(*in_flight.shape))
+        self.times.add_verify(*in_flight.shape, seconds + host if timed else None)
         self._used.add(in_flight.shape)
         self._statistics.device_seconds += seconds
         return result, seconds
@@ -256,7 +256,8 @@ class SpeculativeDecoder:
         most_steps: int | None = None,
     ) -> tuple[DecodeState, DecodeResult]:
         """A few plain steps of all slots: twice as many every time in a row, until new requests come. A call
-        of few steps costs more a step, so these begin with more where drafters were asked in vain before.
+        of few steps costs more a step, so these begin with more where drafters were asked in vain before, and
+        a time that is old is measured in a call of the most.
 
         Arguments as of `decode`.
         """
@@ -273,7 +274,7 @@ class SpeculativeDecoder:
         timed = may_verify and self._only_passes_before(state)
         start = self.clock.dispatched()
         steps = most
-        if may_verify and not (self._choice is not None and self._choice.whole_call):
+        if may_verify and not self.times.plain_is_old(state.batch, state.cache.length):
             steps = min(_STEPS_WHILE_COMPILING if waits else self._patience, most)
         state, result = self.engine.generate(params, state, steps, until_active)
         seconds, timed = agree(self.clock.finished() - start, timed)

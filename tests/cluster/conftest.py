@@ -10,6 +10,7 @@ import pytest
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import expected as expected_manager
+from rljax.speculation.pass_times import PassTimes
 from tests.cluster.same_run import lucky_world, run
 
 
@@ -58,6 +59,7 @@ def drafts_always(monkeypatch):
 
     rates = itertools.cycle((1e9, 0.0))
     monkeypatch.setattr(expected_manager, "best_rows", choose)
+    monkeypatch.setattr(PassTimes, "plain_is_old", lambda self, *_: False)
     monkeypatch.setattr(SelfProposer, "choose_length", lambda self, *_: (3, next(rates)))
     monkeypatch.setattr(WorthStarting, "allows", lambda self, *_: True)
     monkeypatch.setattr(DeviceProposer, "expected_rate", lambda self, *_: next(rates))

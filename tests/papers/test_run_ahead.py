@@ -47,7 +47,7 @@ def some_are_sampled(decoders, monkeypatch):
 
 
 def test_idle_workers_sample_ahead_what_others_draft(world, alone, monkeypatch, verifies_always):
-    ahead, _ = local_run(world, "ahead", monkeypatch, *AHEAD, "cluster.workers=3")  # two prompts
+    ahead, _ = local_run(world, "ahead_idle", monkeypatch, *AHEAD, "cluster.workers=3")  # two prompts
     assert not differences(alone, ahead)
     sampled, offered, accepted = (counts(ahead, name) for name in ("tokens", "offered", "accepted"))
     assert sampled[0] > 0 == offered[0]

@@ -49,8 +49,6 @@ class ExpectedManager(Manager):
     ) -> tuple[DecodeState, Choice]:
         shape = (state.batch, state.cache.length)
         plain_rate = self._times.plain_rate(active.responses, state.batch, state.cache.length)
-        if self._times.plain_is_old(*shape):
-            return state, Choice.plain("plain steps are measured anew", plain_rate, whole_call=True)
         best = plain = Choice.plain("nothing is expected to yield more than a plain step", plain_rate)
         proposals: list[Proposal] = []
         draft_seconds = 0.0
