@@ -13,7 +13,7 @@ costs = load_script("rollout_benchmarks.costs")
 rollout = load_script("rollout_benchmarks.rollout")
 variants = load_script("rollout_benchmarks.variants")
 
-_TINY = [
+TINY = [
     "task.problems=2",
     "engine.max_slots=2",
     "engine.batch_buckets=[2]",
@@ -25,7 +25,7 @@ _TINY = [
 
 @pytest.fixture
 def config(tmp_path):
-    return load_config(write_config(tmp_path), _TINY)
+    return load_config(write_config(tmp_path), TINY)
 
 
 def test_a_variant_that_cannot_be_made_is_refused_at_once(tmp_path, config):

@@ -5,6 +5,7 @@ import pytest
 from rljax.config import load_config
 from rljax.errors import UserError
 from tests.scripts import load_script
+from tests.test_bench_rollout import TINY
 from tests.training.tiny_run import write_config
 
 draft_lengths = load_script("rollout_benchmarks.draft_lengths")
@@ -12,19 +13,10 @@ races = load_script("rollout_benchmarks.races")
 rollout = load_script("rollout_benchmarks.rollout")
 variants = load_script("rollout_benchmarks.variants")
 
-_TINY = [
-    "task.problems=2",
-    "engine.max_slots=2",
-    "engine.batch_buckets=[2]",
-    "speculation.drafter=srt",
-    "speculation.verify_buckets=[16]",
-    "speculation.max_drafts=7",
-]
-
 
 @pytest.fixture
 def config(tmp_path):
-    return load_config(write_config(tmp_path), _TINY)
+    return load_config(write_config(tmp_path), TINY)
 
 
 @pytest.mark.long
