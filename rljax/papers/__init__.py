@@ -7,8 +7,8 @@
                          drafting ahead
     srt/                 SRT: workers without requests sample those of the next step, for drafts
 
-Each folder begins with the paper's algorithm and its keys. Nothing outside imports from here, in `scripts`
-neither, but `rljax/config/wing.py`, and that only `registry.py`: without this folder the rest works, and has
+Each folder begins with the paper's algorithm and its keys. Nothing outside, `scripts` included, imports
+from here but `rljax/config/wing.py`, and that only `registry.py`: without this folder the rest works, and has
 fewer keys.
 """
 

@@ -50,16 +50,16 @@ class SpeculativeSlots(Slots):
         super().admit(waiting, known, most, first)
         if all(response.number is not None for response in waiting):
             return
-        is_first, earlier = not self._registered, set(self._registered)
+        is_first = not self._registered
+        if self.speculator.run_ahead is not None:
+            new = [response.request.noise_key for response in known if response.number is None]
+            ahead = [self.speculator.run_ahead.recall(key) for key in new]
+            self.statistics.ahead_offered += sum(len(tokens) for tokens in ahead if tokens is not None)
         self._take_counts(self._registered)
         self._registered = list(known)
         for number, response in enumerate(known):
             response.number = number
         requests = [response.request for response in known]
-        if self.speculator.run_ahead is not None:
-            new = [response.request.noise_key for response in known if response not in earlier]
-            ahead = [self.speculator.run_ahead.recall(key) for key in new]
-            self.statistics.ahead_offered += sum(len(tokens) for tokens in ahead if tokens is not None)
         begun = [response for response in known if response.tokens]
         current = sum(not response.yields for response in known)
         if is_first:

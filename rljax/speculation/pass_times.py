@@ -30,7 +30,7 @@ class PassTimes:
     def __init__(self) -> None:
         self._seconds: dict[tuple, collections.deque[float]] = {}
         self._passes: collections.Counter[tuple[int, int]] = collections.Counter()  # since a plain step
-        self._until_old: dict[tuple[int, int], int] = {}
+        self._measured_anew: collections.Counter[tuple[int, int]] = collections.Counter()  # plain steps
 
     def has_plain(self, batch: int, length: int) -> bool:
         """Whether a plain step over this shape was measured."""
@@ -81,14 +81,14 @@ class PassTimes:
         """Whether so many passes of this shape verified since a plain step was measured that it should be
         measured anew: after 32 at first, and after twice as many every time.
         """
-        return self._passes[batch, length] >= self._until_old.get((batch, length), _PASSES_UNTIL_OLD[0])
+        first, most = _PASSES_UNTIL_OLD
+        return self._passes[batch, length] >= min(first * 2 ** self._measured_anew[batch, length], most)
 
     def add_plain(self, batch: int, length: int, seconds: float) -> None:
         """A plain step was measured."""
         if self.plain_is_old(batch, length):
             self._seconds.pop(("plain", batch, length), None)
-            most = 2 * self._until_old.get((batch, length), _PASSES_UNTIL_OLD[0])
-            self._until_old[batch, length] = min(most, _PASSES_UNTIL_OLD[1])
+            self._measured_anew[batch, length] += 1
         self._passes[batch, length] = 0
         self._add(seconds, "plain", batch, length)
 
