@@ -33,7 +33,8 @@ if "RLJAX_TESTS_WARM_STARTS" not in os.environ:  # the first process makes it, f
     os.environ["RLJAX_TESTS_WARM_STARTS"] = tempfile.mkdtemp(prefix="rljax-warm-starts-")
     atexit.register(shutil.rmtree, os.environ["RLJAX_TESTS_WARM_STARTS"], ignore_errors=True)
 
-_QUICK = "--xla_backend_optimization_level=1"
+# LLVM gets a program in one piece: the other processes keep its threads busy.
+_QUICK = "--xla_backend_optimization_level=1 --xla_cpu_parallel_codegen_split_count=1"
 if version("jax") < "0.11":  # later ones have no other emitter
     _QUICK += " --xla_cpu_use_fusion_emitters=false"
 skip_absent()

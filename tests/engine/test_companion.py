@@ -130,7 +130,7 @@ def stranger(world, config=OTHER):
 # -- a companion that is the policy ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_the_policy_beside_itself_drafts_what_will_be_sampled(dtype):
     """After passes that took all, some and none of the drafts, of chains of every length."""
     world = world_of(dtype=dtype)

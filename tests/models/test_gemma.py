@@ -35,7 +35,7 @@ def weights():
     return params | {"embed": params["embed"] / 4}
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def world(request):
     """An engine, weights, requests, and what they get when decoded together."""
     numerics = exact_numerics(CONFIG, request.param, BUCKETS, (2 * LONGEST,))

@@ -64,11 +64,14 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
 @pytest.mark.parametrize(
     "overrides",
     [
-        [
-            "algorithm.name=ppo",
-            "speculation.drafter=quantized",
-            "speculation.verify_buckets=[8]",
-        ],
+        pytest.param(
+            [
+                "algorithm.name=ppo",
+                "speculation.drafter=quantized",
+                "speculation.verify_buckets=[8]",
+            ],
+            marks=pytest.mark.long,
+        ),
         [
             "policy.lora={rank: 4}",
             "algorithm.kl_coefficient=0.1",
@@ -81,14 +84,17 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "speculation.verify_buckets=[8]",
             "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
         ],
-        [
-            "speculation.drafter=srt",
-            "speculation.verify_buckets=[8]",
-            "speculation.run_ahead_below=1",
-            "engine.batch_buckets=[2,4]",
-            "engine.cache_buckets=[128,256]",
-            f"tools={TOOLS}",
-        ],
+        pytest.param(
+            [
+                "speculation.drafter=srt",
+                "speculation.verify_buckets=[8]",
+                "speculation.run_ahead_below=1",
+                "engine.batch_buckets=[2,4]",
+                "engine.cache_buckets=[128,256]",
+                f"tools={TOOLS}",
+            ],
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             [
                 "speculation.drafter=small_model",

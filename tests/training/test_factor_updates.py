@@ -60,7 +60,7 @@ def trainer(adapter, remat=False, dtype="float32", outline=False, pool=POOL, row
 @pytest.mark.parametrize(
     ("targets", "form"),
     [
-        (("all-linear",), {}),
+        pytest.param(("all-linear",), {}, marks=pytest.mark.long),
         (("q_proj", "down_proj"), {"outline": True, "remat": True}),
         pytest.param(("q_proj", "down_proj"), {"remat": True}, marks=pytest.mark.long),
     ],

@@ -105,7 +105,7 @@ def scores(params, batch, numerics, sampling):
     [
         pytest.param("float32", SamplingParams(), marks=pytest.mark.long),  # also below, penalized
         ("bfloat16", SamplingParams(temperature=0.8, top_k=30)),
-        ("float32", SamplingParams(repetition_penalty=1.2)),
+        pytest.param("float32", SamplingParams(repetition_penalty=1.2), marks=pytest.mark.long),
     ],
     ids=["float32", "bfloat16, filtered", "float32, penalized"],
 )

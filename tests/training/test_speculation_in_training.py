@@ -129,7 +129,13 @@ def test_a_run_with_srt_is_the_run_without(world, plain, srt):
     assert len({line["engine/compilations"] for line in srt[1:]}) == 1
 
 
-@pytest.mark.parametrize("name", sorted(DRAFTERS.keys() - {"srt", "small_model"}))  # that one has no default
+@pytest.mark.parametrize(
+    "name",
+    [  # a small model has no default
+        pytest.param(name, marks=[pytest.mark.long] if name == "block" else [])
+        for name in sorted(DRAFTERS.keys() - {"srt", "small_model"})
+    ],
+)
 def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
     args = {  # trained behind each rollout, whatever the clock says
         "eagle": "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2],"

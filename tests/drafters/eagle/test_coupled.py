@@ -155,7 +155,11 @@ def opinions(params, config, batch, outputs, sampling):
     return jax.nn.log_softmax(transform_logits(logits, sampling, NUMERICS)), *of_steps
 
 
-@pytest.mark.parametrize("vocabulary", [None, DraftVocabulary(np.arange(3, 40)[::-1])], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "vocabulary",
+    [pytest.param(None, marks=pytest.mark.long), DraftVocabulary(np.arange(3, 40)[::-1])],
+    ids=["all", "some"],
+)
 def test_training_multiplies_along_the_draft(vocabulary):
     """Both losses and the metrics against loops over starts, at a temperature and with filters."""
     sampling = SamplingParams(temperature=0.7, top_k=20)
@@ -230,7 +234,7 @@ def test_chunks_without_a_response_change_nothing():
         ("eagle3", "coupled"),
         pytest.param("eagle3", "sampled", marks=pytest.mark.long),
         pytest.param("block", "cross_entropy", marks=pytest.mark.long),
-        ("block", "sampled"),
+        pytest.param("block", "sampled", marks=pytest.mark.long),
     ],
 )
 def test_a_head_learns_to_agree(variant, loss):

@@ -259,7 +259,13 @@ def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "train"), [("block", True), ("block", False), ("eagle", True), ("eagle", False)]
+    ("drafter", "train"),
+    [
+        pytest.param("block", True, marks=pytest.mark.long),
+        ("block", False),
+        ("eagle", True),
+        ("eagle", False),
+    ],
 )
 def test_the_tokens_are_those_of_plain_decoding(drafter, train, tmp_path):
     """Frozen, and trained on."""
