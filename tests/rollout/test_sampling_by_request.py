@@ -151,7 +151,7 @@ def test_every_move_of_a_slot_takes_its_settings_along():
     assert shown(state, [0, 1]) == [before[3], before[1]]
     state = engine.widen(engine.grow(state), SLOTS)
     assert shown(state, [0, 1]) == [before[3], before[1]]
-    state = engine.insert(prefix, state, Assignment(0, 2, keys, 50))  # the engine's own
+    state = engine.bulk_insert(prefix, state, [Assignment(0, 2, keys, 50)])  # the engine's own
     assert shown(state, [2]) == shown(engine.init_state(SLOTS, 64), [0])
 
 
