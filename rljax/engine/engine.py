@@ -50,7 +50,7 @@ from rljax.sharding import replicated_sharding
 
 
 class _Call(NamedTuple):
-    """A compiled program and its arguments: host arrays are put, as `jnp.asarray` compiles a program a shape."""
+    """A compiled program and its arguments: arrays are put, as `jnp.asarray` compiles a program a shape."""
 
     program: Callable[..., Any]
     args: tuple[Any, ...]

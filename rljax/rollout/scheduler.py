@@ -20,9 +20,6 @@ from rljax.tools.use import ToolUse
 OnProgress = Callable[[int, int], None]
 """Called at every host sync with (tokens sampled, requests finished)."""
 
-OnFinished = Callable[[int, Completion], None]
-"""Called with the index of a request and its response, as soon as the response has ended."""
-
 _NOTHING = PartialResponse()
 
 
@@ -67,7 +64,6 @@ class Scheduler:
         params: Params,
         requests: Sequence[Request],
         on_progress: OnProgress | None = None,
-        on_finished: OnFinished | None = None,
         version: int = 0,
         partials: Mapping[int, PartialResponse] | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
@@ -90,18 +86,10 @@ class Scheduler:
             LiveResponse.resume(request, known.get(place, _NOTHING), self.stop_strings)
             for place, request in enumerate(requests)
         ]
-        places = {response: place for place, response in enumerate(responses)}
-        finished = 0
 
-        def report(synced: Sequence[LiveResponse]) -> None:
-            nonlocal finished
-            for response in synced:
-                if response.ending is not None:
-                    finished += 1
-                    if on_finished is not None:
-                        on_finished(places[response], response.completion(self.tools is not None))
+        def report(_: Sequence[LiveResponse]) -> None:
             if on_progress is not None:
-                on_progress(loop.statistics.tokens, finished)
+                on_progress(loop.statistics.tokens, len(responses) - len(loop.live))
 
         idle = IDLE
         if self.speculator.run_ahead is not None:
@@ -110,15 +98,12 @@ class Scheduler:
         policy = LoopPolicy(start_full=True, longest_first=self.lengths)
         loop = self.open_loop(params, policy, report, version, idle)
         taken = idle.begin(loop.slots, requests)
-        for place, completion in taken.items():
+        for completion in taken.values():
             loop.statistics.tokens += len(completion.response_ids)
-            finished += 1
-            if on_finished is not None:
-                on_finished(place, completion)
         decoded = [response for place, response in enumerate(responses) if place not in taken]
         if decoded:
             loop.submit(decoded)
-            while loop.waiting or loop.running:
+            while loop.live:
                 loop.step()
             loop.finish_pass()  # a pass over requests that nobody waits for
             idle.end(loop.slots, requests)

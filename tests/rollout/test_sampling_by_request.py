@@ -126,7 +126,7 @@ def test_requests_that_join_and_leave_keep_their_settings(engine, params, reques
     for response in reversed(responses):
         loop.submit([response])
         loop.step()
-    while loop.waiting or loop.running:
+    while loop.live:
         loop.step()
     assert_same([response.completion(False) for response in responses], expected)
     assert "widen" in {key[0] for key in POOL._programs}

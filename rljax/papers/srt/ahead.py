@@ -208,7 +208,7 @@ class AheadWorker:
         if self._loop is None or not alone:
             return []
         self._loop.step()
-        if not (self._loop.waiting or self._loop.running):
+        if not self._loop.live:
             self._loop = None
         return [self._report()]
 
