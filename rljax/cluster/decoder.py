@@ -67,7 +67,7 @@ from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request, accumulate, difference
 from rljax.rollout.decode_loop import check_request
 from rljax.rollout.running import RunningRequests
-from rljax.rollout.scheduler import OnProgress, Scheduler
+from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
 
 _WAIT = 0.2  # seconds for an event, at most
 _SHORT_WAIT = 0.02  # while somebody may want to go on at any moment
@@ -84,6 +84,7 @@ class BegunRollout:
       params: the weights that they began with.
       began: `time.perf_counter()` then.
       running: number of running responses over time.
+      handed_on: number of ended responses that were.
     """
 
     number: int
@@ -92,6 +93,7 @@ class BegunRollout:
     params: Params
     began: float
     running: RunningRequests
+    handed_on: int = 0
 
 
 @dataclasses.dataclass
@@ -213,6 +215,7 @@ class ClusterDecoder:
         params: Params,
         requests: Sequence[Request],
         on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
         version: int = 0,
         partials: Mapping[int, PartialResponse] | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
@@ -224,7 +227,8 @@ class ClusterDecoder:
           NumericsError: workers disagree about a token.
           UserError: what a worker raised.
         """
-        return self.finish(self.begin(params, requests, version, partials), on_progress)
+        begun = self.begin(params, requests, version, partials)
+        return self.finish(begun, on_progress, on_finished)
 
     def begin(
         self,
@@ -339,14 +343,19 @@ class ClusterDecoder:
         return routing.outliers(prompts, running, sizes, self.coordinator.desired)
 
     def finish(
-        self, begun: BegunRollout, on_progress: OnProgress | None = None
+        self,
+        begun: BegunRollout,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
         """Waits for a rollout's responses, and returns them as `run` does; raises as it does."""
         rollout = self.coordinator.rollouts.open[begun.number]
+        self._tell(begun, on_finished)
         self._decodes = True
         while not self.ended(begun):
             self.listen()
             begun.running.add(self.decoding)
+            self._tell(begun, on_finished)
             if on_progress is not None:
                 on_progress(rollout.tokens, len(rollout.ended))
         self._decodes = False
@@ -412,6 +421,15 @@ class ClusterDecoder:
         finally:
             end.set()
             thread.join()
+
+    def _tell(self, begun: BegunRollout, on_finished: OnFinished | None) -> None:
+        """Hands on responses that have ended since the last call."""
+        if on_finished is None:
+            return
+        ended = self.coordinator.rollouts.open[begun.number].ended
+        for key in ended[begun.handed_on :]:
+            on_finished(key - begun.keys[0], self._completion(key))
+        begun.handed_on = len(ended)
 
     def _completion(self, key: Key) -> Completion:
         return self.coordinator.ledger[key].completion(self._scheduler.tools is not None)

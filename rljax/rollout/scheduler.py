@@ -20,6 +20,9 @@ from rljax.tools.use import ToolUse
 OnProgress = Callable[[int, int], None]
 """Called at every host sync with (tokens sampled, requests finished)."""
 
+OnFinished = Callable[[int, Completion], None]
+"""Called with the index of a request and its response, as soon as the response has ended."""
+
 _NOTHING = PartialResponse()
 
 
@@ -64,6 +67,7 @@ class Scheduler:
         params: Params,
         requests: Sequence[Request],
         on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
         version: int = 0,
         partials: Mapping[int, PartialResponse] | None = None,
     ) -> tuple[list[Completion], DecodeStatistics]:
@@ -86,8 +90,12 @@ class Scheduler:
             LiveResponse.resume(request, known.get(place, _NOTHING), self.stop_strings)
             for place, request in enumerate(requests)
         ]
+        places = {response: place for place, response in enumerate(responses)}
 
-        def report(_: Sequence[LiveResponse]) -> None:
+        def report(synced: Sequence[LiveResponse]) -> None:
+            for response in synced:
+                if on_finished is not None and response.ending is not None:
+                    on_finished(places[response], response.completion(self.tools is not None))
             if on_progress is not None:
                 on_progress(loop.statistics.tokens, len(responses) - len(loop.live))
 
@@ -98,8 +106,10 @@ class Scheduler:
         policy = LoopPolicy(start_full=True, longest_first=self.lengths)
         loop = self.open_loop(params, policy, report, version, idle)
         taken = idle.begin(loop.slots, requests)
-        for completion in taken.values():
+        for place, completion in taken.items():
             loop.statistics.tokens += len(completion.response_ids)
+            if on_finished is not None:
+                on_finished(place, completion)
         decoded = [response for place, response in enumerate(responses) if place not in taken]
         if decoded:
             loop.submit(decoded)

@@ -46,7 +46,7 @@ class Mixer:
     def mix(self, proposals: Sequence[Proposal], slots: int) -> "MixedProposal":
         """One tree from several proposals for the same slots."""
         by_number = {self._numbers[id(proposal.proposer)]: proposal for proposal in proposals}
-        nothing = no_proposal(None, slots, self._nodes)
+        nothing = no_proposal(proposals[0].proposer, slots, self._nodes)
         drafts, probabilities = [], []
         for number in range(len(self._numbers)):
             proposal = by_number.get(number, nothing)

@@ -233,7 +233,7 @@ class Proposer:
         return Proposal(self, drafts.tokens, drafts.parents, usable, rates, bins, seconds)
 
 
-def no_proposal(proposer: Proposer | None, slots: int, nodes: int) -> Proposal:
+def no_proposal(proposer: Proposer, slots: int, nodes: int) -> Proposal:
     """The proposal of a drafter that does not draft: `nodes` invalid nodes for so many slots."""
     nothing = np.zeros((slots, nodes), np.int32)
     return Proposal(proposer, nothing, nothing - 1, nothing > 0, np.zeros((slots, nodes)), nothing, 0.0)

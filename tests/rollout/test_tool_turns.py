@@ -175,10 +175,12 @@ def test_the_requests_say_something(expected, requests):
 
 @pytest.mark.parametrize("max_slots", [1, 3, 4])
 def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, max_slots):
-    tool = Counter()
+    tool, ended = Counter(), []
     scheduler = Scheduler(engine, max_slots, tools=make_use(tool))
-    completions, statistics = scheduler.run(params, requests)
+    completions, statistics = scheduler.run(params, requests, on_finished=lambda *each: ended.append(each))
     assert_as_expected(completions, expected)
+    assert sorted(index for index, _ in ended) == list(range(len(requests)))
+    assert_as_expected([completion for _, completion in sorted(ended, key=lambda each: each[0])], expected)
     assert statistics.tool_calls == len(tool.texts) == sum(own.calls for own in expected)
     assert statistics.tool_errors == sum(text.endswith("d") for text in tool.texts) > 0
     own = sum(completion.sampled_tokens for completion in completions)

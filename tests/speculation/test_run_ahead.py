@@ -283,10 +283,12 @@ def test_a_further_round_takes_over_what_was_sampled_to_its_end(engine, params):
     complete = [run_ahead.completion(request) for request in later]
     tokens = sum(len(one.response_ids) for one in complete if one is not None)
     assert 0 < sum(one is not None for one in complete) < len(later)
-    completions, statistics = scheduler.run(params, later)
+    finished = {}
+    completions, statistics = scheduler.run(params, later, on_finished=finished.__setitem__)
     expected, plain = Scheduler(engine, MAX_SLOTS).run(params, later)
     assert_same(completions, expected)
     assert [one.versions for one in completions] == [one.versions for one in expected]
+    assert_same([finished[place] for place in range(len(later))], expected)
     assert statistics.ahead_final == tokens and statistics.tokens == plain.tokens
     # What was only begun is drafted, and agrees.
     metrics = speculator.metrics(statistics)
