@@ -49,13 +49,14 @@ from rljax.sampling.slots import SlotSampling, check_settings
 from rljax.sharding import replicated_sharding
 
 
-class _Call(NamedTuple):
+class CompiledCall(NamedTuple):
     """A compiled program and its arguments: arrays are put, as `jnp.asarray` compiles a program a shape."""
 
     program: Callable[..., Any]
     args: tuple[Any, ...]
 
     def run(self) -> Any:
+        """Runs the program."""
         return self.program(*self.args)
 
 
@@ -285,10 +286,10 @@ class DecodeEngine:
             lengths[row] = len(prompt)
         return self._prefilling(params, tokens, lengths).run()
 
-    def _prefilling(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> _Call:
+    def _prefilling(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> CompiledCall:
         args = (params, *jax.device_put((tokens, lengths)), self._rope)
         key = ("prefill", *tokens.shape, self._prefills, len(self._rope))
-        return _Call(self.pool.get(key, self._prefills.prefill, args), args)
+        return CompiledCall(self.pool.get(key, self._prefills.prefill, args), args)
 
     def prefill_length(self, positions: int) -> int:
         """Returns the padded length of a prompt; prompts of one padded length are best prefilled together."""
@@ -313,12 +314,12 @@ class DecodeEngine:
 
     def _inserting(
         self, prefix: Prefix, state: DecodeState, *placed: np.ndarray | SlotSampling | None
-    ) -> _Call:
+    ) -> CompiledCall:
         args = (prefix.replace(states=None), state, *jax.device_put(placed))
         shape = (prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
         key = ("insert", *shape, *self._unsampled_key)
         insert = self._unsampled.placed(self._moves.insert)
-        return _Call(self.pool.get(key, insert, args, donate_argnums=(1,)), args)
+        return CompiledCall(self.pool.get(key, insert, args, donate_argnums=(1,)), args)
 
     def generate(
         self, params: Params, state: DecodeState, max_steps: int | None = None, until_active: int = 0
@@ -337,10 +338,10 @@ class DecodeEngine:
         state, packed, states = self._generating(params, state, steps, until_active).run()
         return state, Pending(packed, self.decode_steps_per_sync, states=states).result()
 
-    def _generating(self, params: Params, state: DecodeState, steps: int, until_active: int) -> _Call:
+    def _generating(self, params: Params, state: DecodeState, steps: int, until_active: int) -> CompiledCall:
         args = (params, state, self._rope, np.int32(steps), np.int32(until_active))
         key = ("generate", state.batch, state.cache.length, *self._key)
-        return _Call(self.pool.get(key, self._programs.generate, args, donate_argnums=(1,)), args)
+        return CompiledCall(self.pool.get(key, self._programs.generate, args, donate_argnums=(1,)), args)
 
     def verify(
         self,
@@ -428,11 +429,11 @@ class DecodeEngine:
 
     def _verifying(
         self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows, proposal: Array | None
-    ) -> _Call:
+    ) -> CompiledCall:
         args = (params, state, self._rope, *jax.device_put((tree, rows)), proposal)
         shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
         key = ("verify", *shape, proposal is None, *self._key)
-        return _Call(self.pool.get(key, self._programs.verify, args, donate_argnums=(1,)), args)
+        return CompiledCall(self.pool.get(key, self._programs.verify, args, donate_argnums=(1,)), args)
 
     def draft(
         self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool = False
@@ -453,12 +454,14 @@ class DecodeEngine:
             raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
         return self._drafting(draft_params, state, steps, with_proposal).run()
 
-    def _drafting(self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool) -> _Call:
+    def _drafting(
+        self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool
+    ) -> CompiledCall:
         columns, weights = self.buckets.max_drafts, str(jax.tree.structure(draft_params))  # how quantized
         key = ("draft", state.batch, state.cache.length, columns, with_proposal, weights, *self._key)
         args = (draft_params, state, self._rope, np.int32(steps))
         draft = self._programs.draft(columns, with_proposal)
-        return _Call(self.pool.get(key, draft, args, donate_argnums=(1,)), args)
+        return CompiledCall(self.pool.get(key, draft, args, donate_argnums=(1,)), args)
 
     def compile_draft(self, draft_params: Params, batch: int, length: int) -> None:
         """Compiles `draft` for a state of this shape.
@@ -484,10 +487,12 @@ class DecodeEngine:
             state = self._appending(params, state, chunk, rows).run()
         return state
 
-    def _appending(self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows) -> _Call:
+    def _appending(
+        self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows
+    ) -> CompiledCall:
         args = (params, state, self._rope, *jax.device_put((chunk, rows)))
         key = ("append", state.batch, state.cache.length, rows.rows, *self._unsampled_key)
-        return _Call(self.pool.get(key, self._unsampled.append, args, donate_argnums=(1,)), args)
+        return CompiledCall(self.pool.get(key, self._unsampled.append, args, donate_argnums=(1,)), args)
 
     def set_counts(self, state: DecodeState, tokens: Mapping[int, Sequence[int]]) -> DecodeState:
         """Sets which response tokens penalties count in some slots. Consumes `state`.
@@ -507,11 +512,11 @@ class DecodeEngine:
             slots[row], counted[row, : len(ids)] = slot, ids
         return self._counting(state, slots, counted).run()
 
-    def _counting(self, state: DecodeState, slots: np.ndarray, counted: np.ndarray) -> _Call:
+    def _counting(self, state: DecodeState, slots: np.ndarray, counted: np.ndarray) -> CompiledCall:
         args = (state, *jax.device_put((slots, counted)))
         key = ("set_counts", state.batch, state.cache.length, *self._unsampled_key)
         count = self._unsampled.placed(set_counts)
-        return _Call(self.pool.get(key, count, args, donate_argnums=(0,)), args)
+        return CompiledCall(self.pool.get(key, count, args, donate_argnums=(0,)), args)
 
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
@@ -519,9 +524,9 @@ class DecodeEngine:
         stop[list(slots)] = True
         return state.replace(active=self._freeing(state, stop).run())
 
-    def _freeing(self, state: DecodeState, stop: np.ndarray) -> _Call:
+    def _freeing(self, state: DecodeState, stop: np.ndarray) -> CompiledCall:
         args = (state.active, jax.device_put(stop))
-        return _Call(self.pool.get(("free", state.batch, self.mesh), self._programs.free, args), args)
+        return CompiledCall(self.pool.get(("free", state.batch, self.mesh), self._programs.free, args), args)
 
     def grow(self, state: DecodeState) -> DecodeState:
         """Moves the slots to the next larger cache bucket."""
@@ -529,14 +534,14 @@ class DecodeEngine:
             self.background.wait_for((state.batch, self.buckets.next_cache(state.cache.length)))
         return self._growing(state).run()
 
-    def _growing(self, state: DecodeState) -> _Call:
+    def _growing(self, state: DecodeState) -> CompiledCall:
         length = self.buckets.next_cache(state.cache.length)
 
         def grow(state: DecodeState) -> DecodeState:
             return state.replace(cache=kv_cache.lengthen(state.cache, length))
 
         key = ("grow", state.batch, state.cache.length, length, *self._unsampled_key)
-        return _Call(self.pool.get(key, self._unsampled.placed(grow), (state,)), (state,))
+        return CompiledCall(self.pool.get(key, self._unsampled.placed(grow), (state,)), (state,))
 
     def compact(self, state: DecodeState, slots: Sequence[int], batch: int = 0) -> DecodeState:
         """Returns a state of only `slots`, in that order, in the smallest batch bucket that holds them, and
@@ -552,10 +557,10 @@ class DecodeEngine:
             slots = list(range(len(slots)))
         return state
 
-    def _compacting(self, state: DecodeState, taken: np.ndarray, present: np.ndarray) -> _Call:
+    def _compacting(self, state: DecodeState, taken: np.ndarray, present: np.ndarray) -> CompiledCall:
         args = (state, *jax.device_put((taken, present)))
         key = ("compact", state.batch, len(taken), state.cache.length, *self._unsampled_key)
-        return _Call(self.pool.get(key, self._unsampled.placed(self._moves.compact), args), args)
+        return CompiledCall(self.pool.get(key, self._unsampled.placed(self._moves.compact), args), args)
 
     def smallest_batch(self, state: DecodeState, batch: int) -> int:
         """Returns the smallest batch bucket, `batch` or larger, that a state can be compacted into without
@@ -571,14 +576,14 @@ class DecodeEngine:
             state = self._widening(state).run()
         return state
 
-    def _widening(self, state: DecodeState) -> _Call:
+    def _widening(self, state: DecodeState) -> CompiledCall:
         batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
 
         def widen(state: DecodeState) -> DecodeState:
             return self._moves.widen(state, batch)
 
         key = ("widen", state.batch, batch, state.cache.length, *self._unsampled_key)
-        return _Call(self.pool.get(key, self._unsampled.placed(widen), (state,)), (state,))
+        return CompiledCall(self.pool.get(key, self._unsampled.placed(widen), (state,)), (state,))
 
 
 def _placed_shape(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:
