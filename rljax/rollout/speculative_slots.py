@@ -86,12 +86,12 @@ class SpeculativeSlots(Slots):
         """The requests as drafters know them. Only the coupled rule lets them know the noise, and nothing is
         trained on responses that nobody waits for.
         """
-        is_coupled, recall = self.engine.verification == "coupled", self.speculator.recall
+        is_coupled, run_ahead = self.engine.verification == "coupled", self.speculator.run_ahead
         return [
             DraftRequest(
                 each.prompt_ids,
                 each.noise_key if is_coupled else None,
-                recall(each),
+                None if run_ahead is None else run_ahead.recall(each.noise_key),
                 each.training and index < current,
             )
             for index, each in enumerate(requests)

@@ -106,10 +106,6 @@ class Speculator:
         else:
             self.decoder.manager = self.manager
 
-    def recall(self, request: Request) -> np.ndarray | None:
-        """Returns the tokens that were sampled ahead for a request, int32 [n]; None if there are none."""
-        return None if self.run_ahead is None else self.run_ahead.recall(request.noise_key)
-
     # -- training of drafters --------------------------------------------------------------------------------
 
     def learn(self, outcomes: Sequence[Outcome]) -> None:
