@@ -24,13 +24,14 @@ class AlignedDrafter(Drafter):
     Attributes:
       tokens_ahead: tokens that were sampled ahead for the requests.
       tokens_used: those that were sampled again, by verifying passes or plain steps.
-      tokens_accepted: those that verifying passes accepted, and so the ones that saved time.
+      tokens_offered: tokens that were sampled ahead for responses that have ended, in all rollouts.
+      tokens_accepted: those that verifying passes accepted, and so the ones that saved time, in all rollouts.
     """
 
     def __init__(self, fallback: Drafter) -> None:
         self._fallback = fallback
         self.state_name, self.training = fallback.state_name, fallback.training
-        self.tokens_ahead = self.tokens_used = self.tokens_accepted = 0
+        self.tokens_ahead = self.tokens_used = self.tokens_offered = self.tokens_accepted = 0
 
     def begin(self, requests: Sequence[DraftRequest]) -> None:
         self._fallback.begin(requests)
@@ -43,7 +44,7 @@ class AlignedDrafter(Drafter):
         self._agrees = self._lengths > 0
         self._drafted_ahead = np.zeros(len(ahead), bool)  # the last drafts were not the fallback's
         self.tokens_ahead = int(self._lengths.sum())
-        self.tokens_used = self.tokens_accepted = 0
+        self.tokens_used = 0
 
     def propose(self, queries: Queries) -> Drafts:
         drafts = self._fallback.propose(queries)
@@ -66,6 +67,7 @@ class AlignedDrafter(Drafter):
     def observe(self, sampled: Sampled) -> None:
         ahead = self._drafted_ahead[sampled.requests]  # nothing that the fallback could learn from
         self.tokens_accepted += int(sampled.accepted[ahead].sum())
+        self.tokens_offered += int(self._lengths[sampled.requests[sampled.ended]].sum())
         drafted, accepted = np.where(ahead, 0, sampled.drafted), np.where(ahead, 0, sampled.accepted)
         self._fallback.observe(dataclasses.replace(sampled, drafted=drafted, accepted=accepted))
         order = np.arange(sampled.tokens.shape[1])

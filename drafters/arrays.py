@@ -1,5 +1,7 @@
 """Arrays as the compiled loops take them: checked, contiguous, of one dtype, and growing."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 GROWTH = 1.5  # of an array that is full
@@ -32,6 +34,15 @@ def cast(array: np.ndarray, name: str, dtype: type) -> np.ndarray:
         if array.min() < limits.min or array.max() > limits.max:
             raise ValueError(f"{name}: entries do not fit {np.dtype(dtype)}")
     return np.array(array, dtype, order="C")
+
+
+def padded(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token lists as rows padded with 0, int32 [n, T] with T at least 1, and their lengths, int32 [n]."""
+    lengths = np.asarray([len(tokens) for tokens in sequences], np.int32)
+    rows = np.zeros((len(sequences), max(1, int(lengths.max(initial=0)))), np.int32)
+    for row, tokens in zip(rows, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    return rows, lengths
 
 
 def with_room(array: np.ndarray, size: int) -> np.ndarray:

@@ -24,6 +24,7 @@ from drafters.arguments import (
     SuffixArguments,
     SuffixDecodingArguments,
 )
+from drafters.arrays import padded
 from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, PastRollout, RolloutHistory
 from drafters.history_index import HistoryIndex
@@ -104,7 +105,7 @@ class SuffixDrafter(Drafter):
         self._insert_ahead(requests, roots)
         self._sequences = (self._forest.start if self._live else self._forest.track)(roots)
         if self._scope == "request":
-            self._forest.extend(self._sequences, *_padded([request.prompt_ids for request in requests]))
+            self._forest.extend(self._sequences, *padded([request.prompt_ids for request in requests]))
 
     def _plant(self, requests: Sequence[DraftRequest]) -> np.ndarray:
         """Builds the automaton of every request from the history; returns root ids, int32 [n]."""
@@ -130,7 +131,7 @@ class SuffixDrafter(Drafter):
         known = [i for i, request in enumerate(requests) if request.ahead is not None]
         if known and self._scope != "request":
             sequences = self._forest.start(roots[known])
-            self._forest.extend(sequences, *_padded([requests[i].ahead for i in known]))
+            self._forest.extend(sequences, *padded([requests[i].ahead for i in known]))
 
     def propose(self, queries: Queries) -> Drafts:
         proposals = self._forest.propose(
@@ -183,12 +184,3 @@ class SuffixDrafter(Drafter):
         if self.index is not None:
             metrics |= self.index.metrics()
         return metrics
-
-
-def _padded(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sequences as rows padded with 0, int32 [n, T], and their lengths, int32 [n]."""
-    lengths = np.asarray([len(tokens) for tokens in sequences], np.int32)
-    padded = np.zeros((len(sequences), lengths.max(initial=0)), np.int32)
-    for row, tokens in enumerate(sequences):
-        padded[row, : lengths[row]] = tokens
-    return padded, lengths

@@ -160,7 +160,7 @@ class DecodeStatistics:
       ahead_seconds: spent on putting such requests into idle slots.
       ahead_pass_seconds: estimated time by which passes took longer, in batches kept wide to sample ahead.
       ahead_saved_seconds: estimated time that tokens sampled ahead by the rollout before saved in this one.
-      ahead_offered: tokens sampled ahead before that drafters could propose in this rollout.
+      ahead_offered: tokens sampled ahead before that drafters could propose for this rollout's responses.
       ahead_accepted: number of these that verifying passes accepted.
       ahead_final: tokens of responses that were sampled ahead to their end and taken over; also in `tokens`.
       tool_calls: calls of tools, or steps of an environment, that were answered; so also below.

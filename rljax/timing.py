@@ -69,9 +69,7 @@ def compare(seconds: Sequence[float], baseline_seconds: Sequence[float]) -> Comp
     )
 
 
-def paired(
-    ours: Callable[[], object], baseline: Callable[[], object], repeats: int, warmups: int = 1
-) -> Comparison:
+def paired(ours: Callable[[], object], baseline: Callable[[], object], repeats: int) -> Comparison:
     """Times two sides in alternation; see `interleave` and `Comparison`."""
-    seconds = interleave({"ours": ours, "baseline": baseline}, repeats, warmups)
+    seconds = interleave({"ours": ours, "baseline": baseline}, repeats)
     return compare(seconds["ours"], seconds["baseline"])

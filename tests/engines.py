@@ -127,7 +127,7 @@ def decode(engine, params, asked, order=None, capacity=0, one_by_one=False, visi
 
     if one_by_one:  # each joins while those before it are decoding
         for assignment in sorted(assignments, key=lambda assignment: assignment.slot):
-            state = engine.insert(prefix, state, assignment)
+            state = engine.bulk_insert(prefix, state, [assignment])
             state, result = visit(state)
     else:
         state = engine.bulk_insert(prefix, state, assignments)

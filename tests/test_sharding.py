@@ -75,7 +75,7 @@ def train(mesh, adapter=None):
     state = trainer.init(params)
     if mesh is not None:
         trainer.warm_up(state, reference=True)
-        trainer.warm_up_reference(state.params)
+        trainer.warm_up_score(state.params, unfiltered=True)
     compiled = trainer.pool.compilations
     logprobs = trainer.score(state.params, batches)
     metrics, gradients = [], []

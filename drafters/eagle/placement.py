@@ -32,6 +32,12 @@ _HEAD_AXES: dict[str, tuple[str | None, ...]] = PARAM_AXES | {
 }
 
 
+def shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Returns what stands in the place of an array while programs are compiled."""
+    sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
 def head_shardings(tree: Any, config: HeadConfig, mesh: Mesh, decoding: bool = False) -> Any:
     """Returns a tree with a NamedSharding in the place of every array.
 

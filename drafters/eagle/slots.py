@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from drafters.device import SlotDrafter
 from drafters.eagle.collecting import FeatureCollector
@@ -43,7 +43,7 @@ from drafters.eagle.drafting import (
     forget,
 )
 from drafters.eagle.model import HeadConfig
-from drafters.eagle.placement import head_shardings, result_shardings, shared_shardings
+from drafters.eagle.placement import head_shardings, result_shardings, shape_of, shared_shardings
 from rljax import target
 from rljax.engine.draft_tree import DraftStrategy, ScoredTree
 from rljax.engine.engine import DecodeEngine
@@ -271,7 +271,7 @@ class HeadSlots(SlotDrafter):
         """
         mock = copy.copy(self)  # the same, with shapes in the place of arrays
         mock._should_stop, mock._unread = should_stop, collections.deque()
-        mock._params, mock._shared = jax.tree.map(_shape_of, (self._params, self._shared))
+        mock._params, mock._shared = jax.tree.map(shape_of, (self._params, self._shared))
         entering = [self._engine.prefix_shapes(*each) for each in shapes.entering((batch, self._length))]
         prefilled = [mock._prefill(prefix, []) for prefix in entering]
         for larger in shapes.batches:
@@ -456,11 +456,6 @@ class HeadSlots(SlotDrafter):
         )
         append = functools.partial(append_pairs, numerics=self.numerics)
         return self._run("append", shapes, append, state, pairs)
-
-
-def _shape_of(array: Array) -> jax.ShapeDtypeStruct:
-    sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _window(states: Array, start: Array, width: int) -> Array:

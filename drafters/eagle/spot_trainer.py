@@ -30,13 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack_next, windows
 from drafters.eagle.head_state import check_same, named_leaves
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.objective import HeadTraining
-from drafters.eagle.placement import batch_shardings, head_shardings, shared_shardings
+from drafters.eagle.placement import batch_shardings, head_shardings, shape_of, shared_shardings
 from drafters.eagle.training import Metrics, init_state, train_step
 from drafters.eagle.unrolling import HeadBatch
 from rljax import target
@@ -185,7 +185,7 @@ class HeadTrainer:
 
     def compile(self, shared: Params) -> None:
         """Compiles the update, in any thread; reads only the shapes of `shared`."""
-        self._compiled(jax.tree.map(_shape_of, shared))
+        self._compiled(jax.tree.map(shape_of, shared))
 
     def slice(self, shared: Params) -> dict[str, float] | None:
         """Runs one update on the next packed batch and waits for it.
@@ -344,11 +344,6 @@ class HeadTrainer:
         for name in ("loss", "accept_length", "acceptance/1"):
             if math.isfinite(metrics[name]):
                 noted[name] = metrics[name]
-
-
-def _shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def batch_shape(

@@ -112,11 +112,6 @@ def run_config(path: str | os.PathLike[str]) -> ExperimentConfig:
     return config.model_copy(update={"run_dir": str(path)})
 
 
-def saved_steps(path: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps of a run's complete checkpoints, oldest first."""
-    return _checkpoints(Path(path)).steps()
-
-
 def saved_architecture(path: str | os.PathLike[str]) -> ModelConfig:
     """Returns the architecture of a run's policy, or of that in a Hugging Face directory, without weights."""
     path = local_directory(path, weights=False)

@@ -18,7 +18,7 @@ import jax
 from drafters.registry import make_drafters
 from rljax.assembly.decoding import make_numerics, make_scheduler, warm_up
 from rljax.assembly.policy import Policy
-from rljax.cluster.idle_work import IdleWorker, make_idle_worker
+from rljax.cluster.idle_work import IdleWorker, WorkerParts, make_idle_worker
 from rljax.config import ExperimentConfig
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
@@ -139,7 +139,7 @@ def build(blueprint: Blueprint, name: str, get: Callable[[Any], Any], put: Calla
     # Programs depend on shapes alone: any weights will do.
     params = scheduler.engine.load_params(init_params(blueprint.policy, config.seed))
     warm_up(scheduler, params, config, requests_join=blueprint.serves)
-    idle_worker = make_idle_worker(config.cluster, scheduler.speculator, params, name, get, put)
+    idle_worker = make_idle_worker(WorkerParts(config.cluster, scheduler.speculator, params, name, get, put))
     fingerprint = None if invariance is None else invariance.fingerprint
     return Built(scheduler, fingerprint, directories, idle_worker)
 

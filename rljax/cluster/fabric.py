@@ -103,7 +103,8 @@ class LocalFabric:
         """Ends a worker as a crash would."""
         if self.workers.pop(worker, None) is not None:
             self._silent.discard(worker)
-            self._post(None, Died(worker, "it was killed"))
+            died = Died(worker, "it was killed")
+            heapq.heappush(self._in_flight, (self.turns, next(self._numbers), None, died))
 
     def silence(self, worker: str) -> None:
         """Lets a worker neither work nor answer."""
@@ -148,6 +149,3 @@ class LocalFabric:
     def _send_over(self, recipient: str | None, data: bytes) -> None:
         for delay in self._network(data):
             heapq.heappush(self._in_flight, (self.turns + delay, next(self._numbers), recipient, data))
-
-    def _post(self, recipient: str | None, message: Any) -> None:
-        heapq.heappush(self._in_flight, (self.turns, next(self._numbers), recipient, message))

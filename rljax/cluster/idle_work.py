@@ -10,7 +10,7 @@ events of their own extend `IdleOrder` and `IdleEvent`.
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Container, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rljax.cluster.messages import Command, Event, IdleEvent, IdleOrder, Key, Sample
 from rljax.cluster.rollouts import Rollout
@@ -104,23 +104,27 @@ def make_idle_work(
     return next((each for each in made if each is not None), None)
 
 
-def make_idle_worker(
-    config: ClusterConfig,
-    speculator: Speculator | NoDrafts,
-    params: Params,
-    name: str,
-    get: Callable[[Any], Any],
-    put: Callable[[Any], Any],
-) -> IdleWorker | None:
-    """Returns a worker's part, compiled; None where workers do nothing in idle time.
+class WorkerParts(NamedTuple):
+    """What a worker's part is made of.
 
-    Args:
+    Attributes:
       config, put: as of `make_idle_work`.
       speculator: the worker's.
       params: any weights of the policy's shapes, in the engine's form.
       name: the worker's.
       get: returns what a reference stands for.
     """
+
+    config: ClusterConfig
+    speculator: Speculator | NoDrafts
+    params: Params
+    name: str
+    get: Callable[[Any], Any]
+    put: Callable[[Any], Any]
+
+
+def make_idle_worker(parts: WorkerParts) -> IdleWorker | None:
+    """Returns a worker's part, compiled; None where workers do nothing in idle time."""
     places = [each.idle_worker for each in MECHANISMS.values() if each.idle_worker]
-    made = (pkgutil.resolve_name(place)(config, speculator, params, name, get, put) for place in places)
+    made = (pkgutil.resolve_name(place)(parts) for place in places)
     return next((each for each in made if each is not None), None)

@@ -105,7 +105,7 @@ class RolloutWorker:
 
     @property
     def _decodes(self) -> bool:
-        return self.loop is not None and bool(self.loop.waiting or self.loop.running)
+        return self.loop is not None and bool(self.loop.live)
 
     def turn(self) -> list[Event]:
         """Carries out the orders that have come, decodes up to the next host sync, and returns what is new.

@@ -8,12 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from drafters.names import check_name
 from rljax.accelerators import skip_absent
 from rljax.errors import ConfigError, exit_status
 from rljax.hub import pinned
 from rljax.run_directory import check_holds_policy
+
+if TYPE_CHECKING:
+    from rljax.serving.policy import ServedPolicy
 
 _MOST_SLOTS = 64  # samples of `-n` decoded at a time
 
@@ -76,6 +80,38 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def say(line: str) -> None:
+    """Shows a line beside what is generated."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def open_served(
+    arguments: argparse.Namespace, slots: int, compile: str | None = None, **how: Any
+) -> "ServedPolicy":
+    """Checks the options of a policy, and opens it. Arguments as of `Options` and `open_policy`."""
+    check_policy_options(arguments)
+    say(f"loading {arguments.policy}")
+    skip_absent()
+    # JAX takes seconds to import, so the command line is checked first.
+    from rljax.serving.policy import Options, open_policy
+
+    options = Options(
+        arguments.step,
+        arguments.temperature,
+        arguments.top_p,
+        slots,
+        arguments.max_prompt_tokens,
+        arguments.max_tokens,
+        arguments.drafter,
+        arguments.workers,
+        arguments.ray,
+        compile,
+        arguments.cache,
+        arguments.dtype,
+    )
+    return open_policy(arguments.policy, options, say, **how)
+
+
 def check_policy_options(arguments: argparse.Namespace) -> None:
     """Checks what can be checked before JAX is imported, and puts the commit into a name of the hub.
 
@@ -132,32 +168,15 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompt = "" if plays else _prompt(arguments)
     if arguments.n < 1:
         raise ConfigError(f"-n: {arguments.n}, expected at least 1")
-    check_policy_options(arguments)
-    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    say(f"loading {arguments.policy}")
-    skip_absent()
-    # JAX takes seconds to import, so the command line is checked first.
+    served = open_served(
+        arguments, min(arguments.n, _MOST_SLOTS), max_waiting=arguments.n, compile_first=False, plays=plays
+    )
     from rljax.requests import Episode
     from rljax.serving.jobs import Job
-    from rljax.serving.policy import Options, open_policy
     from rljax.serving.programs import compiling_lines
     from rljax.serving.prompts import chat_ids, text_ids
     from rljax.serving.text import TextStream
 
-    options = Options(
-        arguments.step,
-        arguments.temperature,
-        arguments.top_p,
-        min(arguments.n, _MOST_SLOTS),
-        arguments.max_prompt_tokens,
-        arguments.max_tokens,
-        arguments.drafter,
-        arguments.workers,
-        arguments.ray,
-        cache=arguments.cache,
-        dtype=arguments.dtype,
-    )
-    served = open_policy(arguments.policy, options, say, arguments.n, compile_first=False, plays=plays)
     problem = None if served.task is None else served.task.problem("heldout", arguments.episode)
     if problem is not None:
         prompt_ids = chat_ids(served, problem.messages)

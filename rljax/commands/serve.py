@@ -3,15 +3,13 @@
 import argparse
 import signal
 import socket
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rljax.accelerators import skip_absent
-from rljax.commands.generate import add_policy_options, check_policy_options
+from rljax.commands.generate import add_policy_options, open_served, say
 from rljax.errors import ConfigError, UserError, exit_status
 
 if TYPE_CHECKING:
@@ -69,29 +67,15 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         raise ConfigError("serving needs uvicorn: pip install 'rljax[serve]'") from error
     listener = _bind(arguments.host, arguments.port)  # before minutes of compiling
     name = arguments.name or Path(arguments.policy).resolve().name
-    check_policy_options(arguments)
-    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    say(f"loading {arguments.policy}")
-    skip_absent()
-    # JAX takes seconds to import, so the command line is checked first.
-    from rljax.serving.app import make_app
-    from rljax.serving.policy import Options, open_policy
-
-    options = Options(
-        arguments.step,
-        arguments.temperature,
-        arguments.top_p,
+    served = open_served(
+        arguments,
         arguments.slots,
-        arguments.max_prompt_tokens,
-        arguments.max_tokens,
-        arguments.drafter,
-        arguments.workers,
-        arguments.ray,
         arguments.compile,
-        arguments.cache,
-        arguments.dtype,
+        max_waiting=arguments.queue,
+        steps_per_sync=arguments.steps_per_look,
     )
-    served = open_policy(arguments.policy, options, say, arguments.queue, arguments.steps_per_look)
+    from rljax.serving.app import make_app
+
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(served, name), log_level="warning", timeout_graceful_shutdown=arguments.drain_seconds
@@ -111,7 +95,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     say(f"{name}: listening on http://{f'[{host}]' if ':' in host else host}:{port}")
     served.worker.start()
     if served.programs is not None:
-        compiling = served.programs, served.worker.engine.pool, say
+        compiling = served.programs, served.worker.engine.pool
         threading.Thread(target=_say_compiled, args=compiling, daemon=True).start()
     watching = threading.Thread(target=_leave_with, args=(served.worker, server), daemon=True)
     watching.start()
@@ -124,7 +108,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     return 0
 
 
-def _say_compiled(programs: "JoiningPrograms", pool: "ExecutablePool", say: Callable[[str], None]) -> None:
+def _say_compiled(programs: "JoiningPrograms", pool: "ExecutablePool") -> None:
     """Says what is compiled beside answering, and when that is done."""
     left = programs.left
     if left:

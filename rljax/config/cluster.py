@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     _Keys = ClusterKeys
 else:
     # Of several bases, pydantic takes the keys of the last one first.
-    _bases = tuple(dict.fromkeys(each.keys for each in reversed(MECHANISMS.values())))
-    _Keys = create_model("_Keys", __base__=_bases or (ClusterKeys,))
+    _of_papers = (each.keys for each in reversed(MECHANISMS.values()) if each.keys is not ClusterKeys)
+    _Keys = create_model("_Keys", __base__=(*_of_papers, ClusterKeys))
 
 
 class ClusterConfig(_Keys):

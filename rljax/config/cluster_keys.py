@@ -118,7 +118,7 @@ class Mechanism(NamedTuple):
     """What a paper adds to rollouts of workers.
 
     Attributes:
-      keys: class of its keys.
+      keys: class of its keys; `ClusterKeys` for none.
       routing: where its `Routing` is, as `module:Class`; empty where it has no say in who decodes what.
       idle_work: where the function is that makes the driver's part of what workers do in idle time, as
         `module:function`; empty for none. See `rljax/cluster/idle_work.py` for both functions.
@@ -127,7 +127,7 @@ class Mechanism(NamedTuple):
       with_workers: the same, where there are workers.
     """
 
-    keys: type[ClusterKeys]
+    keys: type[ClusterKeys] = ClusterKeys
     routing: str = ""
     idle_work: str = ""
     idle_worker: str = ""

@@ -28,7 +28,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from rljax.engine.draft_tree import DraftStrategy, ScoredTree, all_rows
-from rljax.engine.engine import DecodeEngine
+from rljax.engine.engine import CompiledCall, DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.self_drafting import SelfDrafts, margin_log_probability
@@ -57,16 +57,15 @@ class CompanionEngine(DecodeEngine):
           lengths: int32 [B], entries that `cache` has.
           counts: int32 [B], how many of `tokens` to write.
         """
-        program, args = self._extending(params, cache, tokens, lengths, counts)
-        return program(*args)
+        return self._extending(params, cache, tokens, lengths, counts).run()
 
     def _extending(
         self, params: Params, cache: KVCache, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray
-    ) -> tuple[Callable[..., KVCache], tuple]:
+    ) -> CompiledCall:
         # Copies: a device may read an array in place, and later, and the caller goes on counting in it.
         args = (params, cache, *(jnp.asarray(x.copy()) for x in (tokens, lengths, counts)), self._rope)
         key = ("extend", cache.batch, cache.length, tokens.shape[1], *self._unsampled_key)
-        return self.pool.get(key, self._extend, args, donate_argnums=(1,)), args
+        return CompiledCall(self.pool.get(key, self._extend, args, donate_argnums=(1,)), args)
 
     def compile_extend(self, params: Params, batch: int, length: int, width: int) -> None:
         """Compiles `extend` by up to `width` tokens, for a cache of this shape; `params` may be shapes."""
@@ -94,8 +93,7 @@ class CompanionEngine(DecodeEngine):
         columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
             raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
-        program, args = self._drafting_for(params, cache, target, sizes, steps, vocab_size, with_proposal)
-        return program(*args)
+        return self._drafting_for(params, cache, target, sizes, steps, vocab_size, with_proposal).run()
 
     def _drafting_for(
         self,
@@ -106,7 +104,7 @@ class CompanionEngine(DecodeEngine):
         steps: int,
         vocab_size: int,
         with_proposal: bool,
-    ) -> tuple[Callable[..., tuple[KVCache, SelfDrafts]], tuple]:
+    ) -> CompiledCall:
         columns = self.buckets.max_drafts
         drafting = self._programs.draft(columns, with_proposal)
 
@@ -124,7 +122,7 @@ class CompanionEngine(DecodeEngine):
         target = target.replace(cache=None, sampling=None)
         args = (params, cache, target, told, self._rope, np.int32(steps))
         key = ("draft_for", cache.batch, cache.length, columns, with_proposal, vocab_size, *self._key)
-        return self.pool.get(key, draft, args, donate_argnums=(1,)), args
+        return CompiledCall(self.pool.get(key, draft, args, donate_argnums=(1,)), args)
 
     def compile_draft_for(
         self, params: Params, batch: int, length: int, target: DecodeState, vocab_size: int

@@ -15,7 +15,7 @@ The first token is thus sampled like every other, and may differ between the sam
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,16 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import SlotSampling, check_settings
 from rljax.sharding import replicated_sharding
 
-_Call = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A compiled program and its arguments: host arrays are put, as `jnp.asarray` compiles a program a shape."""
+
+class CompiledCall(NamedTuple):
+    """A compiled program and its arguments: arrays are put, as `jnp.asarray` compiles a program a shape."""
+
+    program: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def run(self) -> Any:
+        """Runs the program."""
+        return self.program(*self.args)
 
 
 class DecodeEngine:
@@ -137,25 +145,6 @@ class DecodeEngine:
         self._unsampled_key = (self._unsampled, sampling.penalizes, positions)
         self._prefills = dataclasses.replace(
             self._unsampled, hidden_layers=hidden_layers, per_slot_sampling=False
-        )
-
-    def with_hidden_layers(self, hidden_layers: tuple[int, ...] | None) -> "DecodeEngine":
-        """Returns the same engine with other `hidden_layers`."""
-        if hidden_layers == self.hidden_layers:
-            return self
-        return DecodeEngine(
-            self.config,
-            self.numerics,
-            self.sampling,
-            self.buckets,
-            self.eos_token_ids,
-            self.decode_steps_per_sync,
-            self.pool,
-            self.mesh,
-            self.verification,
-            hidden_layers,
-            self.per_slot_sampling,
-            self.weights,
         )
 
     # -- weights ---------------------------------------------------------------------------------------------
@@ -295,22 +284,17 @@ class DecodeEngine:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
-        program, args = self._prefilling(params, tokens, lengths)
-        return program(*args)
+        return self._prefilling(params, tokens, lengths).run()
 
-    def _prefilling(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> _Call:
+    def _prefilling(self, params: Params, tokens: np.ndarray, lengths: np.ndarray) -> CompiledCall:
         args = (params, *jax.device_put((tokens, lengths)), self._rope)
         key = ("prefill", *tokens.shape, self._prefills, len(self._rope))
-        return self.pool.get(key, self._prefills.prefill, args), args
+        return CompiledCall(self.pool.get(key, self._prefills.prefill, args), args)
 
     def prefill_length(self, positions: int) -> int:
         """Returns the padded length of a prompt; prompts of one padded length are best prefilled together."""
         self.buckets.cache_for(positions)  # raises where it does not fit
         return next(length for length in self.prefill_lengths if length >= positions)
-
-    def insert(self, prefix: Prefix, state: DecodeState, assignment: Assignment) -> DecodeState:
-        """`bulk_insert` of one request."""
-        return self.bulk_insert(prefix, state, [assignment])
 
     def bulk_insert(
         self, prefix: Prefix, state: DecodeState, assignments: Sequence[Assignment]
@@ -326,24 +310,16 @@ class DecodeEngine:
             remaining[i], keys[i] = assignment.max_response, assignment.noise_key
             self.check_sampling(assignment.sampling)
         settings = self._settings([assignment.sampling for assignment in assignments], count)
-        program, args = self._inserting(prefix, state, rows, slots, remaining, keys, settings)
-        return program(*args)
+        return self._inserting(prefix, state, rows, slots, remaining, keys, settings).run()
 
     def _inserting(
-        self,
-        prefix: Prefix,
-        state: DecodeState,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        remaining: np.ndarray,
-        keys: np.ndarray,
-        settings: SlotSampling | None,
-    ) -> _Call:
-        placed = jax.device_put((rows, slots, remaining, keys, settings))
-        args = (prefix.replace(states=None), state, *placed)
+        self, prefix: Prefix, state: DecodeState, *placed: np.ndarray | SlotSampling | None
+    ) -> CompiledCall:
+        args = (prefix.replace(states=None), state, *jax.device_put(placed))
         shape = (prefix.cache.batch, prefix.cache.length, state.batch, state.cache.length)
         key = ("insert", *shape, *self._unsampled_key)
-        return self.pool.get(key, self._unsampled.placed(self._moves.insert), args, donate_argnums=(1,)), args
+        insert = self._unsampled.placed(self._moves.insert)
+        return CompiledCall(self.pool.get(key, insert, args, donate_argnums=(1,)), args)
 
     def generate(
         self, params: Params, state: DecodeState, max_steps: int | None = None, until_active: int = 0
@@ -359,15 +335,13 @@ class DecodeEngine:
         """
         steps = self.decode_steps_per_sync
         steps = steps if max_steps is None else min(max_steps, steps)
-        program, args = self._generating(params, state, steps, until_active)
-        state, packed, states = program(*args)
+        state, packed, states = self._generating(params, state, steps, until_active).run()
         return state, Pending(packed, self.decode_steps_per_sync, states=states).result()
 
-    def _generating(self, params: Params, state: DecodeState, steps: int, until_active: int) -> _Call:
-        """Returns the program of plain decoding, and its arguments."""
+    def _generating(self, params: Params, state: DecodeState, steps: int, until_active: int) -> CompiledCall:
         args = (params, state, self._rope, np.int32(steps), np.int32(until_active))
         key = ("generate", state.batch, state.cache.length, *self._key)
-        return self.pool.get(key, self._programs.generate, args, donate_argnums=(1,)), args
+        return CompiledCall(self.pool.get(key, self._programs.generate, args, donate_argnums=(1,)), args)
 
     def verify(
         self,
@@ -391,13 +365,12 @@ class DecodeEngine:
         """
         if rows is None:
             rows = all_rows(state.batch, tree.nodes + 1)
-        program, args = self._verifying(params, state, tree, rows, proposal)
-        state, packed, states = program(*args)
+        state, packed, states = self._verifying(params, state, tree, rows, proposal).run()
         return state, Pending(packed, tree.nodes + 1, rows.rows, states)
 
     def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
         """Returns the bytes that `verify` needs on a device beside its arguments. Only compiles."""
-        return temporary_bytes(self._verifying(params, state, tree, rows, None)[0])
+        return temporary_bytes(self._verifying(params, state, tree, rows, None).program)
 
     def compile_verify(self, params: Params, batch: int, length: int, rows: int, nodes: int) -> int:
         """Compiles a verifying pass without a decode state; another thread may decode meanwhile.
@@ -420,15 +393,8 @@ class DecodeEngine:
     def compile_insert(self, prefix: tuple[int, int], batch: int, length: int) -> None:
         """Compiles `bulk_insert` of a prefix of so many prompts and so long, into a state of this shape."""
         slots, keys = np.zeros(batch, np.int32), np.zeros((batch, 2), np.uint32)
-        self._inserting(
-            self.prefix_shapes(*prefix),
-            self.state_shapes(batch, length),
-            slots,
-            slots,
-            slots,
-            keys,
-            self._settings([], batch),
-        )
+        prefix, state = self.prefix_shapes(*prefix), self.state_shapes(batch, length)
+        self._inserting(prefix, state, slots, slots, slots, keys, self._settings([], batch))
 
     def compile_plain(self, params: Params, batch: int, length: int, appends: bool = False) -> None:
         """Compiles `generate`, `free_resource` and with `appends` also `append` for a state of this shape.
@@ -463,12 +429,11 @@ class DecodeEngine:
 
     def _verifying(
         self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows, proposal: Array | None
-    ) -> _Call:
-        """Returns the program of a verifying pass, and its arguments."""
+    ) -> CompiledCall:
         args = (params, state, self._rope, *jax.device_put((tree, rows)), proposal)
         shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
         key = ("verify", *shape, proposal is None, *self._key)
-        return self.pool.get(key, self._programs.verify, args, donate_argnums=(1,)), args
+        return CompiledCall(self.pool.get(key, self._programs.verify, args, donate_argnums=(1,)), args)
 
     def draft(
         self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool = False
@@ -487,16 +452,16 @@ class DecodeEngine:
         columns = self.buckets.max_drafts
         if not 0 < steps <= columns:
             raise ValueError(f"cannot draft {steps} steps: buckets.max_drafts is {columns}")
-        program, args = self._drafting(draft_params, state, steps, with_proposal)
-        return program(*args)
+        return self._drafting(draft_params, state, steps, with_proposal).run()
 
-    def _drafting(self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool) -> _Call:
+    def _drafting(
+        self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool
+    ) -> CompiledCall:
         columns, weights = self.buckets.max_drafts, str(jax.tree.structure(draft_params))  # how quantized
         key = ("draft", state.batch, state.cache.length, columns, with_proposal, weights, *self._key)
         args = (draft_params, state, self._rope, np.int32(steps))
-        return self.pool.get(
-            key, self._programs.draft(columns, with_proposal), args, donate_argnums=(1,)
-        ), args
+        draft = self._programs.draft(columns, with_proposal)
+        return CompiledCall(self.pool.get(key, draft, args, donate_argnums=(1,)), args)
 
     def compile_draft(self, draft_params: Params, batch: int, length: int) -> None:
         """Compiles `draft` for a state of this shape.
@@ -512,27 +477,22 @@ class DecodeEngine:
         """Appends tokens that were not sampled to slots, which then decode on. Consumes `state`.
 
         The state must have room for all of them and for one more: `grow` it first. `free_resource` stops a
-          slot
-        that waits for its tokens; its cache is kept, and moves with `compact` and `grow`.
+        slot that waits for its tokens; its cache is kept, and moves with `compact` and `grow`.
         """
         for each in continuations:
             end = each.length + len(each.tokens)
             if len(each.tokens) < 2 or end > state.cache.length:
                 raise ValueError(f"cannot append up to position {end} of {state.cache.length}: {each}")
         for chunk, rows in appending.chunks(state.batch, continuations):
-            state = self._append(params, state, chunk, rows)
+            state = self._appending(params, state, chunk, rows).run()
         return state
 
-    def _append(
+    def _appending(
         self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows
-    ) -> DecodeState:
-        program, args = self._appending(params, state, chunk, rows)
-        return program(*args)
-
-    def _appending(self, params: Params, state: DecodeState, chunk: AppendedChunk, rows: NodeRows) -> _Call:
+    ) -> CompiledCall:
         args = (params, state, self._rope, *jax.device_put((chunk, rows)))
         key = ("append", state.batch, state.cache.length, rows.rows, *self._unsampled_key)
-        return self.pool.get(key, self._unsampled.append, args, donate_argnums=(1,)), args
+        return CompiledCall(self.pool.get(key, self._unsampled.append, args, donate_argnums=(1,)), args)
 
     def set_counts(self, state: DecodeState, tokens: Mapping[int, Sequence[int]]) -> DecodeState:
         """Sets which response tokens penalties count in some slots. Consumes `state`.
@@ -550,40 +510,38 @@ class DecodeEngine:
         counted = np.full((state.batch, state.cache.length), self.config.vocab_size, np.int32)
         for row, (slot, ids) in enumerate(tokens.items()):
             slots[row], counted[row, : len(ids)] = slot, ids
-        program, args = self._counting(state, slots, counted)
-        return program(*args)
+        return self._counting(state, slots, counted).run()
 
-    def _counting(self, state: DecodeState, slots: np.ndarray, counted: np.ndarray) -> _Call:
+    def _counting(self, state: DecodeState, slots: np.ndarray, counted: np.ndarray) -> CompiledCall:
         args = (state, *jax.device_put((slots, counted)))
         key = ("set_counts", state.batch, state.cache.length, *self._unsampled_key)
-        return self.pool.get(key, self._unsampled.placed(set_counts), args, donate_argnums=(0,)), args
+        count = self._unsampled.placed(set_counts)
+        return CompiledCall(self.pool.get(key, count, args, donate_argnums=(0,)), args)
 
     def free_resource(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops decoding in `slots`. Consumes `state`."""
         stop = np.zeros(state.batch, bool)
         stop[list(slots)] = True
-        program, args = self._freeing(state, stop)
-        return state.replace(active=program(*args))
+        return state.replace(active=self._freeing(state, stop).run())
 
-    def _freeing(self, state: DecodeState, stop: np.ndarray) -> _Call:
+    def _freeing(self, state: DecodeState, stop: np.ndarray) -> CompiledCall:
         args = (state.active, jax.device_put(stop))
-        return self.pool.get(("free", state.batch, self.mesh), self._programs.free, args), args
+        return CompiledCall(self.pool.get(("free", state.batch, self.mesh), self._programs.free, args), args)
 
     def grow(self, state: DecodeState) -> DecodeState:
         """Moves the slots to the next larger cache bucket."""
         if self.background is not None:
             self.background.wait_for((state.batch, self.buckets.next_cache(state.cache.length)))
-        program, args = self._growing(state)
-        return program(*args)
+        return self._growing(state).run()
 
-    def _growing(self, state: DecodeState) -> _Call:
+    def _growing(self, state: DecodeState) -> CompiledCall:
         length = self.buckets.next_cache(state.cache.length)
 
         def grow(state: DecodeState) -> DecodeState:
             return state.replace(cache=kv_cache.lengthen(state.cache, length))
 
         key = ("grow", state.batch, state.cache.length, length, *self._unsampled_key)
-        return self.pool.get(key, self._unsampled.placed(grow), (state,)), (state,)
+        return CompiledCall(self.pool.get(key, self._unsampled.placed(grow), (state,)), (state,))
 
     def compact(self, state: DecodeState, slots: Sequence[int], batch: int = 0) -> DecodeState:
         """Returns a state of only `slots`, in that order, in the smallest batch bucket that holds them, and
@@ -595,15 +553,14 @@ class DecodeEngine:
             batch = max(bucket for bucket in self.buckets.batch if bucket < state.batch)
             taken = np.zeros(batch, np.int32)
             taken[: len(slots)] = slots
-            program, args = self._compacting(state, taken, np.arange(batch) < len(slots))
-            state = program(*args)
+            state = self._compacting(state, taken, np.arange(batch) < len(slots)).run()
             slots = list(range(len(slots)))
         return state
 
-    def _compacting(self, state: DecodeState, taken: np.ndarray, present: np.ndarray) -> _Call:
+    def _compacting(self, state: DecodeState, taken: np.ndarray, present: np.ndarray) -> CompiledCall:
         args = (state, *jax.device_put((taken, present)))
         key = ("compact", state.batch, len(taken), state.cache.length, *self._unsampled_key)
-        return self.pool.get(key, self._unsampled.placed(self._moves.compact), args), args
+        return CompiledCall(self.pool.get(key, self._unsampled.placed(self._moves.compact), args), args)
 
     def smallest_batch(self, state: DecodeState, batch: int) -> int:
         """Returns the smallest batch bucket, `batch` or larger, that a state can be compacted into without
@@ -616,18 +573,17 @@ class DecodeEngine:
     def widen(self, state: DecodeState, slots: int) -> DecodeState:
         """Moves the slots to the smallest batch bucket that holds `slots`, with free ones behind them."""
         while state.batch < self.buckets.batch_for(slots):
-            program, args = self._widening(state)
-            state = program(*args)
+            state = self._widening(state).run()
         return state
 
-    def _widening(self, state: DecodeState) -> _Call:
+    def _widening(self, state: DecodeState) -> CompiledCall:
         batch = min(bucket for bucket in self.buckets.batch if bucket > state.batch)
 
         def widen(state: DecodeState) -> DecodeState:
             return self._moves.widen(state, batch)
 
         key = ("widen", state.batch, batch, state.cache.length, *self._unsampled_key)
-        return self.pool.get(key, self._unsampled.placed(widen), (state,)), (state,)
+        return CompiledCall(self.pool.get(key, self._unsampled.placed(widen), (state,)), (state,))
 
 
 def _placed_shape(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:

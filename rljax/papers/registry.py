@@ -1,6 +1,6 @@
 """What the papers add, by name and without JAX: the one way from the rest of the code to them."""
 
-from rljax.config.cluster_keys import ClusterKeys, Mechanism
+from rljax.config.cluster_keys import Mechanism
 from rljax.config.speculation_keys import Policy, SpeculationKeys
 from rljax.papers import efficient_rollout, rhymerl, specactor, srt, tlt
 
@@ -39,8 +39,7 @@ POLICIES = {
 """How much is drafted."""
 
 MECHANISMS = {
-    "srt": Mechanism(  # without keys of its own, so the first
-        ClusterKeys,
+    "srt": Mechanism(
         idle_work="rljax.papers.srt.ahead:make_driver",
         idle_worker="rljax.papers.srt.ahead:make_worker",
         with_workers=srt.WITH_WORKERS,

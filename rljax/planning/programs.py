@@ -299,7 +299,7 @@ class Planning:
         if has_reference:
             teacher = self._teacher
             scorer = trainer if teacher is None else trainer.of_architecture(teacher.model)
-            scorer.warm_up_reference(run.reference)
+            scorer.warm_up_score(run.reference, unfiltered=True)
         if critic is not None:
             critic.warm_up(run.train_state.critic)
 

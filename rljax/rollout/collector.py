@@ -193,22 +193,18 @@ class Collector:
         if self._environment is not None:
             rewards = episode_rewards(completions, self._environment.declines)
         else:
-            rewards = self._scored(problems, completions)
+            answered = [
+                (problems[i // samples], self.tokenizer.response_text(completion.response_ids.tolist()))
+                for i, completion in enumerate(completions)
+            ]
+            # A reward may run code under a time limit: one process decides.
+            rewards = processes.from_first(lambda: judge(self.task, answered))
         groups = []
         for i, problem in enumerate(problems):
             members = slice(i * samples, (i + 1) * samples)
             prompt_ids = requests[members.start].prompt_ids
             groups.append(Group(problem, prompt_ids, list(completions[members]), rewards[members]))
         return groups, time.perf_counter() - start
-
-    def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Rewards]:
-        samples = len(completions) // len(problems)
-        answered = [
-            (problems[i // samples], self.tokenizer.response_text(completion.response_ids.tolist()))
-            for i, completion in enumerate(completions)
-        ]
-        # A reward may run code under a time limit: one process decides.
-        return processes.from_first(lambda: judge(self.task, answered))
 
     def requests(self, wanted: WantedGroups) -> list[Request]:
         """Returns the requests of `collect`, those of one problem together."""

@@ -2,7 +2,7 @@
 
     loop = open_loop(slots, max_slots=64, on_sync=deliver)              # `rljax/rollout/open_loop.py`
     loop.submit([LiveResponse(request)])                                # between any two calls of `step`
-    while loop.waiting or loop.running:
+    while loop.live:                                                    # somebody waits or is decoded
         loop.step()                                                     # up to the next host sync
 
 Requests join and leave at any host sync. Waiting ones take free slots, in a state that is widened and
@@ -142,7 +142,7 @@ class DecodeLoop:
         """
         if self.waiting or self.expects_more or not self.slots.batch:
             return 0
-        smallest = self.engine.buckets.batch_for(max(len(self.running), 1))
+        smallest = self.engine.buckets.batch_for(max(len(self.slots.running), 1))
         batch = self.idle.batch(self.slots, smallest)
         if batch < self.slots.batch:
             batch = self.engine.smallest_batch(self.slots.state, batch)
@@ -177,7 +177,7 @@ class DecodeLoop:
     def _collect(self, collected: Collected) -> None:
         """Takes over what a pass has sampled, frees the slots of ended responses, makes room for the rest."""
         statistics, (result, slots) = self.statistics, collected
-        self.running_over_time.add(len(self.running))
+        self.running_over_time.add(len(self.slots.running))
         statistics.steps += result.steps
         statistics.rows += result.rows
         statistics.cached_tokens += result.steps * sum(self.slots.responses[slot].positions for slot in slots)
@@ -313,18 +313,13 @@ class DecodeLoop:
 
     @property
     def live(self) -> Collection[LiveResponse]:
-        """Responses that wait or are decoded."""
+        """Responses that have not ended: they wait, or are in slots."""
         return self._live.keys()
 
     @property
     def waiting(self) -> bool:
         """Whether a response waits for a slot."""
         return bool(self._queue)
-
-    @property
-    def running(self) -> list[int]:
-        """Slots with a response, without those that yield to others."""
-        return self.slots.running
 
     @property
     def _decoding(self) -> list[int]:

@@ -91,17 +91,13 @@ class Scheduler:
             for place, request in enumerate(requests)
         ]
         places = {response: place for place, response in enumerate(responses)}
-        finished = 0
 
         def report(synced: Sequence[LiveResponse]) -> None:
-            nonlocal finished
             for response in synced:
-                if response.ending is not None:
-                    finished += 1
-                    if on_finished is not None:
-                        on_finished(places[response], response.completion(self.tools is not None))
+                if on_finished is not None and response.ending is not None:
+                    on_finished(places[response], response.completion(self.tools is not None))
             if on_progress is not None:
-                on_progress(loop.statistics.tokens, finished)
+                on_progress(loop.statistics.tokens, len(responses) - len(loop.live))
 
         idle = IDLE
         if self.speculator.run_ahead is not None:
@@ -112,13 +108,12 @@ class Scheduler:
         taken = idle.begin(loop.slots, requests)
         for place, completion in taken.items():
             loop.statistics.tokens += len(completion.response_ids)
-            finished += 1
             if on_finished is not None:
                 on_finished(place, completion)
         decoded = [response for place, response in enumerate(responses) if place not in taken]
         if decoded:
             loop.submit(decoded)
-            while loop.waiting or loop.running:
+            while loop.live:
                 loop.step()
             loop.finish_pass()  # a pass over requests that nobody waits for
             idle.end(loop.slots, requests)

@@ -118,20 +118,14 @@ class Slots:
             return
         longest = max(response.positions for response in waiting) + 1
         if not self.batch:
-            self._start(max(needed, first), longest)
+            self.state = self.engine.start_state(max(needed, first), longest)
             self.responses = [None] * needed
         if self.batch < self.engine.buckets.batch_for(needed):
-            self._widen(needed)
+            self.state = self.engine.widen(self.state, needed)
         while self.length < self.engine.buckets.cache_for(longest):
             self.grow()
         if len(self.responses) < needed:
             self.responses += [None] * (self.batch - len(self.responses))
-
-    def _start(self, slots: int, longest: int) -> None:
-        self.state = self.engine.start_state(slots, longest)
-
-    def _widen(self, slots: int) -> None:
-        self.state = self.engine.widen(self.state, slots)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
         """Prefills prompts of one prefill length."""
@@ -226,21 +220,21 @@ class Slots:
         for response in decoded:
             self.responses[response.slot] = response.slot = None
 
-    def compact(self, batch: int) -> None:
-        """Moves to a smaller batch. Responses that yield keep their slots as far as there is room."""
+    def compact(self, batch: int) -> list[int]:
+        """Moves to a smaller batch, and returns the former numbers of the slots that are kept. Responses that
+        yield keep theirs as far as there is room.
+        """
         running = self.running
         yielding = [response.slot for response in self.yielding]
         kept = running + yielding[: batch - len(running)]
-        self._compact(kept, batch)
+        self.state = self.engine.compact(self.state, kept, batch)
         for slot in set(yielding) - set(kept):
             self.responses[slot].slot = None
         self.responses = [self.responses[slot] for slot in kept]
         self.responses += [None] * (self.batch - len(self.responses))
         for slot, response in self._decoded():
             response.slot = slot
-
-    def _compact(self, kept: Sequence[int], batch: int) -> None:
-        self.state = self.engine.compact(self.state, kept, batch)
+        return kept
 
     def clear(self) -> None:
         """Drops the state: no slot has a response."""

@@ -3,9 +3,11 @@
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
+from drafters.arrays import padded
 from drafters.base import DraftRequest
 from rljax.engine.host_sync import Assignment
 from rljax.models.transformer import Params
@@ -47,57 +49,53 @@ class SpeculativeSlots(Slots):
     def admit(
         self, waiting: Collection[LiveResponse], known: Sequence[LiveResponse], most: int, first: int
     ) -> None:
+        before = self.batch
         super().admit(waiting, known, most, first)
+        is_first = not self._registered
+        if self.batch != before and not is_first:
+            (self._drafters.widen if before else self._drafters.start)(self.batch)
         if all(response.number is not None for response in waiting):
             return
-        is_first = not self._registered
-        if self.speculator.run_ahead is not None:
-            new = [response.request.noise_key for response in known if response.number is None]
-            ahead = [self.speculator.run_ahead.recall(key) for key in new]
-            self.statistics.ahead_offered += sum(len(tokens) for tokens in ahead if tokens is not None)
+        requests, begun = [each.request for each in known], [each for each in known if each.tokens]
+        current = sum(not response.yields for response in known)
+        if is_first:
+            self._begin(requests[:current])
         self._take_counts(self._registered)
         self._registered = list(known)
         for number, response in enumerate(known):
             response.number = number
-        requests = [response.request for response in known]
-        begun = [response for response in known if response.tokens]
-        current = sum(not response.yields for response in known)
-        if is_first:
-            self._begin(requests, current)
-            if not begun:
-                return
         with self._on_host():
             self._decoder.expect(len(requests))
             self._drafters.call_all("begin", self._draft_requests(requests, current))
+            if is_first:
+                self._drafters.start(self.batch)
             if begun:  # those on the device keep the slots that they know
-                tokens, counts = _padded([response.tokens for response in begun])
-                self._observe(begun, tokens, counts, [False] * len(begun), {})
+                self._observe(begun, *padded([response.tokens for response in begun]))
 
-    def _begin(self, requests: Sequence[Request], current: int) -> None:
-        """The first requests have come, `current` of them for this rollout."""
-        rollout = requests[:current]
-        is_training, step = any(each.training for each in rollout), max(each.step for each in rollout)
+    def _begin(self, requests: Sequence[Request]) -> None:
+        """The first requests have come."""
+        is_training, step = any(each.training for each in requests), max(each.step for each in requests)
         self.speculator.manager.begin(is_training, step)
         self.speculator.decisions.begin()
         self._refresh()
         for proposer in self.speculator.proposers:
             proposer.forget()
-        self._decoder.begin(len(requests), self.statistics)
-        with self._on_host():
-            self._drafters.call_all("begin", self._draft_requests(requests, current))
-            self._drafters.start(self.batch)
+        self._decoder.begin(self.statistics)
 
     def _draft_requests(self, requests: Sequence[Request], current: int) -> list[DraftRequest]:
         """The requests as drafters know them. Only the coupled rule lets them know the noise, and nothing is
         trained on responses that nobody waits for.
         """
-        coupled, run_ahead = self.engine.verification == "coupled", self.speculator.run_ahead
-        known = []
-        for index, request in enumerate(requests):
-            ahead = None if run_ahead is None else run_ahead.recall(request.noise_key)
-            key = request.noise_key if coupled else None
-            known.append(DraftRequest(request.prompt_ids, key, ahead, request.training and index < current))
-        return known
+        is_coupled, run_ahead = self.engine.verification == "coupled", self.speculator.run_ahead
+        return [
+            DraftRequest(
+                each.prompt_ids,
+                each.noise_key if is_coupled else None,
+                None if run_ahead is None else run_ahead.recall(each.noise_key),
+                each.training and index < current,
+            )
+            for index, each in enumerate(requests)
+        ]
 
     def _take_counts(self, responses: Sequence[LiveResponse]) -> None:
         """Adds the drafts of the present registration, and ends it."""
@@ -111,16 +109,6 @@ class SpeculativeSlots(Slots):
             return drafted, accepted
         decoder, number = self._decoder, response.number
         return drafted + int(decoder.drafted[number]), accepted + int(decoder.accepted[number])
-
-    def _start(self, slots: int, longest: int) -> None:
-        super()._start(slots, longest)
-        if self._registered:
-            self._drafters.start(self.batch)
-
-    def _widen(self, slots: int) -> None:
-        super()._widen(slots)
-        if self._registered:
-            self._drafters.widen(self.batch)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
         prefix = super().prefill(prompts).prefix
@@ -210,8 +198,7 @@ class SpeculativeSlots(Slots):
     ) -> None:
         with self._on_host():
             tokens = collected.result.tokens[collected.slots]
-            ended = [response.slot is None for response in responses]
-            self._observe(responses, tokens, np.asarray(counts, np.int32), ended, self._decoder.draft_counts)
+            self._observe(responses, tokens, np.asarray(counts, np.int32), self._decoder.draft_counts)
         super().keep(collected, responses, counts, stopped)
 
     def append(self, answers: Sequence[Answered]) -> None:
@@ -220,27 +207,24 @@ class SpeculativeSlots(Slots):
         lengths = [len(response.tokens) for response in responses]
         super().append(answers)
         with self._on_host():
-            appended = [each.tokens[length:] for each, length in zip(responses, lengths, strict=True)]
-            padded, counts = _padded(appended)
-            self._drafters.append(slots, sizes, padded, counts)
-            self._observe(responses, padded, counts, [response.slot is None for response in responses], {})
+            appended = padded([each.tokens[length:] for each, length in zip(responses, lengths, strict=True)])
+            self._drafters.append(slots, sizes, *appended)
+            self._observe(responses, *appended)
 
     def _observe(
         self,
         responses: Sequence[LiveResponse],
         tokens: np.ndarray,
         counts: np.ndarray,
-        ended: Sequence[bool],
-        draft_counts: Mapping[str, tuple[np.ndarray, np.ndarray]],
+        draft_counts: Mapping[str, tuple[np.ndarray, np.ndarray]] = MappingProxyType({}),
     ) -> None:
         """Shows drafters new tokens, and takes the counts of drafts of responses that have ended."""
         numbers = np.asarray([response.number for response in responses], np.int32)
-        ahead = None if self.speculator.run_ahead is None else self.speculator.run_ahead.drafter
-        before = 0 if ahead is None else ahead.tokens_accepted
-        self._drafters.observe(numbers, tokens, counts, np.asarray(ended, bool), draft_counts)
-        if ahead is not None:
-            self.statistics.ahead_accepted += ahead.tokens_accepted - before
-        self._take_counts([each for each, is_over in zip(responses, ended, strict=True) if is_over])
+        ended = np.asarray([response.ending is not None for response in responses], bool)
+        self._drafters.observe(numbers, tokens, counts, ended, draft_counts)
+        if self.speculator.run_ahead is not None:
+            self.speculator.run_ahead.report(self.statistics)
+        self._take_counts([response for response in responses if response.ending is not None])
 
     def load_params(self, params: Params, version: int) -> None:
         super().load_params(params, version)
@@ -259,15 +243,7 @@ class SpeculativeSlots(Slots):
         super().free(responses)
         self._take_counts(responses)
 
-    def _compact(self, kept: Sequence[int], batch: int) -> None:
-        super()._compact(kept, batch)
+    def compact(self, batch: int) -> list[int]:
+        kept = super().compact(batch)
         self._drafters.compact(kept, self.batch)
-
-
-def _padded(tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Token lists as rows, int32 [n, T] with T at least 1, padded with 0, and their lengths, int32 [n]."""
-    counts = np.asarray([len(sequence) for sequence in tokens], np.int32)
-    padded = np.zeros((len(tokens), max(1, int(counts.max()))), np.int32)
-    for row, sequence in enumerate(tokens):
-        padded[row, : len(sequence)] = sequence
-    return padded, counts
+        return kept

@@ -9,7 +9,7 @@ from rljax.engine.state import DecodeState
 from rljax.requests import DecodeStatistics
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.drafter_calls import drafter_call
-from rljax.speculation.proposals import ActiveSlots, Proposal, calibrated_proposal, no_proposal
+from rljax.speculation.proposals import ActiveSlots, Proposal, no_proposal
 from rljax.speculation.strategies import Strategy
 
 
@@ -42,4 +42,4 @@ class AheadProposer(DeviceProposer):
         usable = tokens >= 0
         parents = np.broadcast_to(np.arange(-1, width - 1, dtype=np.int32), tokens.shape)
         drafts = Drafts(np.maximum(tokens, 0), parents, scores, usable.sum(axis=1))
-        return state, calibrated_proposal(self, drafts, usable, self._calibration, seconds)
+        return state, self._calibrated(drafts, usable, seconds)

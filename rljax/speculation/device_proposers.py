@@ -19,7 +19,7 @@ from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.processes import agree
 from rljax.requests import DecodeStatistics
-from rljax.speculation.acceptance import ChainAcceptance, NodeCalibration
+from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.draft_length import WorthStarting, best_length, best_strategy
 from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.drafter_slots import DrafterSlots
@@ -28,8 +28,8 @@ from rljax.speculation.proposals import (
     ActiveSlots,
     CompilationPlan,
     Proposal,
+    Proposer,
     bins_of,
-    calibrated_proposal,
     no_proposal,
     restore,
 )
@@ -39,14 +39,12 @@ from rljax.speculation.warm_up import time_drafts, time_trees
 _DRAFT_DELAY = 2  # in buckets: drafting is compiled after the verifying passes of the same shape
 
 
-class _OnDevice:
+class _OnDevice(Proposer):
     """What both proposers share; `times`, those measured of passes and of drafting, are added to."""
 
-    on_host = False
-
     def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes) -> None:
-        self.name, self.drafter, self._engine, self._times = name, drafter, engine, times
-        self._calibration = NodeCalibration()
+        super().__init__(name, drafter, engine)
+        self._times = times
         self._acceptance = ChainAcceptance()
         self._compiler: BackgroundCompiler | None = None
         self._used: set[tuple] = set()  # what has been drafted since programs are compiled in the background
@@ -67,27 +65,20 @@ class _OnDevice:
             self.drafter.refresh(params)
 
     def forget(self) -> None:
-        self._calibration.forget()
+        super().forget()
         self._acceptance.forget()
 
     def state(self) -> dict[str, np.ndarray]:
-        return {
-            f"calibration_of_{self.name}": self._calibration.state(),
-            f"chains_of_{self.name}": self._acceptance.state(),
-        }
+        return super().state() | {f"chains_of_{self.name}": self._acceptance.state()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        loaders = {
-            f"calibration_of_{self.name}": self._calibration.load_state,
-            f"chains_of_{self.name}": self._acceptance.load_state,
-        }
-        return restore(state, loaders)
+        return restore(super().load_state(state), {f"chains_of_{self.name}": self._acceptance.load_state})
 
 
 class SelfProposer(_OnDevice):
     """A `Proposer` for chains that the policy drafts for itself, with other weights."""
 
-    trees, only_chains = (), True
+    only_chains = True
 
     def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes) -> None:
         super().__init__(name, drafter, engine, times)
@@ -184,8 +175,6 @@ class DeviceProposer(_OnDevice):
       name, drafter, engine, times: see `_OnDevice`.
     """
 
-    only_chains = False
-
     def __init__(
         self, name: str, drafter: Drafter, engine: DecodeEngine, times: PassTimes, group: DrafterSlots
     ) -> None:
@@ -277,9 +266,9 @@ class DeviceProposer(_OnDevice):
         usable = np.pad(usable, padding)
         if self._engine.verification == "rejection":
             drafts, usable = chains(drafts, usable)
-        return state, calibrated_proposal(self, drafts, usable, self._calibration, seconds)
+        return state, self._calibrated(drafts, usable, seconds)
 
     def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
         judged, taken = proposal.judged(verified, correct)
         self._acceptance.add(int(judged.sum()), int(taken.sum()))
-        self._calibration.add(bins_of(proposal, verified), correct[verified])
+        super().record_outcome(proposal, verified, correct)

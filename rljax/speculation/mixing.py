@@ -14,7 +14,7 @@ from drafters.mixed import MOST_DRAFTERS, Agreement, Mixture, mix, nodes_by_draf
 from rljax.engine.state import DecodeState
 from rljax.errors import ConfigError
 from rljax.requests import DecodeStatistics
-from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
+from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer, no_proposal
 from rljax.speculation.strategies import MIXED, Strategy
 
 
@@ -46,7 +46,7 @@ class Mixer:
     def mix(self, proposals: Sequence[Proposal], slots: int) -> "MixedProposal":
         """One tree from several proposals for the same slots."""
         by_number = {self._numbers[id(proposal.proposer)]: proposal for proposal in proposals}
-        nothing = _empty(slots, self._nodes)
+        nothing = no_proposal(proposals[0].proposer, slots, self._nodes)
         drafts, probabilities = [], []
         for number in range(len(self._numbers)):
             proposal = by_number.get(number, nothing)
@@ -169,12 +169,6 @@ def proposer_of(strategy: Strategy, proposers: Sequence[Proposer], mixer: Mixer)
     by_name = {proposer.name: proposer for proposer in proposers}
     parts = [by_name[name] for name in strategy.drafters]
     return parts[0] if len(parts) == 1 else MixedProposer(parts, mixer)
-
-
-def _empty(slots: int, nodes: int) -> Proposal:
-    """A proposal without nodes."""
-    zeros = np.zeros((slots, nodes), np.int32)
-    return Proposal(None, zeros, zeros - 1, zeros > 0, np.zeros((slots, nodes)), zeros, 0.0)
 
 
 def _widen(nodes: np.ndarray, width: int) -> np.ndarray:

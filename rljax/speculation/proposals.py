@@ -8,13 +8,13 @@ DeviceProposer    `device_proposers.py`: a drafter with slots of its own on the 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from drafters.base import Drafter, Drafts
 from rljax.engine.background import CompilerThread, Shape
 from rljax.engine.draft_tree import DraftStrategy
+from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import PlainShapes
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
@@ -148,7 +148,7 @@ class Proposal:
         return {self.name: (verified.sum(axis=1, dtype=np.int32), accepted.sum(axis=1, dtype=np.int32))}
 
 
-class Proposer(Protocol):
+class Proposer:
     """A drafter as managers see it.
 
     Before it drafts, a proposer that takes time predicts what its drafts are worth (`expected_rate`), from
@@ -162,11 +162,13 @@ class Proposer(Protocol):
       only_chains: whether it drafts chains, of any length.
     """
 
-    name: str
-    drafter: Drafter
-    on_host: bool
-    trees: Sequence[DraftStrategy]
-    only_chains: bool
+    on_host = False
+    trees: Sequence[DraftStrategy] = ()
+    only_chains = False
+
+    def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine) -> None:
+        self.name, self.drafter, self._engine = name, drafter, engine
+        self._calibration = NodeCalibration()
 
     def refresh(self, params: Params) -> None:
         """A rollout with these weights begins."""
@@ -181,9 +183,11 @@ class Proposer(Protocol):
 
     def is_ready(self, shape: tuple[int, int]) -> bool:
         """Whether it can draft for the present decode state, of this batch and cache length."""
+        return True
 
     def forget(self) -> None:
         """Halves the weight of earlier acceptance: the policy has moved."""
+        self._calibration.forget()
 
     def expected_rate(self, shape: tuple[int, int], active: ActiveSlots) -> float:
         """Tokens of current requests per second that drafting may bring; infinite where asking is free.
@@ -192,6 +196,7 @@ class Proposer(Protocol):
           shape: batch and cache length of the decode state.
           active: the slots that would draft.
         """
+        raise NotImplementedError
 
     def propose(
         self,
@@ -207,23 +212,25 @@ class Proposer(Protocol):
           statistics: the rollout's, to which the time of drafting is added.
           strategy: the trees to draft; None for those of the last `expected_rate`.
         """
+        raise NotImplementedError
 
     def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
         """Learns from the fate of one of its proposals, see `Proposal.record_outcome`."""
+        self._calibration.add(bins_of(proposal, verified), correct[verified])
 
     def state(self) -> dict[str, np.ndarray]:
         """Checkpoint content: the acceptance so far. Names hold no slash."""
+        return {f"calibration_of_{self.name}": self._calibration.state()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Restores the part of `state` that is this proposer's, and returns the rest."""
+        return restore(state, {f"calibration_of_{self.name}": self._calibration.load_state})
 
-
-def calibrated_proposal(
-    proposer: Proposer, drafts: Drafts, usable: np.ndarray, calibration: NodeCalibration, seconds: float = 0.0
-) -> Proposal:
-    """The proposal of drafts whose own probabilities are corrected by `calibration`."""
-    bins = calibration.bins(drafts.log_probability)
-    return Proposal(proposer, drafts.tokens, drafts.parents, usable, calibration.rates[bins], bins, seconds)
+    def _calibrated(self, drafts: Drafts, usable: np.ndarray, seconds: float = 0.0) -> Proposal:
+        """The proposal of drafts, with measured probabilities in the place of the drafter's own."""
+        bins = self._calibration.bins(drafts.log_probability)
+        rates = self._calibration.rates[bins]
+        return Proposal(self, drafts.tokens, drafts.parents, usable, rates, bins, seconds)
 
 
 def no_proposal(proposer: Proposer, slots: int, nodes: int) -> Proposal:

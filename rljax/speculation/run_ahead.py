@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from drafters.aligned import AlignedDrafter
-from rljax.requests import Completion, Request
+from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
 
 _Place = tuple[bytes, int]
@@ -70,6 +70,7 @@ class RunAhead:
         self._by_key: dict[bytes, AheadSample] = {}
         self.lengths = ResponseLengths()
         self._offered = self._accepted = 0.0  # tokens, decayed
+        self._reported = 0, 0  # of the drafter's counts
         self._rounds = np.zeros((0, 2))  # by round: rounds followed by another one, and all of them, decayed
 
     def plan(self, requests: Sequence[Request]) -> None:
@@ -148,6 +149,13 @@ class RunAhead:
         """Counts how many tokens sampled ahead a rollout could propose, and how many passes accepted."""
         self._offered = _KEPT * self._offered + offered
         self._accepted = _KEPT * self._accepted + accepted
+
+    def report(self, statistics: DecodeStatistics) -> None:
+        """Adds to a rollout's counts what the drafter has counted since the last call."""
+        offered, accepted = self.drafter.tokens_offered, self.drafter.tokens_accepted
+        statistics.ahead_offered += offered - self._reported[0]
+        statistics.ahead_accepted += accepted - self._reported[1]
+        self._reported = offered, accepted
 
     def state(self) -> dict[str, np.ndarray]:
         """Checkpoint content. Complete responses become drafts: a checkpoint follows an update."""

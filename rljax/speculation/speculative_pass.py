@@ -87,10 +87,9 @@ class SpeculativeDecoder:
         self._used: set[tuple[int, int, int]] = set()  # shapes of passes that have run
         self._compiling = False  # in the background, when it was asked last
 
-    def begin(self, requests: int, statistics: DecodeStatistics) -> None:
-        """A rollout of so many requests begins."""
+    def begin(self, statistics: DecodeStatistics) -> None:
+        """A rollout begins; `expect` says of how many requests."""
         self._statistics = statistics
-        self.expect(requests)
         self._choice: Choice | None = None  # the last one
         self._in_flight: list[VerifyingPass] = []
         self.draft_counts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -217,7 +216,15 @@ class SpeculativeDecoder:
         nodes = VerifiedNodes.from_result(result, in_flight.tree, active.slots)
         choice.proposal.record_outcome(nodes.verified, nodes.correct)
         self.draft_counts = choice.proposal.counts(nodes.verified, nodes.accepted)
-        self._count(active, nodes, result.rows)
+        drafted, kept = nodes.verified.sum(axis=1), nodes.accepted.sum(axis=1)
+        self.drafted[active.requests] += drafted
+        self.accepted[active.requests] += kept
+        statistics = self._statistics
+        statistics.verified += 1
+        statistics.verified_slots += len(active.slots)
+        statistics.verified_rows += result.rows
+        statistics.drafted += int(drafted.sum())
+        statistics.accepted += int(kept.sum())
         verified, accepted = nodes.by_depth(choice.proposal.levels)
         record = PassRecord(
             choice,
@@ -235,18 +242,6 @@ class SpeculativeDecoder:
         self.decisions.add(record)
         self.drafters.advance(result)
 
-    def _count(self, active: ActiveSlots, nodes: VerifiedNodes, rows: int) -> None:
-        """Adds a pass to the statistics and to the counts of its requests."""
-        drafted, accepted = nodes.verified.sum(axis=1), nodes.accepted.sum(axis=1)
-        self.drafted[active.requests] += drafted
-        self.accepted[active.requests] += accepted
-        statistics = self._statistics
-        statistics.verified += 1
-        statistics.verified_slots += len(active.slots)
-        statistics.verified_rows += rows
-        statistics.drafted += int(drafted.sum())
-        statistics.accepted += int(accepted.sum())
-
     def decode_plainly(
         self,
         params: Params,
@@ -261,14 +256,13 @@ class SpeculativeDecoder:
 
         Arguments as of `decode`.
         """
-        may_verify, most = self._may_verify(state.batch), most_steps
+        longest, may_verify = self.engine.decode_steps_per_sync, self._may_verify(state.batch)
         waits = may_verify and not self._is_ready(state)
-        if most is None:
-            most = self.engine.decode_steps_per_sync
+        most = longest if most_steps is None else most_steps
         # New requests: drafters are asked again soon.
         requests = set(active.requests.tolist())
         if not requests <= self._plain_requests:
-            self._patience = min(2 ** (self._in_vain // _QUESTIONS), self.engine.decode_steps_per_sync)
+            self._patience = min(2 ** (self._in_vain // _QUESTIONS), longest)
         self._plain_requests = requests
         # Decode until the drafters are asked again, or for as long as the host allows.
         timed = may_verify and self._only_passes_before(state)
@@ -292,7 +286,7 @@ class SpeculativeDecoder:
         self.draft_counts = {}
         self.drafters.advance(result)
         if not waits:
-            self._patience = min(2 * self._patience, self.engine.decode_steps_per_sync)
+            self._patience = min(2 * self._patience, longest)
         return state, result
 
     def _may_verify(self, batch: int) -> bool:

@@ -48,7 +48,7 @@ def compile_programs(run: TrainingRun, wait: bool | None = None) -> None:
 
     # The programs of shared prompts depend on the responses, and the others would not be run.
     shares = learner.expects_sharing([request.prompt_ids for request in requests])
-    sizes = [] if shares else learner.sizes
+    sizes = [] if shares else run.trainer.sizes
     run.compilation.updates = BackgroundCompiler(
         compile_updates,
         buckets,

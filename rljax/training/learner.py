@@ -82,12 +82,9 @@ class Learner:
             self._reference = Reference(trainer.of_architecture(teacher.config), teacher.params)
         elif algorithm.kl_coefficient > 0:
             self._reference = Reference(trainer, policy_params)
+        self._kl_in_loss = self._reference is not None and algorithm.kl_in == "loss"
         self.reference_digest = None if self._reference is None else self._reference.digest
         self._critic = make_critic(config, trainer)
-
-    @property
-    def _kl_in_loss(self) -> bool:
-        return self._reference is not None and self._algorithm.kl_in == "loss"
 
     def init(self, policy_params: Params) -> TrainState:
         """Returns the state before the first step, including the critic's. `policy_params` are those of
@@ -98,11 +95,6 @@ class Learner:
         if self._reference is not None:
             self._reference.share(state)
         return state.replace(critic=critic)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of rows of micro-batches, each of which has programs of its own."""
-        return self._trainer.sizes
 
     def expects_sharing(self, prompts: Sequence[ArrayLike]) -> bool:
         """Returns whether prompts will be shared if responses take half of their limit.
@@ -123,7 +115,7 @@ class Learner:
         Args:
           state: from `init`.
           sampler: weights like those of `sampled_by`; None where `learn` gets none.
-          sizes: some of `sizes`; None for all.
+          sizes: numbers of rows of micro-batches; None for all of `Trainer.sizes`.
         """
         if sampler is not None:
             self._trainer.warm_up_score(self._trainer.place(sampler), sizes)
@@ -184,9 +176,8 @@ class Learner:
     # -- stages, in order ------------------------------------------------------------------------------------
 
     def _pack(self, groups: Sequence[Group], step: int) -> list[Minibatch]:
-        seed, trainer = (self._config.seed, step), self._trainer
-        arguments = (self._config.training, seed, trainer.row_multiple, trainer.share_prompts)
-        return make_minibatches(groups, *arguments)
+        training, trainer, seed = self._config.training, self._trainer, (self._config.seed, step)
+        return make_minibatches(groups, training, seed, trainer.row_multiple, trainer.share_prompts)
 
     def _score(self, state: TrainState, minibatches: Sequence[Minibatch]) -> None:
         """Computes logprobs and values with the weights before the first update."""
@@ -321,9 +312,8 @@ class Learner:
         members = members_with_gradient(minibatch, advantages, kept)
         if len(members) == len(minibatch.members):
             return minibatch
-        trainer = self._trainer
-        arguments = (self._config.training, trainer.row_multiple, trainer.share_prompts)
-        packed = pack_minibatch(groups, members, *arguments)
+        training, trainer = self._config.training, self._trainer
+        packed = pack_minibatch(groups, members, training, trainer.row_multiple, trainer.share_prompts)
         if minibatch.old_logprobs is not None:
             old_logprobs = np.zeros(kept.shape, np.float32)
             minibatch.collect_tokens(minibatch.old_logprobs, old_logprobs)

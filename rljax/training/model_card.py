@@ -53,7 +53,7 @@ def model_card(saved: SavedPolicy, dtype: str, name: str, adapter_of: str | None
         "## How it was made",
         *_provenance(directory),
         "The config of the run:",
-        _fenced(_config_text(config), "yaml"),
+        _fenced(_config_text(config)),
     ]
     return "\n\n".join(lines) + "\n"
 
@@ -166,8 +166,8 @@ def _config_text(config: ExperimentConfig) -> str:
     )
 
 
-def _fenced(text: str, language: str) -> str:
-    """Returns a code block whose fence is longer than any run of backticks in the text."""
+def _fenced(text: str) -> str:
+    """Returns a block of YAML whose fence is longer than any run of backticks in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+    return f"{fence}yaml\n{text.rstrip()}\n{fence}"

@@ -58,12 +58,12 @@ class Reference:
             self._params = with_matrices(state.params, jax.tree.map(jnp.copy, merged))
 
     def score(self, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """Returns logprobs of the targets, float32 [R, T] per batch; see `Trainer.score_reference`."""
-        return self._trainer.score_reference(self._params, batches)
+        """Returns logprobs of the targets, float32 [R, T] per batch; see `Trainer.score`."""
+        return self._trainer.score(self._params, batches, unfiltered=True)
 
     def warm_up(self, sizes: Sequence[int] | None = None) -> None:
         """Compiles every program that `score` needs, without running any; `sizes` as in `Trainer.warm_up`."""
-        self._trainer.warm_up_reference(self._params, sizes)
+        self._trainer.warm_up_score(self._params, sizes, unfiltered=True)
 
 
 def load_teacher(config: ExperimentConfig, policy: Policy) -> Policy | None:

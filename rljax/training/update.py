@@ -10,7 +10,7 @@ only the factors are trained, and are float32 (`factor_updates.py`).
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -126,12 +126,11 @@ class Trainer:
         unfiltered = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self._unfiltered_score = functools.partial(score_packed, sampling=unfiltered, **static)
         self._filters = sampling.filters(config.vocab_size)
-        self._supervised_score = functools.partial(score_packed, sampling=SamplingParams(), **static)
         self._objective = functools.partial(policy_objective, algorithm=algorithm)
+        self._policy_step = functools.partial(self._gradients, self._score, self._objective)
+        supervised = functools.partial(score_packed, sampling=SamplingParams(), **static)
+        self._supervised_step = functools.partial(self._gradients, supervised, supervised_objective)
         self._key = (*static.values(), sampling, algorithm, training.pack_length)
-        self._corrects = algorithm.corrects_rollout
-        self._pack_length = training.pack_length
-        self._rows_per_microbatch = training.rows_per_microbatch
         self._rope = jnp.asarray(rope_table(config, training.pack_length))
         replicated = shardings = None
         if mesh is not None:
@@ -171,7 +170,7 @@ class Trainer:
     @property
     def sizes(self) -> list[int]:
         """Numbers of rows of micro-batches, `microbatch_sizes`."""
-        return microbatch_sizes(self._rows_per_microbatch, self.row_multiple)
+        return microbatch_sizes(self._recipe.training.rows_per_microbatch, self.row_multiple)
 
     def warm_up(self, state: TrainState, reference: bool = False, sizes: Sequence[int] | None = None) -> None:
         """Compiles every program that `update` needs, without running any. Nothing is compiled later, except
@@ -184,41 +183,36 @@ class Trainer:
           sizes: numbers of rows of micro-batches; None for all.
         """
         for batch in self._empty_batches(sizes):
-            if self._corrects:
+            if self._recipe.algorithm.corrects_rollout:
                 self._score_program((state.params, batch, self._rope))
                 batch = batch.replace(old_logprobs=batch.rollout_logprobs)
             inputs = (batch, batch.rollout_logprobs if reference else None, self._rope)
             self._accumulation.compile(state, inputs, self._policy_step, _kind("policy", inputs))
 
-    def warm_up_score(self, params: Params, sizes: Sequence[int] | None = None) -> None:
+    def warm_up_score(
+        self, params: Params, sizes: Sequence[int] | None = None, unfiltered: bool = False
+    ) -> None:
         """Compiles every program that `score` needs, as `warm_up` does those of updates."""
         for batch in self._empty_batches(sizes):
-            self._score_program((params, batch, self._rope))
-
-    def warm_up_reference(self, params: Params, sizes: Sequence[int] | None = None) -> None:
-        """Compiles every program that `score_reference` needs, as `warm_up` does those of updates."""
-        for batch in self._empty_batches(sizes):
-            self._score_program((params, batch, self._rope), unfiltered=True)
+            self._score_program((params, batch, self._rope), unfiltered)
 
     def _empty_batches(self, sizes: Sequence[int] | None) -> Iterator[PackedBatch]:
         """Yields a batch of each size; none where prompts are shared, whose sizes are known later."""
         if self.share_prompts == "on":
             return
-        nothing = pack_sequences([], self._pack_length)
+        nothing = pack_sequences([], self._recipe.training.pack_length)
         for rows in self.sizes if sizes is None else sizes:
             yield self._put(build_batch([], nothing, range(rows)))
 
-    def score(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """Returns logprobs of the targets under the sampling distribution, float32 [R, T] per batch."""
-        return self._scores(params, batches, unfiltered=False)
+    def score(
+        self, params: Params, batches: Sequence[PackedBatch], unfiltered: bool = False
+    ) -> list[np.ndarray]:
+        """Returns logprobs of the targets under the sampling distribution, float32 [R, T] per batch.
 
-    def score_reference(self, params: Params, batches: Sequence[PackedBatch]) -> list[np.ndarray]:
-        """As `score`, but without top-k, top-p and min-p: the reference's filter could exclude a token that
-        the policy now samples, and the KL of a logprob of -inf is infinite.
+        Args:
+          unfiltered: without top-k, top-p and min-p, as for a reference: its filter could exclude a token
+            that the policy now samples, and the KL of a logprob of -inf is infinite.
         """
-        return self._scores(params, batches, unfiltered=True)
-
-    def _scores(self, params: Params, batches: Sequence[PackedBatch], unfiltered: bool) -> list[np.ndarray]:
         args = [(params, self._put(batch.replace(old_logprobs=None)), self._rope) for batch in batches]
         logprobs = [self._score_program(inputs, unfiltered)(*inputs) for inputs in args]
         return [processes.to_host(array) for array in logprobs]
@@ -235,7 +229,7 @@ class Trainer:
           state: state from `init` or an earlier update.
           microbatches: micro-batches of the mini-batch. Token weights must sum to 1 over all of them, unless
             the algorithm's aggregation is "constant" or responses without advantage were left out.
-          reference_logprobs: [R, T] per micro-batch, from `score_reference` with the reference's weights;
+          reference_logprobs: [R, T] per micro-batch, from `score`, unfiltered, with the reference's weights;
             None leaves out the KL term.
 
         Returns:
@@ -289,24 +283,16 @@ class Trainer:
 
     def _score_program(self, args: tuple, unfiltered: bool = False) -> Callable[..., Array]:
         params, batch, _ = args
-        name, scoring = "score", self._scoring
+        name, score = "score", self._score
         if unfiltered and self._filters:  # otherwise the program would be the same
-            name, scoring = "score without filters", self._unfiltered_scoring
-        return self.pool.get((name, batch.shapes, _dtype(params), *self._key), scoring, args)
+            name, score = "score without filters", self._unfiltered_score
+
+        def scoring(params: Params, batch: PackedBatch, rope: Array) -> Array:
+            return score(params, batch=batch, rope=rope)[0]
+
+        return self.pool.get((name, batch.shapes, str(params["embed"].dtype), *self._key), scoring, args)
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
-
-    def _scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
-        return self._score(params, batch=batch, rope=rope)[0]
-
-    def _unfiltered_scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
-        return self._unfiltered_score(params, batch=batch, rope=rope)[0]
-
-    def _policy_step(self, trained: Params, *inputs: Any) -> Sums:
-        return self._gradients(self._score, self._objective, trained, *inputs)
-
-    def _supervised_step(self, trained: Params, *inputs: Any) -> Sums:
-        return self._gradients(self._supervised_score, supervised_objective, trained, *inputs)
 
     def _gradients(
         self,
@@ -321,17 +307,10 @@ class Trainer:
         """As `gradients`. `merged` are the policy's weights where `trained` are factors."""
 
         def score_trained(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            return score(self._weights(trained, merged), batch=batch, rope=rope)
+            policy = trained if merged is None else adapted(merged, trained, self.adapter.lora)
+            return score(policy, batch=batch, rope=rope)
 
         return gradients(trained, batch, reference, score_trained, objective)
-
-    def _weights(self, trained: Params, merged: Params | None) -> Params:
-        """The policy to differentiate: the trained weights or, with the merged ones, the trained factors'."""
-        return trained if merged is None else adapted(merged, trained, self.adapter.lora)
-
-
-def _dtype(params: Params) -> str:
-    return str(params["embed"].dtype)
 
 
 def _kind(name: str, inputs: tuple) -> tuple:

@@ -29,7 +29,14 @@ from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.equality import Count, EveryPass, take_turns
-from rollout_benchmarks.variants import open_run, small_model, step_requests, unrewarded, with_keys
+from rollout_benchmarks.variants import (
+    open_run,
+    small_model,
+    step_requests,
+    unrewarded,
+    with_hidden_layers,
+    with_keys,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +111,8 @@ def count_part(
         plain = []
         for step in range(steps):
             requests = step_requests(run, step)
-            plain.append(Scheduler(run.engine.with_hidden_layers(None), batches[-1]).run(params, requests)[0])
+            scheduler = Scheduler(with_hidden_layers(run.engine, None), batches[-1])
+            plain.append(scheduler.run(params, requests)[0])
         times: dict[Any, PassTimes] = {}
         for number, name in enumerate(names):
             count = _count(run, MECHANISMS[name], plain, slots, times)
@@ -125,7 +133,7 @@ def _count(
     if "small_model" in mechanism.drafters:
         arguments["small_model"] = {"path": str(small_model(run))}
     drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in mechanism.drafters}
-    engine = run.engine.with_hidden_layers(states_read(drafters, run.engine.config))
+    engine = with_hidden_layers(run.engine, states_read(drafters, run.engine.config))
     run_ahead = RunAhead(64, 1.0) if mechanism.run_ahead else None
     shared = times.setdefault(engine.hidden_layers, PassTimes())
     every_pass = EveryPass() if mechanism.choice == "every pass" else None

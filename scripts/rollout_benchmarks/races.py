@@ -19,7 +19,7 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.equality import check_equal
-from rollout_benchmarks.variants import open_run, step_requests
+from rollout_benchmarks.variants import open_run, step_requests, with_hidden_layers
 
 _SHARES = {"first": 0.6, "second": 0.25, "third": 0.15}  # of the requests that each drafter is good for
 _GOOD, _BAD = 0.9, 0.15  # share of the tokens that a drafter is right about
@@ -114,7 +114,7 @@ def _draw(completions: Sequence[Completion], rng: np.random.Generator) -> dict[s
 
 
 def _scheduler(run: TrainingRun, drafters: dict[str, Drafter], choice: StrategyChoice) -> Scheduler:
-    engine, slots = run.engine.with_hidden_layers(None), run.config.engine.max_slots
+    engine, slots = with_hidden_layers(run.engine, None), run.config.engine.max_slots
     speculator = Speculator(engine, drafters, slots, times=_MadeUpTimes(), strategies=choice)
     return Scheduler(engine, slots, None, speculator)
 

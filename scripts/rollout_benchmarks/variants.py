@@ -221,7 +221,7 @@ def make_variant(
         have devices of their own; shared and updated.
       roofline_of: the roofline of `choice: roofline`, for an engine and its drafter; None measures it.
     """
-    config, engine, speculator, overlap = run.config, run.engine.with_hidden_layers(None), None, False
+    config, engine, speculator, overlap = run.config, with_hidden_layers(run.engine, None), None, False
     if keys is not None:
         below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
         update = SPECULATION_OFF | keys | {"run_ahead_below": below}
@@ -235,7 +235,7 @@ def make_variant(
             others = speculation.others | {"small_model": {"path": str(small_model(run))}}
             speculation = speculation.model_copy(update={"others": others})
         drafters = make_drafters(speculation)
-        engine = engine.with_hidden_layers(states_read(drafters, engine.config))
+        engine = with_hidden_layers(engine, states_read(drafters, engine.config))
         overlap, make = speculation.overlap, None
         params = run.engine.load_params(run.state.params)
         if speculation.choice == "roofline":
@@ -271,6 +271,26 @@ def make_variant(
         config.rollout.max_response_length,
     )
     return Variant(name, collector, scheduler.speculator)
+
+
+def with_hidden_layers(engine: DecodeEngine, hidden_layers: tuple[int, ...] | None) -> DecodeEngine:
+    """Returns the same engine with other `hidden_layers`."""
+    if hidden_layers == engine.hidden_layers:
+        return engine
+    return DecodeEngine(
+        engine.config,
+        engine.numerics,
+        engine.sampling,
+        engine.buckets,
+        engine.eos_token_ids,
+        engine.decode_steps_per_sync,
+        engine.pool,
+        engine.mesh,
+        engine.verification,
+        hidden_layers,
+        engine.per_slot_sampling,
+        engine.weights,
+    )
 
 
 def small_model(run: TrainingRun) -> Path:

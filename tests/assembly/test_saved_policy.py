@@ -13,7 +13,7 @@ import pytest
 
 from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.assembly.policy import Policy, checkpoint_parts, make_policy, policy_parts, turn_end_line
-from rljax.assembly.saved_policy import load_saved_policy, saved_steps
+from rljax.assembly.saved_policy import load_saved_policy
 from rljax.config import load_config
 from rljax.errors import CheckpointError, ConfigError, UserError
 from rljax.learning.accumulation import TrainState
@@ -69,7 +69,6 @@ def test_a_run_gives_the_newest_checkpoint_or_the_one_asked_for(run):
     assert saved.policy.tokenizer_directory == path / "tokenizer"
     assert saved.experiment == load_config(path / "config.yaml")
     assert_params(load_saved_policy(str(path), step=3).policy.params, init_params(model, 3))
-    assert saved_steps(path) == [3, 5]
 
 
 def test_the_drafters_state_is_there_when_it_is_asked_for(run, tmp_path):

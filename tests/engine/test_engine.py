@@ -177,7 +177,8 @@ def test_old_and_unwritten_cache_is_invisible(world):
     members, outputs = [1, 2, 3], {i: [] for i in (1, 2, 3)}
     prefix = engine.prefill(params, [world.asked[i].prompt for i in members])
     for row, i in enumerate(members):
-        state = engine.insert(prefix, state, Assignment(row, row, world.asked[i].key, world.asked[i].limit))
+        taken = Assignment(row, row, world.asked[i].key, world.asked[i].limit)
+        state = engine.bulk_insert(prefix, state, [taken])
     for _ in range(2):
         state, result = engine.generate(params, poison(state), 20)
         for row, i in enumerate(members):
@@ -258,10 +259,10 @@ def test_freed_slots_stop_and_can_be_taken_again(small):
     assert (second.tokens[0] == -1).all() and not second.active[0]
     assert (second.tokens[1] >= 0).any()
     # The slot's next request gets what it gets alone.
-    taken = Assignment(0, 0, request_key(5, 5), 12)
+    taken = [Assignment(0, 0, request_key(5, 5), 12)]
     prefix = engine.prefill(params, [[30, 31, 32]])
-    state, again = engine.generate(params, engine.insert(prefix, state, taken))
-    _, alone = engine.generate(params, engine.insert(prefix, engine.init_state(2, 64), taken))
+    state, again = engine.generate(params, engine.bulk_insert(prefix, state, taken))
+    _, alone = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(2, 64), taken))
     np.testing.assert_array_equal(again.tokens[0][: alone.steps], alone.tokens[0])
     np.testing.assert_array_equal(again.logprobs[0][: alone.steps], alone.logprobs[0])
 
@@ -330,7 +331,8 @@ def test_what_samples_nothing_is_compiled_once_for_all_ways_to_sample(small):
         )
         known = set(pool._programs)
         prefix = other.prefill(small.params, [[1, 2, 3]])
-        state = other.insert(prefix, other.init_state(1, 8), Assignment(0, 0, request_key(0, 0), 4))
+        first = Assignment(0, 0, request_key(0, 0), 4)
+        state = other.bulk_insert(prefix, other.init_state(1, 8), [first])
         state, _ = other.generate(small.params, state, 1)
         state = other.free_resource(other.grow(state), [0])
         kinds.append(sorted(key[0] for key in set(pool._programs) - known))

@@ -33,7 +33,7 @@ def expected(engine, params, requests):
 
 
 def finish(loop):
-    while loop.waiting or loop.running:
+    while loop.live:
         loop.step()
 
 
@@ -55,7 +55,7 @@ def test_responses_move_between_loops_while_others_go_on(engine, params, request
         if all(response.ending for response in responses):
             break
         for loop in loops:
-            if loop.waiting or loop.running:
+            if loop.live:
                 loop.step()
         index = turn % len(requests)
         response = responses[index]
@@ -79,7 +79,7 @@ def test_a_loop_that_expects_more_keeps_its_slots(engine, params, requests, expe
     chosen = [0, 3, 6, 15]  # the last one is the longest
     responses = [LiveResponse(requests[i]) for i in chosen]
     loop.submit(responses)
-    while len(loop.running) != 1:
+    while len(loop.slots.running) != 1:
         loop.step()
     loop.step()
     assert loop.slots.batch == SLOTS

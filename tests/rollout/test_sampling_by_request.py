@@ -126,7 +126,7 @@ def test_requests_that_join_and_leave_keep_their_settings(engine, params, reques
     for response in reversed(responses):
         loop.submit([response])
         loop.step()
-    while loop.waiting or loop.running:
+    while loop.live:
         loop.step()
     assert_same([response.completion(False) for response in responses], expected)
     assert "widen" in {key[0] for key in POOL._programs}
@@ -151,7 +151,7 @@ def test_every_move_of_a_slot_takes_its_settings_along():
     assert shown(state, [0, 1]) == [before[3], before[1]]
     state = engine.widen(engine.grow(state), SLOTS)
     assert shown(state, [0, 1]) == [before[3], before[1]]
-    state = engine.insert(prefix, state, Assignment(0, 2, keys, 50))  # the engine's own
+    state = engine.bulk_insert(prefix, state, [Assignment(0, 2, keys, 50)])  # the engine's own
     assert shown(state, [2]) == shown(engine.init_state(SLOTS, 64), [0])
 
 

@@ -15,7 +15,7 @@ import uvicorn
 from rljax.commands import serve as serve_command
 from rljax.commands.serve import _bind
 from rljax.errors import ConfigError, PolicyError
-from rljax.serving import app, policy
+from rljax.serving import app
 from tests.scripts import SCRIPTS, load_script
 from tests.serving.tiny_server import client_of, make_run
 
@@ -83,8 +83,7 @@ def serve(monkeypatch):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def serve(run, served, opening=lambda: None):
-        monkeypatch.setattr(serve_command, "check_policy_options", lambda arguments: None)
-        monkeypatch.setattr(policy, "open_policy", lambda *_: (opening(), served)[1])
+        monkeypatch.setattr(serve_command, "open_served", lambda *_, **__: (opening(), served)[1])
         monkeypatch.setattr(app, "make_app", lambda *_: None)
         monkeypatch.setattr(uvicorn.Server, "run", run)
         return load_script("serve").main(["policy", "--port", str(port)])

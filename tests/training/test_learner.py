@@ -404,7 +404,7 @@ def test_the_reference_is_scored_without_filters(params, groups):
     learner = make_learner(params, {"name": "grpo"})
     (minibatch,) = learner._pack(groups, 0)
     expected = learner._trainer.score(params, minibatch.batches)
-    found = filtered.score_reference(params, minibatch.batches)
+    found = filtered.score(params, minibatch.batches, unfiltered=True)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     own = filtered.score(params, minibatch.batches)
     masks = [batch.response_mask for batch in minibatch.batches]

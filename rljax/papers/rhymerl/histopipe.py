@@ -22,23 +22,17 @@ from rljax.cluster.router import CATCH_UP, Around, GroupQueue, Move, QueueState,
 from rljax.requests import Request
 
 
-def rank(
-    prompts: Sequence[tuple[int, ...]],
-    history: Mapping[tuple[int, ...], Sequence[int]],
-    longest_first: bool = False,
-) -> list[int]:
+def rank(prompts: Sequence[tuple[int, ...]], history: Mapping[tuple[int, ...], Sequence[int]]) -> list[int]:
     """Returns places in `prompts`, by ascending median of the lengths that each had before.
 
     Args:
       prompts: token ids.
       history: lengths of the previous epoch's responses by prompt. One that is not there counts as the
         median prompt: nothing is known of it.
-      longest_first: descending instead.
     """
     known = {prompt: statistics.median(history[prompt]) for prompt in set(prompts) if history.get(prompt)}
     middle = statistics.median(known.values()) if known else 0.0
-    sign = -1 if longest_first else 1
-    return sorted(range(len(prompts)), key=lambda place: sign * known.get(prompts[place], middle))
+    return sorted(range(len(prompts)), key=lambda place: known.get(prompts[place], middle))
 
 
 def equal_groups(ranked: Sequence[int], count: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rljax.cluster.idle_work import ClusterSnapshot
+from rljax.cluster.idle_work import ClusterSnapshot, WorkerParts
 from rljax.cluster.messages import Command, Event, IdleEvent, IdleOrder
 from rljax.config.cluster_keys import ClusterKeys
 from rljax.engine.engine import DecodeEngine
@@ -208,7 +208,7 @@ class AheadWorker:
         if self._loop is None or not alone:
             return []
         self._loop.step()
-        if not (self._loop.waiting or self._loop.running):
+        if not self._loop.live:
             self._loop = None
         return [self._report()]
 
@@ -226,13 +226,8 @@ def make_driver(
     return AheadDriver(speculator.run_ahead, speculator.engine.buckets.batch[-1])
 
 
-def make_worker(
-    config: ClusterKeys,
-    speculator: Speculator | NoDrafts,
-    params: Params,
-    name: str,
-    get: Callable[[Any], Any],
-    put: Callable[[Any], Any],
-) -> AheadWorker | None:
-    """Returns a worker's part; None without `speculation.run_ahead_below`. See `make_idle_worker`."""
-    return None if speculator.run_ahead is None else AheadWorker(name, speculator.engine)
+def make_worker(parts: WorkerParts) -> AheadWorker | None:
+    """Returns a worker's part; None without `speculation.run_ahead_below`."""
+    if parts.speculator.run_ahead is None:
+        return None
+    return AheadWorker(parts.name, parts.speculator.engine)

@@ -219,7 +219,8 @@ class SpotTraining:
         self._collect(snapshot)
         able = [name for name in self._idle if snapshot.idle[name] == self._rollout.version]
         lasting = [name for name in able if self._left(name) > 0]
-        if self.settled and lasting and self._may_begin(able):
+        has_data = bool(self._waiting or self._batches)
+        if self.settled and lasting and has_data and len(able) >= self.rule.idle:
             commands += self._lead(lasting[0], now)
         live = {number: session for number, session in self._sessions.items() if not session.halted}
         if not live:
@@ -311,10 +312,6 @@ class SpotTraining:
                 session.halted, session.heard = True, now
                 commands.append(StopTraining(session.leader, number))
         return commands
-
-    def _may_begin(self, able: list[str]) -> bool:
-        has_data = bool(self._waiting or self._batches)
-        return len(able) >= self.rule.idle and has_data
 
     def _left(self, name: str) -> int:
         """Updates that a worker may still do in this rollout."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from drafters.training import TrainingSession, WorkerTraining
+from rljax.cluster.idle_work import WorkerParts
 from rljax.cluster.messages import Event
 from rljax.models.transformer import Params
-from rljax.papers.tlt import SpotKeys
 from rljax.papers.tlt.messages import (
     Prepare,
     Prepared,
@@ -27,8 +27,6 @@ from rljax.papers.tlt.messages import (
     TrainingData,
 )
 from rljax.papers.tlt.spot_driver import spot_training
-from rljax.speculation.no_drafts import NoDrafts
-from rljax.speculation.speculator import Speculator
 
 
 class SpotWorker:
@@ -209,17 +207,10 @@ class SpotWorker:
         return [dataclasses.replace(report, head=arrays)]
 
 
-def make_worker(
-    config: SpotKeys,
-    speculator: Speculator | NoDrafts,
-    params: Params,
-    name: str,
-    get: Callable[[Any], Any],
-    put: Callable[[Any], Any],
-) -> SpotWorker | None:
-    """Returns a worker's part; None without `cluster.spot.idle`. See `make_idle_worker`."""
-    training = spot_training(speculator, config)
+def make_worker(parts: WorkerParts) -> SpotWorker | None:
+    """Returns a worker's part; None without `cluster.spot.idle`."""
+    training = spot_training(parts.speculator, parts.config)
     if training is None:
         return None
-    training.warm_up(params)
-    return SpotWorker(name, training, get, put)
+    training.warm_up(parts.params)
+    return SpotWorker(parts.name, training, parts.get, parts.put)
