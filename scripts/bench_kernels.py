@@ -6,7 +6,6 @@ plain JAX (`xla`). On a CPU only `--quick` makes sense: TPUs' kernels are interp
 """
 
 import functools
-import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from kernel_benchmarks.case import Case
+from kernel_benchmarks.cases import OPS, Case, op_cases
 from kernel_benchmarks.ceilings import copy_bandwidth, matrix_rate
 from kernel_benchmarks.timing import Timed, chosen_functions
 from kernel_benchmarks.tuning import tune
@@ -23,15 +22,6 @@ from rljax.benchmarking import Row, timed_row
 from rljax.errors import UserError, exit_status, known_names
 from rljax.kernels import tuned
 from rljax.timing import compare
-
-OPS = (
-    "noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "round_to_nearest", "compaction",
-)  # fmt: skip
-
-
-def op_cases(op: str, quick: bool) -> list[Case]:
-    """Shapes of one operation, the most telling ones first."""
-    return importlib.import_module(f"kernel_benchmarks.{op}").cases(quick)
 
 
 def case_rows(op: str, case: Case, implementations: Sequence[str], quick: bool) -> list[Row]:

@@ -7,7 +7,6 @@ size are multiplied by one kernel, one slab after another.
 
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kernel_benchmarks.ceilings import median_seconds
 from rljax.numerics.products import dot
 
 _WEIGHT_BYTES = 96 * 2**20  # of all matrices together, so that the device's cache does not hold them
-_CALLS, REPEATS = 10, 5
+REPEATS = 5
 _THREADS = 8  # that compile
 
 
@@ -112,7 +112,8 @@ def compare_rows(
     for pair in pairs:
         rows = [jnp.asarray(each[: pair[0]]) for each in all_rows]
         computed[pair] = jax.device_get(programs[pair](rows, weights))
-        seconds[pair] = _seconds(programs[pair], rows, weights) / matrices
+        taken = median_seconds(programs[pair], rows, weights, repeats=REPEATS)
+        seconds[pair] = taken / matrices
     plain = {count: seconds[FORMULATIONS[0].program(count)] for count in counts}
     results = {}
     for each in FORMULATIONS:
@@ -155,15 +156,3 @@ def _compiled(
 
 def _share_that_differs(some: list[np.ndarray], most: list[np.ndarray], count: int) -> float:
     return max(float(np.mean(a[:count] != b[:count])) for a, b in zip(some, most, strict=True))
-
-
-def _seconds(program: Callable[..., list[Array]], rows: list[Array], weights: list[Array]) -> float:
-    """Returns the median seconds of a call."""
-    taken = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            out = program(rows, weights)
-        jax.block_until_ready(out)
-        taken.append((time.perf_counter() - start) / _CALLS)
-    return statistics.median(taken)

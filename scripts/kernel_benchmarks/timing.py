@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernel_benchmarks.case import Case
+from kernel_benchmarks.cases import Case
 from rljax.numerics.kernel_choice import Refused
 
 _MOST_BYTES = 2**30  # of all sets of arguments together
