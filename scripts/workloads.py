@@ -129,36 +129,31 @@ def measured_numerics(
     numerics: Numerics,
     buckets: Buckets,
     others: Sequence[int] = (),
-    cache: Path | None = None,
 ) -> tuple[Numerics, str]:
     """Returns numerics with the form of products that is measured on this device, and a line about it."""
-    measurement = measured(config, numerics, row_counts(buckets, others), cache)
+    measurement = measured(config, numerics, row_counts(buckets, others), None)
     line = measurement.summary(numerics.compute_dtype)
     return dataclasses.replace(numerics, measured_form=measurement.form), line
 
 
 def make_engine(
     config: ModelConfig,
-    numerics: Numerics | bool,
+    row_invariant: bool,
     slots: int,
     length: int,
     sampling: SamplingParams | None = None,
-    cache: Path | None = None,
     dtype: str = "float32",
     **buckets: Any,
 ) -> DecodeEngine:
     """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
 
     Args:
-      numerics: or whether `dtype` is row-invariant, in the form that is measured here.
-      cache: directory of compiled programs.
+      row_invariant: whether `dtype` is, in the form that is measured here.
       buckets: further arguments of `make_buckets`.
     """
-    row_invariant = numerics if isinstance(numerics, bool) else numerics.row_invariant
     made = make_buckets(slots, length, row_invariant, **buckets)
-    if isinstance(numerics, bool):
-        numerics, _ = measured_numerics(config, Numerics(numerics, dtype), made, cache=cache)
-    pool = ExecutablePool(row_invariant, cache)
+    numerics, _ = measured_numerics(config, Numerics(row_invariant, dtype), made)
+    pool = ExecutablePool(row_invariant)
     return DecodeEngine(config, numerics, sampling or SamplingParams(), made, (), pool=pool)
 
 

@@ -11,7 +11,7 @@ from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import TrainingSequence, build_batch, pack_groups, pack_sequences
+from rljax.learning.packing import PackedBatch, TrainingSequence, build_batch, pack_groups, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
@@ -49,13 +49,15 @@ def random_sequence(
     )
 
 
-def equal_sequences(count: int, length: int, prompt: int, vocab_size: int) -> list[TrainingSequence]:
-    """Returns sequences of one length, which begin with a prompt: those that fill rows of a micro-batch."""
+def equal_batch(count: int, length: int, prompt: int, vocab_size: int, pack_length: int) -> PackedBatch:
+    """Returns a micro-batch of sequences of one length, which begin with a prompt and fill its rows."""
     rng, weight = np.random.default_rng(0), 1 / (count * (length - prompt))
-    return [
+    sequences = [
         random_sequence(rng, rng.integers(0, vocab_size, prompt), length - prompt, vocab_size, weight)
         for _ in range(count)
     ]
+    packing = pack_sequences([length] * count, pack_length)
+    return build_batch(sequences, packing, range(packing.num_rows))
 
 
 def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]:
