@@ -3,6 +3,7 @@ seconds that compiling their programs took.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -66,18 +67,15 @@ def random_params(config: ModelConfig) -> Params:
     def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return config.hidden_size**-0.5 * jax.random.normal(key, shape, jnp.bfloat16)
 
-    shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=_is_shape)
-    leaves = []
-    for index, (path, shape) in enumerate(shapes):
+    keys = itertools.count()
+
+    def make(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
         if len(shape) > 1:
-            leaves.append(normal(jax.random.key(index), shape))
-        else:
-            leaves.append(jnp.full(shape, 1.0 if path[-1].key.endswith("norm") else 0.0, jnp.float32))
-    return jax.tree.unflatten(jax.tree.structure(param_shapes(config), is_leaf=_is_shape), leaves)
+            return normal(jax.random.key(next(keys)), shape)
+        return jnp.full(shape, 1.0 if path[-1].key.endswith("norm") else 0.0, jnp.float32)
 
-
-def _is_shape(node: object) -> bool:
-    return isinstance(node, tuple)
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(make, param_shapes(config), is_leaf=is_shape)
 
 
 def read_bytes(params: Params) -> int:

@@ -96,6 +96,13 @@ class Part:
         print(f"{self.name}: {text}", flush=True)
         self._write()
 
+    def has_time(self, name: str, seconds: float) -> bool:
+        """Whether so many seconds are left; notes what is left out if not. A look may take what it takes."""
+        if self.quick or self.left() >= seconds:
+            return True
+        self.note(f"{name} left out: {self.left():.0f} s are left")
+        return False
+
     def has_room(self, name: str, needed: float) -> bool:
         """Whether the device has so many bytes free, and an eighth more for what programs take beside; notes
         what is left out if not. A device that does not tell has room.
