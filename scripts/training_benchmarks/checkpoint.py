@@ -1,11 +1,9 @@
 """Saving and restoring the state of a run, against only writing and reading its bytes; and saving a head."""
 
-import dataclasses
 import functools
 import os
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,16 +81,15 @@ def bytes_in(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-@dataclasses.dataclass
-class Rounds:
-    """Times of every round by action, ours and the baseline's."""
+Rounds = dict[str, tuple[list[float], list[float]]]
+"""Figures of every round by action, ours and the baseline's; the first round is for warming up."""
 
-    ours: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    baseline: dict[str, list[float]] = dataclasses.field(default_factory=lambda: defaultdict(list))
 
-    def note(self, what: str, ours: float, baseline: float) -> None:
-        self.ours[what].append(ours)
-        self.baseline[what].append(baseline)
+def note(rounds: Rounds, **figures: tuple[float, float]) -> None:
+    """Adds a round's figures of actions, ours and the baseline's."""
+    for name, pair in figures.items():
+        for side, figure in zip(rounds.setdefault(name, ([], [])), pair, strict=True):
+            side.append(figure)
 
 
 def checkpoint_rows(name: str, repeats: int) -> list[Row]:
@@ -103,11 +100,10 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
     """
     optimizer = make_optimizer(OptimizerConfig(), 1)
     state = random_state(name, optimizer)
-    template = jax.eval_shape(lambda: state)
+    template, state_bytes = jax.eval_shape(lambda: state), _bytes(state)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     apply = jax.jit(functools.partial(apply_gradients, optimizer=optimizer), donate_argnums=0)
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    rounds = Rounds()
+    rounds: Rounds = {}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         checkpoints = RunCheckpoints(path / "run", keep=1)
@@ -118,52 +114,36 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
             checkpoints.wait()
             complete, busy = time.perf_counter() - start, time.process_time() - processor
             written, writing, _ = timed(write_plainly, path / "plain", state)
-            rounds.note("blocked", blocked, written)
-            rounds.note("complete", complete, written)
-            rounds.note("processor", busy, writing)
             restored, *_ = timed(checkpoints.restore, template)
             read, *_ = timed(read_plainly, path / "plain", template)
-            rounds.note("restore", restored, read)
             _, fast, _ = timed(save_with_orbax, path / "raw", state, False)
             _, slow, _ = timed(save_with_orbax, path / "zstd", state, True)
-            rounds.note("uncompressed", fast, slow)
             # Each step consumes the state and makes the next one.
             alone, _, (state, _) = timed(apply, state, zeros)
             checkpoints.save(step + 1, state, {})
             meanwhile, _, (state, _) = timed(apply, state, zeros)
-            rounds.note("step", meanwhile, alone)
             checkpoints.wait()
+            note(rounds, blocked=(blocked, written), complete=(complete, written), restore=(restored, read))
+            note(rounds, processor=(busy, writing), raw=(fast, slow), step=(meanwhile, alone))
         checkpoints.close()
         disk_bytes, zstd_bytes = bytes_in(checkpoints.directory), bytes_in(path / "zstd")
 
     details = {"params": num_params(config_of(name)), "state_bytes": state_bytes}
-
-    def row(what: str, measured: str, baseline: str, **more: Any) -> Row:
-        ours, theirs = rounds.ours[measured][1:], rounds.baseline[measured][1:]
-        extremes = {"low": min(ours), "high": max(ours)}
-        label = f"checkpoint/{name}/{what}"
-        return timed_row(label, compare(ours, theirs), baseline, **details, **extremes, **more)
-
-    write, read = "numpy write and fsync", "numpy read"
-    return [
-        counted_row(
-            f"checkpoint/{name}/on disk",
-            disk_bytes / 1e6,
-            state_bytes / 1e6,
-            "MB",
-            "the arrays' bytes",
-            less=True,
-            **details,
-        ),
-        row("save blocks", "blocked", write),
-        row("save complete", "complete", write),
-        row("save, processor time", "processor", write),
-        row("restore", "restore", read),
-        row("optimizer step during a save", "step", "no save"),
-        row(
-            "Orbax uncompressed, processor time", "uncompressed", "Orbax with zstd", baseline_bytes=zstd_bytes
-        ),
-    ]
+    sizes, label = (disk_bytes / 1e6, state_bytes / 1e6), f"checkpoint/{name}/on disk"
+    rows = [counted_row(label, *sizes, "MB", "the arrays' bytes", less=True, **details)]
+    write, read, zstd = "numpy write and fsync", "numpy read", {"baseline_bytes": zstd_bytes}
+    for what, of, baseline, more in (
+        ("save blocks", "blocked", write, {}),
+        ("save complete", "complete", write, {}),
+        ("save, processor time", "processor", write, {}),
+        ("restore", "restore", read, {}),
+        ("optimizer step during a save", "step", "no save", {}),
+        ("Orbax uncompressed, processor time", "raw", "Orbax with zstd", zstd),
+    ):
+        ours, theirs = (side[1:] for side in rounds[of])
+        label, more = f"checkpoint/{name}/{what}", more | {"low": min(ours), "high": max(ours)}
+        rows.append(timed_row(label, compare(ours, theirs), baseline, **details, **more))
+    return rows
 
 
 # --- a head ----------------------------------------------------------------------------------------------
@@ -189,26 +169,24 @@ def saving_rows(name: str, repeats: int) -> list[Row]:
     params = jax.tree.map(random, head_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     state = init_state(params, head_optimizer(1e-3))
     everything = jax.block_until_ready({"state": state, "shared": shared})
-    rounds = Rounds()
+    rounds: Rounds = {}
     with tempfile.TemporaryDirectory() as directory:
         saver, whole = AsyncHeadSaver(Path(directory) / "head"), Path(directory) / "whole"
         for step in range(repeats + 1):
             full, *_ = timed(_save_in_place, whole, everything)
-            head_seconds, *_ = timed(_save_in_place, whole, state.params)
+            alone, *_ = timed(_save_in_place, whole, state.params)
             start = time.perf_counter()
             saver.save(step, state.params, config)
             held = time.perf_counter() - start
             saver.wait()
-            rounds.note("held up", held, full)
-            rounds.note("head alone, in place", head_seconds, full)
-            rounds.note("on disk", time.perf_counter() - start, full)
+            on_disk = time.perf_counter() - start
+            figures = {"held up": held, "head alone, in place": alone, "on disk": on_disk}
+            note(rounds, **{what: (seconds, full) for what, seconds in figures.items()})
     sizes = {"bytes": _bytes(state.params), "baseline_bytes": _bytes(everything)}
     baseline = "head, optimizer, embeddings and LM head in place"
     return [
-        timed_row(
-            f"checkpoint/{name}/{what}", compare(ours[1:], rounds.baseline[what][1:]), baseline, **sizes
-        )
-        for what, ours in rounds.ours.items()
+        timed_row(f"checkpoint/{name}/{what}", compare(ours[1:], theirs[1:]), baseline, **sizes)
+        for what, (ours, theirs) in rounds.items()
     ]
 
 
@@ -219,5 +197,5 @@ def _save_in_place(file: Path, tree: Params) -> None:
     write_durably(file, safetensors.numpy.save(tensors))
 
 
-def _bytes(tree: Params) -> int:
+def _bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
