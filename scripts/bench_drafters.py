@@ -10,9 +10,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
-from drafter_benchmarks.objectives import objective_rows
-from drafter_benchmarks.packing import packing_rows
+from drafter_benchmarks.heads import LOSSES, acceptance_rows, objective_rows, packing_rows
 from drafter_benchmarks.rl import rl_rows
 from drafter_benchmarks.self_draft import BITS, QUANTIZERS, self_draft_rows
 from drafter_benchmarks.shared_prefixes import shared_prefix_rows

@@ -19,9 +19,8 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from planning_benchmarks.break_even import plot
-from planning_benchmarks.comparisons import decoding_rows, update_rows
-from planning_benchmarks.whole_run import run_rows
+
+from planning_benchmarks import decoding_rows, plot, run_rows, update_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.config import ExperimentConfig
 from rljax.engine.number_type import with_number_type

@@ -13,11 +13,8 @@ from pathlib import Path
 
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.errors import UserError, exit_status
-from rollout_benchmarks.algorithms import algorithm_rows
-from rollout_benchmarks.costs import first_step_rows, pass_rows
-from rollout_benchmarks.draft_lengths import draft_length_rows, plot
-from rollout_benchmarks.races import race_rows
-from rollout_benchmarks.rollout import rollout_rows
+from rollout_benchmarks.counts import algorithm_rows, draft_length_rows, plot, race_rows
+from rollout_benchmarks.rollout import first_step_rows, pass_rows, rollout_rows
 from rollout_benchmarks.variants import CONFIGURED, PLAIN, VARIANTS
 from workloads import REAL_CONFIG
 

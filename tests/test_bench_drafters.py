@@ -13,8 +13,7 @@ from rljax.training.drafter_warm_up import WarmUp
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-objectives = load_script("drafter_benchmarks.objectives")
-packing = load_script("drafter_benchmarks.packing")
+heads = load_script("drafter_benchmarks.heads")
 rl = load_script("drafter_benchmarks.rl")
 workloads = load_script("workloads")
 
@@ -43,7 +42,7 @@ def test_rows_of_samples_that_agree_are_counted_once():
 
 @pytest.mark.long
 def test_objective_rows(config):
-    rows = by_name(objectives.objective_rows(config, SETTINGS, 1, ("EAGLE", "HASS")))
+    rows = by_name(heads.objective_rows(config, SETTINGS, 1, ("EAGLE", "HASS")))
     assert len(rows) == 4 and rows["training/EAGLE/accept length"].ratio == 1
     for name in ("EAGLE", "HASS"):
         row = rows[f"training/{name}/accept length"]
@@ -55,12 +54,12 @@ def test_objectives_are_the_published_ones():
     from drafters.eagle.objective import published_training
 
     for name, variant in (("EAGLE", "eagle"), ("HASS", "hass"), ("EAGLE-3", "eagle3")):
-        assert objectives.OBJECTIVES[name] == (variant, published_training(variant))
+        assert heads.OBJECTIVES[name] == (variant, published_training(variant))
 
 
 @pytest.mark.long
 def test_packing_rows(config):
-    rows = packing.packing_rows(config, SETTINGS, 1)
+    rows = heads.packing_rows(config, SETTINGS, 1)
     for row in rows:
         assert row.details["sequences"] == 8
         assert row.details["tokens"] <= row.details["positions"]
@@ -72,9 +71,9 @@ def test_padded_batches_hold_every_sequence():
     sequences = [
         HeadSequence(np.full(n, n, np.int32), np.zeros((n, 1, 2)), np.ones(n, bool), step=0) for n in lengths
     ]
-    by_batch = list(packing.padded(sequences, 2))
+    by_batch = list(heads.padded(sequences, 2))
     assert [batch.tokens.shape for batch in by_batch] == [(2, 128), (2, 192), (2, 64)]
-    whole = list(packing.padded(sequences, 2, 130))
+    whole = list(heads.padded(sequences, 2, 130))
     assert [batch.tokens.shape for batch in whole] == [(2, 130)] * 3
     for batches in (by_batch, whole):
         assert sum(int((batch.segment_ids > 0).sum()) for batch in batches) == sum(lengths)

@@ -47,10 +47,8 @@ def script():
 @pytest.mark.long
 def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
-    (tmp_path / "peer_benchmarks").mkdir()
-    (tmp_path / "peer_benchmarks" / "trl_grpo.py").write_text(PEER)
-    (tmp_path / "train.py").symlink_to(Path("scripts/train.py").resolve())
-    monkeypatch.setattr(script, "_HERE", tmp_path)
+    (tmp_path / "trl_grpo.py").write_text(PEER)
+    monkeypatch.setattr(script, "_PEER", tmp_path / "trl_grpo.py")
     settings = [*script._OVERRIDES, *SETTINGS, f"run_dir={tmp_path / 'run'}"]
     settings.append(f"warm_start.cache_dir={tmp_path / 'cache'}")
     config = load_config("configs/quickstart.yaml", settings)
@@ -71,7 +69,7 @@ def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
 def test_a_peer_that_fails_is_one_line(script, tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit('no such model')")
     with pytest.raises(UserError, match="trl ended with status 1: no such model"):
-        script._run([sys.executable, tmp_path / "fails.py"], "trl")
+        script.run_process([sys.executable, tmp_path / "fails.py"], "trl")
 
 
 @pytest.mark.parametrize(
@@ -93,12 +91,12 @@ def test_micro_batches_of_parts_are_refused(script, capsys, size):
 
 
 def test_the_last_number_is_the_answer(script):
-    rewards = load_script("peer_benchmarks.right_answer").rewards
+    rewards = load_script("trl_grpo").rewards
     texts = ["31+6=37#37", "37 or 38", "none", "007"]
     assert rewards(texts, ["37", "37", "1", "7"]) == [1.0, 0.0, 0.0, 1.0]
     assert rewards(["5"], ["x"]) == [0.0]
 
 
 def test_jobs_can_be_read_by_programs_without_rljax(script):
-    text = (Path(script.__file__).parent / "peer_benchmarks" / "trl_grpo.py").read_text()
+    text = script._PEER.read_text()
     assert "import rljax" not in text and "from rljax" not in text

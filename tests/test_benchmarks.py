@@ -59,9 +59,9 @@ SECTIONS = [
     ("training_benchmarks.checkpoint", "checkpoint_rows", ("tiny", 1), {}, 7),
     ("training_benchmarks.checkpoint", "saving_rows", ("tiny", 1), {}, 3),
     ("bench_cluster", "coordinator_rows", ([(2, 4, 32), (5, 4, 32)], 1), {}, 2),
-    ("cluster_benchmarks.turns", "sharing_rows", ([2], 2), {"_SHARING": _SHARING}, 2),
-    ("cluster_benchmarks.turns", "spot_rows", (2, 2), {}, 2),
-    ("cluster_benchmarks.turns", "small_model_rows", (2, 2), {}, 3),
+    ("cluster_benchmarks", "sharing_rows", ([2], 2), {"_SHARING": _SHARING}, 2),
+    ("cluster_benchmarks", "spot_rows", (2, 2), {}, 2),
+    ("cluster_benchmarks", "small_model_rows", (2, 2), {}, 3),
 ]
 _NEEDS = dict.fromkeys(("decode_rows", "update_rows", "shared_prompt_rows"), ("torch", "transformers"))
 _FAST = {"coordinator_rows", "saving_rows"}
@@ -132,7 +132,7 @@ def test_the_first_policy_is_the_real_model(name):
     assert of_plan(name, "--policy", "25M,95M")[1].arguments[0] == "95M"
 
 
-@pytest.mark.parametrize("name", ["cluster", "drafters", "plan", "rollout", "simulation"])
+@pytest.mark.parametrize("name", ["cluster", "drafters", "plan", "rollout"])
 def test_the_first_config_is_that_of_the_real_model(name):
     assert load_script(f"bench_{name}").BENCHMARK.parser().parse_args([]).config == "configs/smollm2.yaml"
 

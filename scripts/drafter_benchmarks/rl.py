@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from drafter_benchmarks.training import add_rollouts, by_position, train_head
+from drafter_benchmarks.heads import add_rollouts, by_position, train_head
 from drafters.eagle import losses
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
@@ -91,16 +91,12 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
             details: dict[str, Any] = {
                 "reward": reward,
                 "policy_learning_rate": config.optimizer.learning_rate,
+                "entropy": next(iter(drafts.values())).entropy,  # of the policy, the same for all drafters
             }
-            # Of the policy, the same for all drafters.
-            details["entropy"] = next(iter(drafts.values())).entropy
             for name, measured in drafts.items():
                 rows.append(_efficiency_row(f"rl/step {step}/{name}", measured, first[name], details))
-            details |= {
-                "variant": settings.variant,
-                "warm_up_slices": settings.steps,
-                "slices_per_step": slices,
-            }
+            details |= {"variant": settings.variant, "warm_up_slices": settings.steps}
+            details["slices_per_step"] = slices
             for name, measured, against, baseline in (
                 ("frozen head", old, "first step", frozen_first or old),
                 ("head, policy just updated", updated, "before the update", before or updated),

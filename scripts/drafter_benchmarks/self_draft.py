@@ -89,9 +89,8 @@ def self_draft_rows(
             activations = _activations(params, run.trainer.config, sampled)
         buckets = Buckets((responses,), run.engine.buckets.cache, (responses * (depth + 1),), depth)
         old = run.engine
-        engine = DecodeEngine(
-            old.config, old.numerics, old.sampling, buckets, old.eos_token_ids, pool=old.pool
-        )
+        shared = old.config, old.numerics, old.sampling
+        engine = DecodeEngine(*shared, buckets, old.eos_token_ids, pool=old.pool)
         loaded = engine.load_params(params)
         progress.stage("bench", len(drafters))
         decoded: dict[str, Decoded] = {}
@@ -107,25 +106,20 @@ def self_draft_rows(
         if each.responses != first.responses:
             raise UserError(f"{name}: sampled other tokens than with the drafts of {baseline}")
         read, own = sizes[name]
-        rows.append(
-            counted_row(
-                f"self_draft/{name}",
-                each.accept_length,
-                first.accept_length,
-                "tokens a pass",
-                baseline,
-                ratio_error=each.ratio_error(first),
-                accepted_by_position=each.accepted.tolist(),
-                mb_read_by_a_draft=read / 1e6,
-                mb_of_the_policy=own / 1e6,
-                break_even=1.0 + depth * read / own,
-                best=_best(each.accepted, read / own),
-                depth=depth,
-                responses=len(requests),
-                tokens=sum(map(len, each.responses)),
-                dtype=dtype,
-            )
-        )
+        details = {
+            "ratio_error": each.ratio_error(first),
+            "accepted_by_position": each.accepted.tolist(),
+            "mb_read_by_a_draft": read / 1e6,
+            "mb_of_the_policy": own / 1e6,
+            "break_even": 1.0 + depth * read / own,
+            "best": _best(each.accepted, read / own),
+            "depth": depth,
+            "responses": len(requests),
+            "tokens": sum(map(len, each.responses)),
+            "dtype": dtype,
+        }
+        both, label = (each.accept_length, first.accept_length), f"self_draft/{name}"
+        rows.append(counted_row(label, *both, "tokens a pass", baseline, **details))
     return rows
 
 

@@ -9,7 +9,7 @@ from rljax.training.drafter_warm_up import WarmUp
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-acceptance = load_script("drafter_benchmarks.acceptance")
+acceptance = load_script("drafter_benchmarks.heads")
 
 
 def test_losses_are_compared_on_the_same_rollouts_and_kept(tmp_path, monkeypatch):
