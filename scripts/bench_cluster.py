@@ -42,13 +42,8 @@ _PATIENCE = 60.0  # seconds that weights may take
 
 
 def simulate(workers: int, slots: int, requests: int) -> tuple[int, float]:
-    """Decodes simulated responses. Returns the number of events, and the processor's seconds that the
-    coordinator took.
-
-    Args:
-      workers: number of workers.
-      slots: responses that each decodes at a time.
-      requests: number of responses, eight of each prompt.
+    """Decodes simulated responses, eight of each prompt. Returns the number of events, and the processor's
+    seconds that the coordinator took.
     """
     coordinator = Coordinator(workers, Facts(), Limits(), None)
     events, spent, now = 0, 0.0, 0.0

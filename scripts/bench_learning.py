@@ -283,13 +283,7 @@ EXPERIMENTS = {
 def config_of(
     section: str, way: str, seed: int, file: str, overrides: Sequence[str], steps: int | None = None
 ) -> ExperimentConfig:
-    """Returns the config of one run.
-
-    Args:
-      section, way: of `EXPERIMENTS`.
-      file, overrides: the config that all ways have in common; its keys come last.
-      steps: of the run; None for the experiment's.
-    """
+    """Returns the config of one run: `file` with keys of the experiment and the way, then `overrides`."""
     experiment = EXPERIMENTS[section]
     steps = steps or experiment.steps
     base = load_config(file, ["run_dir=runs/learning", *overrides]).run_dir

@@ -115,12 +115,8 @@ def _interpreter(directory: Path, python: str | None) -> Path:
 def rows_of(
     config: ExperimentConfig, settings: Sequence[str], python: Path, file: str | Path, micro_batch: int
 ) -> list[Row]:
-    """The rows of both ways, by a config that TRL can be given.
-
-    Args:
-      settings: keys of `file` that make `config` of it.
-      python: of TRL's environment.
-      micro_batch: sequences that TRL updates with at a time: whole groups.
+    """The rows of both ways, by a config, which `settings` make of `file`, that TRL can be given, in the
+    environment of `python`; `micro_batch` are sequences that TRL updates with at a time: whole groups.
     """
     with tempfile.TemporaryDirectory() as directory:
         job = Path(directory)

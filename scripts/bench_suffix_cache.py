@@ -99,12 +99,7 @@ Nodes = tuple[Sequence[int], Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """Queries for all implementations: drafts for held-out responses, every few tokens.
-
-    Attributes:
-      responses: int32 [B, T].
-      positions: first positions of the drafts.
-    """
+    """Drafts for held-out responses, int32 [B, T], from these positions on, asked of all implementations."""
 
     responses: np.ndarray
     positions: range
@@ -155,11 +150,8 @@ class Queries:
 def timed_rows(
     name: str, actions: Mapping[str, Callable[[], object]], amount: int, repeats: int, **details: object
 ) -> list[Row]:
-    """Returns the row of ours against the baseline; without one, against ourselves.
-
-    Args:
-      actions: ours, and the baseline where it is installed.
-      amount: number of tokens or queries; a row has the microseconds of one.
+    """Returns the row of ours against the baseline; without one, against ourselves. It has the microseconds
+    of one of `amount` tokens or queries.
     """
     seconds = list(interleave(actions, repeats).values())
     baseline = TREE if len(seconds) > 1 else MISSING

@@ -175,11 +175,7 @@ def drafted_run(steps: int, drafter: str, arguments: str, *overrides: str) -> Dr
 
 def spot_rows(steps: int, updates: int) -> list[Row]:
     """Compares a head that workers train, one that the training process trains behind rollouts, and one that
-    nobody does.
-
-    Args:
-      steps: of each run; its second half counts.
-      updates: of the head, at most, in a step.
+    nobody does, over the second half of the steps, with at most so many updates of the head in each.
     """
     trained = f"{_HEAD}, slices: {updates}, train_share: 1.0"
     return _compared(steps, "spot", "eagle", f"{_HEAD}, train: false", trained, ["prepare"])

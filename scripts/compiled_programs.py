@@ -26,11 +26,8 @@ _WRITES = {"dynamic-update-slice": 1, "scatter": -1}  # they write their operand
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a program starts and moves.
-
-    Attributes:
-      kernels: kernels, library calls and copies; on a TPU operations and copies.
-      bytes: what each of them reads and writes of the device's memory.
+    """The kernels, library calls and copies that a program starts, on a TPU operations and copies; and the
+    bytes that they read and write of the device's memory.
     """
 
     kernels: int = 0
@@ -76,11 +73,8 @@ def text_of(program: Any) -> str:
 
 
 def counts_of_loop(text: str) -> Counts | None:
-    """Counts one step of a program's main loop.
-
-    Args:
-      text: from `text_of`. The main loop is the one whose step starts the most; None without any. Loops
-        inside count as often as the text says, once where it does not; of branches the longest counts.
+    """Counts one step of a program's main loop, the one whose step starts the most; None without any. Loops
+    inside count as often as the text says, once where it does not; of branches the longest counts.
     """
     computations = parsed(text)
     loops = [each for operations in computations.values() for each in operations if each.kind == "while"]

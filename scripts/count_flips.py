@@ -80,14 +80,9 @@ BUCKET_MIXES = {
 def count_part(
     config: ExperimentConfig, part: Mapping[str, Any], steps: int, names: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields one line per mechanism: its `Count` over `steps` steps of the part's block.
-
-    Args:
-      config: the workload; temperature 1.
-      part: its number type, bucket mix and block of requests.
-      steps: rollouts, of `rollout.prompts_per_step` prompts each; history drafters see prompts again if
-        `task.problems` is below `steps` times that.
-      names: keys of `MECHANISMS`.
+    """Yields a line a mechanism: its `Count` over `steps` rollouts of a part, with its number type, bucket
+    mix and block of requests. History drafters see prompts again if `task.problems` is below the prompts of
+    them.
     """
     batches, rows, slots = BUCKET_MIXES[part["buckets"]]
     config = with_keys(

@@ -142,11 +142,7 @@ def _installed(module: str) -> bool:
 
 
 def gpu() -> str:
-    """Returns the name of the first GPU.
-
-    Raises:
-      Misuse: there is none, or it has too little free memory.
-    """
+    """Returns the name of the first GPU; raises a `Misuse` without one, or with too little free memory."""
     query = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -163,10 +159,7 @@ def gpu() -> str:
 
 def tpu() -> str | None:
     """Returns the name of the first TPU; None without one, or beside a GPU. JAX is asked in a process of its
-    own, which gives the TPU back: only one at a time can hold it.
-
-    Raises:
-      Misuse: JAX cannot use it.
+    own, which gives the TPU back: only one at a time can hold it. Raises a `Misuse` if JAX cannot use it.
     """
     if glob.glob("/dev/nvidia[0-9]*") or not any(glob.glob(nodes) for nodes in _TPU_NODES):
         return None

@@ -160,11 +160,6 @@ def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
 
     A policy whose weights are not here has random ones, which are written in bfloat16. Where the config names
     a data set, it is one of sums.
-
-    Args:
-      config: file with the config.
-      overrides: keys of the config.
-      plan: the config's plan for this machine.
     """
     needs_linux("run")
     with tempfile.TemporaryDirectory() as name:

@@ -15,11 +15,8 @@ TRAIN = Path(__file__).parent / "train.py"
 
 
 def memory_kilobytes(key: str, process: int | str = "self") -> int | None:
-    """Returns a value from Linux's status of a process; None on other systems, and once it has ended.
-
-    Args:
-      key: such as VmRSS, the resident size, and VmHWM, its peak.
-      process: its number.
+    """Returns a value from Linux's status of a process, such as VmRSS, the resident size, and VmHWM, its
+    peak; None on other systems, and once it has ended.
     """
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
@@ -40,10 +37,8 @@ def forget_peak() -> None:
 
 
 def run_process(command: Sequence[str | Path], name: str) -> int:
-    """Runs a command; returns the peak of its resident memory in bytes, 0 where none is counted.
-
-    Raises:
-      UserError: it failed; with its last words.
+    """Runs a command; returns the peak of its resident memory in bytes, 0 where none is counted. Raises a
+    UserError with its last words if it fails.
     """
     peak = 0
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:

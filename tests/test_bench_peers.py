@@ -14,17 +14,11 @@ SETTINGS = (
     "policy.shape={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, mlp_size: 32,"
     " tie_embeddings: true, qk_norm: true, max_positions: 128}",
     "warm_start={steps: 1, tokens_per_step: 256}",
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_prompt_length=64",
-    "rollout.max_response_length=16",
-    "engine.max_slots=4",
-    "engine.batch_buckets=[4]",
-    "engine.cache_buckets=[128]",
+    "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_prompt_length=64",
+    "rollout.max_response_length=16", "engine.max_slots=4", "engine.batch_buckets=[4]",
+    "engine.cache_buckets=[128]", "training.pack_length=128", "training.steps=3",
     f"engine.compilation_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}",
-    "training.pack_length=128",
-    "training.steps=3",
-)
+)  # fmt: skip
 
 TOY = ("--config", "configs/quickstart.yaml")  # the default's weights come in a package
 

@@ -13,13 +13,9 @@ rollout = load_script("rollout_benchmarks.rollout")
 variants = load_script("rollout_benchmarks.variants")
 
 TINY = [
-    "task.problems=2",
-    "engine.max_slots=2",
-    "engine.batch_buckets=[2]",
-    "speculation.drafter=srt",
-    "speculation.verify_buckets=[16]",
-    "speculation.max_drafts=7",
-]
+    "task.problems=2", "engine.max_slots=2", "engine.batch_buckets=[2]", "speculation.drafter=srt",
+    "speculation.verify_buckets=[16]", "speculation.max_drafts=7",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -27,21 +27,12 @@ _TINY_UPDATES = {
 _MIXES = ("greedy", "temperature 0.7 and top_p 0.9")
 
 _SHARING = (
-    "policy.shape.hidden_size=64",
-    "policy.shape.num_layers=1",
-    "policy.shape.mlp_size=64",
-    "task.problems=4",
-    "warm_start.steps=2",
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_prompt_length=64",
-    "rollout.max_response_length=16",
-    "engine.max_slots=4",
-    "engine.batch_buckets=[4]",
-    "engine.cache_buckets=[128]",
-    "speculation.drafter=srt",
+    "policy.shape.hidden_size=64", "policy.shape.num_layers=1", "policy.shape.mlp_size=64", "task.problems=4",
+    "warm_start.steps=2", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
+    "rollout.max_prompt_length=64", "rollout.max_response_length=16", "engine.max_slots=4",
+    "engine.batch_buckets=[4]", "engine.cache_buckets=[128]", "speculation.drafter=srt",
     "speculation.verify_buckets=[8]",
-)
+)  # fmt: skip
 
 # Module, function, arguments, values of the module's names, and the number of rows.
 SECTIONS = [

@@ -15,15 +15,10 @@ from tests.scripts import load_script
 count_flips = load_script("count_flips")
 
 _TINY = (
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_length=32",
-    "engine.cache_buckets=[128]",
-    "engine.compilation_cache=null",
-    "policy.shape.num_layers=1",
-    "warm_start=null",
-    "task.problems=4",
-)
+    "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.max_response_length=32",
+    "engine.cache_buckets=[128]", "engine.compilation_cache=null", "policy.shape.num_layers=1",
+    "warm_start=null", "task.problems=4",
+)  # fmt: skip
 
 
 def count(directory, monkeypatch, tokens, mixes, mechanisms="SRT;quantized"):

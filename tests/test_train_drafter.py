@@ -24,7 +24,7 @@ from tests.training.tiny_run import write_config
 train_drafter = load_script("train_drafter")
 
 # EAGLE-3, the default, needs more layers than this policy has.
-ARGUMENTS = (
+ARGUMENTS = [
     "--variant",
     "eagle",
     "--steps",
@@ -35,7 +35,7 @@ ARGUMENTS = (
     "3",
     "--learning-rate",
     "1e-2",
-)
+]
 
 
 @pytest.fixture(scope="module")

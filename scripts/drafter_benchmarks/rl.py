@@ -41,11 +41,8 @@ _CHUNK = 1024  # positions whose logits exist at once
 
 @dataclasses.dataclass(frozen=True)
 class SelfDrafts:
-    """Acceptance of chains of a policy's self-drafter.
-
-    Attributes:
-      by_length: tokens that a verifying pass yields on average, by drafts of a chain.
-      entropy: entropy of the policy's distribution in nats per token.
+    """Acceptance of a policy's self-drafter: tokens that a verifying pass yields on average, by drafts of a
+    chain; and the entropy of the policy's distribution in nats per token.
     """
 
     by_length: dict[int, float]
@@ -53,12 +50,8 @@ class SelfDrafts:
 
 
 def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: int) -> list[Row]:
-    """Measures the self-drafter's block efficiency and a head's accuracy before every update of the policy.
-
-    Args:
-      settings: warm-up of the head.
-      rl_steps: real policy updates.
-      slices: number of slices of the head in each of these steps.
+    """Measures the self-drafter's block efficiency and a head's accuracy before every update of the policy,
+    of which there are `rl_steps`; `slices` train the head in each.
     """
     rows: list[Row] = []
     config = with_keys(config, optimizer={"warmup_steps": 0}, training={"steps": rl_steps})
@@ -148,13 +141,8 @@ def self_drafts(
     drafted: Sequence[States],
     lengths: Sequence[int],
 ) -> SelfDrafts:
-    """Measures chains at every token of the responses, without counting tokens after their ends.
-
-    Args:
-      shared: embeddings and LM head of the policy.
-      target: sequences with the policy's hidden states.
-      drafted: the same sequences with the drafter's hidden states.
-      lengths: lengths of chains.
+    """Measures chains of these lengths at every token of the responses, without counting tokens after their
+    ends, from the same sequences with the policy's and with the drafter's hidden states.
     """
     finals = [np.concatenate([states[:, -1] for _, states, _ in each]) for each in (target, drafted)]
     acceptance, entropy = _compare(shared, policy, *finals)

@@ -68,15 +68,9 @@ def self_draft_rows(
     responses: int,
     depth: int,
 ) -> list[Row]:
-    """Counts verifying passes by drafter, at temperature 1.
-
-    Args:
-      drafters: formats and quantizers by name, the baseline first.
-      responses: responses to decode, each to a prompt of its own, in as many slots.
-      depth: drafts of a chain.
-
-    Raises:
-      UserError: a drafter has changed a token.
+    """Counts verifying passes by drafter, the baseline first, at temperature 1: so many responses, each to a
+    prompt and in a slot of its own, with chains of `depth` drafts. Raises a UserError if one has changed a
+    token.
     """
     rollout = {"prompts_per_step": responses, "samples_per_prompt": 1, "temperature": 1.0}
     slots = {"max_slots": responses, "batch_buckets": (responses,)}
@@ -125,12 +119,8 @@ def self_draft_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What a drafter's responses took.
-
-    Attributes:
-      responses: tokens by request.
-      passes: verifying passes by request, int [R].
-      accepted: share of the passes that accepted at least so many drafts, from 1 on, float [depth].
+    """A drafter's responses by request, its verifying passes by request, int [R], and the share of the passes
+    that accepted at least so many drafts, from 1 on, float [depth].
     """
 
     responses: list[list[int]]

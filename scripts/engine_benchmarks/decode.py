@@ -39,11 +39,8 @@ def decode(
     new_tokens: int,
     room: int | None = None,
 ) -> np.ndarray:
-    """Prefills B prompts and samples `new_tokens` after each: int32 [B, new_tokens].
-
-    Args:
-      room: sizes the cache for this many new tokens instead, so that a short warm-up compiles the programs
-        of a long run.
+    """Prefills B prompts and samples `new_tokens` after each: int32 [B, new_tokens]. `room` sizes the cache
+    for this many instead, so that a short warm-up compiles the programs of a long run.
     """
     prefix = engine.prefill(params, prompts)
     state = engine.init_state(len(prompts), len(prompts[0]) + (new_tokens if room is None else room))
@@ -98,11 +95,8 @@ def check_same_policy(model: "transformers.PreTrainedModel", config: ModelConfig
 
 
 def decode_rows(name: str, plan: dict[int, tuple[int, int]], dtype: str = "float32") -> list[Row]:
-    """Measures tokens per second, prefill included, against `generate`; and the cost of row-invariance.
-
-    Args:
-      plan: by batch, the new tokens of each response and the timed rounds.
-      dtype: "float32" or "bfloat16", in which both sides compute; greedy tokens are compared in float32.
+    """Measures tokens per second, prefill included, against `generate` with the same dtype; and the cost of
+    row-invariance. The plan has the new tokens of each response and the timed rounds by batch.
     """
     import_reference()
     import torch

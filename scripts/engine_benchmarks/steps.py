@@ -54,11 +54,8 @@ def _numerics_of_a_run(config: ModelConfig, dtype: str, row_invariant: bool) -> 
 def _timed_passes(
     config: ModelConfig, sides: Mapping[Any, Numerics], params: Params, batch: int, verify: bool, repeats: int
 ) -> dict[str, tuple[int, dict[Any, list[float]]]]:
-    """Times plain steps, and passes that verify a chain of `_NODES` in every slot, over half-full caches. The
-    sides take turns.
-
-    Returns:
-      By name of a step or pass, its tokens, and its seconds by side.
+    """Times plain steps, and passes that verify a chain of `_NODES` in every slot, over half-full caches, of
+    sides that take turns. Returns tokens and seconds by side of each, by its name.
     """
     rows = (batch * (_NODES + 1),) if verify else ()
     engines = {

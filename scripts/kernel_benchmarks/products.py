@@ -84,15 +84,9 @@ def multiply(rows: Array, weight: Array, slab: int) -> Array:
 def compare_rows(
     inputs: int, outputs: int, counts: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[dict[str, Result], float]:
-    """Compares the formulations of a bfloat16 product [inputs -> outputs] over numbers of rows.
-
-    Args:
-      inputs, outputs: sizes of the weights.
-      counts: numbers of rows, ascending.
-      options: compiler options.
-
-    Returns:
-      Results by the name of the formulation, and the seconds that compiling all programs took.
+    """Compares the formulations of a bfloat16 product [inputs -> outputs] over ascending numbers of rows,
+    compiled with these options. Returns results by the name of the formulation, and the seconds that
+    compiling all programs took.
     """
     matrices = max(min(_WEIGHT_BYTES // (2 * inputs * outputs), 8), 1)
     keys = jax.random.split(jax.random.key(0), matrices)

@@ -90,11 +90,8 @@ class Timed:
         return donated_arguments, kept
 
     def seconds(self, calls: int, repeats: int) -> dict[str, list[float]]:
-        """Returns seconds per call by function, as a list over repeats, in which the functions take turns.
-
-        Args:
-          calls: least number of calls in a repeat, over all sets of arguments.
-          repeats: number of repeats. Slow functions get fewer calls and repeats.
+        """Returns seconds per call by function, as a list over so many repeats, in which the functions take
+        turns, with at least so many calls each. Slow functions get fewer calls and repeats.
         """
         most, slowest = -(-calls // len(self._sets)), 0.0
         programs = dict.fromkeys(self.functions, 1)
@@ -134,11 +131,8 @@ class Timed:
 
 
 def chosen_functions(case: Case, implementations: Sequence[str], quick: bool) -> list[str]:
-    """Returns the names of functions to time: the requested ones of the case, and `xla`; none without any.
-
-    Args:
-      implementations: requested names; empty for all that are not interpreted.
-      quick: whether a CPU also interprets one kernel.
+    """Returns the names of functions to time: `xla` and the requested ones that the case has; none if it has
+    none of them. Without a request all that are not interpreted, but for one in a look at a CPU.
     """
     if not implementations:
         interpreted = ["interpret_tpu"] if quick and jax.default_backend() == "cpu" else []

@@ -65,12 +65,7 @@ _STEPS_OF_AN_EPOCH = 2
 
 
 def algorithm_rows(file: str, overrides: Sequence[str]) -> list[Row]:
-    """Counts the tokens of a forward pass for each case and drafter, against plain decoding.
-
-    Args:
-      file: the workload; that of "PPO with tools" is configs/tools.yaml.
-      overrides: keys of both.
-    """
+    """Counts the tokens of a forward pass for each case and drafter, against plain decoding."""
     return [row for name, config in configs(file, overrides) for row in _rows(name, config)]
 
 
@@ -119,10 +114,8 @@ _LADDER = "patience ladder"
 
 
 def draft_length_rows(config: ExperimentConfig) -> list[Row]:
-    """Counts the tokens of a pass and the drafts in vain of the patience ladder, against fixed lengths.
-
-    Args:
-      config: the workload, whose `speculation.toggle` and `speculation.args` are used.
+    """Counts the tokens of a pass and the drafts in vain of the patience ladder of `speculation.toggle`,
+    against fixed lengths.
     """
     toggle = config.speculation.toggle
     lengths = toggle.lengths[0], toggle.lengths[-1]
@@ -177,10 +170,8 @@ def _drafted(variant: Variant) -> tuple[int, float]:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the draft length and the tokens of a pass by step, and what was accepted beside the thresholds.
-
-    Raises:
-      UserError: no row has steps.
+    """Draws the draft length and the tokens of a pass by step, and what was accepted beside the thresholds;
+    raises a UserError if no row has steps.
     """
     row = next((row for row in rows if "length_by_step" in row), None)
     if row is None:
@@ -256,13 +247,9 @@ class _MadeUpTimes(PassTimes):
 
 
 def race_rows(config: ExperimentConfig, seeds: int = 4) -> list[Row]:
-    """Counts verifying passes and tokens a pass of the draft ladder, against its first drafter alone.
-
-    The first rollout of a seed gives the ladder its history; the second is counted.
-
-    Args:
-      config: the workload; one step of its requests.
-      seeds: draws of who is good for which request.
+    """Counts verifying passes and tokens a pass of the draft ladder, against its first drafter alone, on one
+    step's requests. A seed draws who is good for which of them; its first rollout gives the ladder its
+    history, and its second is counted.
     """
     ways = {
         "first alone": (["first"], "ladder"),

@@ -38,11 +38,8 @@ _BETWEEN = 3  # variants between two plain rollouts, since a machine's speed dri
 
 
 def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[Row]:
-    """Measures tokens per second of every drafter, by epoch if there are epochs, against plain decoding of
-    the same tokens.
-
-    Args:
-      names: variants, plain decoding first; None for `default_variants`.
+    """Measures tokens per second of variants, plain decoding first, by epoch if there are epochs, against
+    plain decoding of the same tokens.
     """
     names = names or default_variants(config)
     check_variants(config, names)

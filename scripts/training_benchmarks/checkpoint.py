@@ -93,10 +93,8 @@ def note(rounds: Rounds, **figures: tuple[float, float]) -> None:
 
 
 def checkpoint_rows(name: str, repeats: int) -> list[Row]:
-    """Measures saving and restoring a train state, in the system's temporary directory.
-
-    Args:
-      repeats: rounds, after one that does not count.
+    """Measures saving and restoring a train state in the system's temporary directory, in so many rounds
+    after one that does not count.
     """
     optimizer = make_optimizer(OptimizerConfig(), 1)
     state = random_state(name, optimizer)
@@ -151,11 +149,8 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
 
 def saving_rows(name: str, repeats: int) -> list[Row]:
     """Measures seconds for which a checkpoint of the head, selective and asynchronous, blocks training,
-    against writing head, optimizer, embeddings and LM head (TLT, Figure 17a).
-
-    Args:
-      name: name of the policy; only embeddings and LM head are made.
-      repeats: timed rounds, after one for warming up.
+    against writing head, optimizer, embeddings and LM head (TLT, Figure 17a). Of the policy only these are
+    made.
     """
     policy = config_of(name)
     rng = np.random.default_rng(0)

@@ -122,11 +122,8 @@ def peak_of_loading(checkpoint: str, dtype: str) -> int:
 
 
 def loading_rows(name: str, repeats: int, cases: Sequence[tuple[str, str]] = _CASES) -> list[Row]:
-    """Measures peak resident memory of loading a policy in Hugging Face format, against the loaded weights.
-
-    Args:
-      repeats: number of loads, in separate processes.
-      cases: dtypes in the checkpoint, and of the loaded weights.
+    """Measures peak resident memory of loading a policy in Hugging Face format, in so many processes, against
+    the loaded weights; by dtypes in the checkpoint, and of these.
     """
     needs_linux("loading")
     config, params, rows = config_of(name), params_of(name), []
