@@ -10,14 +10,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from bench_training import saving_rows
 from drafter_benchmarks.heads import LOSSES, acceptance_rows, objective_rows, packing_rows
 from drafter_benchmarks.rl import rl_rows
-from drafter_benchmarks.self_draft import BITS, QUANTIZERS, self_draft_rows
-from drafter_benchmarks.shared_prefixes import shared_prefix_rows
+from drafter_benchmarks.self_draft import BITS, QUANTIZERS, self_draft_rows, shared_prefix_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.errors import UserError
 from rljax.training.drafter_warm_up import WarmUp
-from training_benchmarks.checkpoint import saving_rows
 from workloads import REAL, REAL_CONFIG
 
 _SLICES = 15  # of a head, in a step

@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,7 +23,7 @@ from planning_benchmarks import decoding_rows, plot, run_rows, update_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.config import ExperimentConfig
 from rljax.engine.number_type import with_number_type
-from rljax.errors import UserError, exit_status
+from rljax.errors import UserError
 from rljax.planning.planner import Plan, default_lengths, make_plan
 from rljax.planning.topologies import parse_topology
 from workloads import REAL_CONFIG
@@ -52,6 +51,12 @@ def _plan(arguments: Namespace) -> list[Measurement]:
     ]
 
 
+def _draw(arguments: Namespace) -> None:
+    if not arguments.results:
+        raise UserError("--break-even: name what to draw by --results")
+    plot(arguments.results, arguments.break_even)
+
+
 BENCHMARK = Benchmark(
     "plan",
     __doc__,
@@ -62,21 +67,9 @@ BENCHMARK = Benchmark(
         "--break-even": {"type": Path, "metavar": "FILE", "help": "draw, and measure nothing"},
         "--results": {"type": Path, "nargs": "+", "metavar": "JSON", "help": "to draw from, a panel each"},
     },
+    instead={"--break-even": _draw},
 )
 
 
-@exit_status("interrupted")
-def _draw(arguments: Namespace) -> None:
-    if not arguments.results:
-        raise UserError("--break-even: name what to draw by --results")
-    plot(arguments.results, arguments.break_even)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    arguments = BENCHMARK.parser().parse_intermixed_args(argv)
-    return BENCHMARK.run(arguments) if arguments.break_even is None else _draw(arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -18,6 +18,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.engine.invariance import measured, row_counts
+from rljax.engine.state import DecodeState
 from rljax.errors import UserError, known_names
 from rljax.hub import local_directory
 from rljax.models import huggingface
@@ -122,6 +123,15 @@ def random_prompts(count: int, vocab_size: int) -> list[list[int]]:
 def assignments(count: int, new_tokens: int) -> list[Assignment]:
     """A request of so many tokens for each row of a prefill, in the slot of its number."""
     return [Assignment(i, i, request_key(0, i), new_tokens) for i in range(count)]
+
+
+def begun(
+    engine: DecodeEngine, params: Params, prompts: Sequence[Sequence[int]], new_tokens: int, room: int
+) -> DecodeState:
+    """Returns a decode state with a slot for each prompt, `new_tokens` to go, and room for so many."""
+    prefix = engine.prefill(params, prompts)
+    state = engine.init_state(len(prompts), len(prompts[0]) + room)
+    return engine.bulk_insert(prefix, state, assignments(len(prompts), new_tokens))
 
 
 def measured_numerics(

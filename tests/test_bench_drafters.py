@@ -21,8 +21,6 @@ rl = load_script("drafter_benchmarks.rl")
 self_draft = load_script("drafter_benchmarks.self_draft")
 workloads = load_script("workloads")
 
-shared_prefixes = load_script("drafter_benchmarks.shared_prefixes")
-
 SETTINGS = WarmUp("eagle", steps=2, slices_per_round=1, heldout=3, depth=2)
 
 
@@ -40,8 +38,8 @@ def by_name(rows):
 
 def test_rows_of_samples_that_agree_are_counted_once():
     """Three begin alike, two have the same first token, and one of these ends there."""
-    assert shared_prefixes.shared_states([[1, 2, 3], [1], [4, 2]]) == (6, 1 + 1 + 1 + 1, 0)
-    assert shared_prefixes.shared_states([[1, 2, 3], [1, 2, 4]]) == (6, 3, 4)
+    assert self_draft.shared_states([[1, 2, 3], [1], [4, 2]]) == (6, 1 + 1 + 1 + 1, 0)
+    assert self_draft.shared_states([[1, 2, 3], [1, 2, 4]]) == (6, 3, 4)
 
 
 @pytest.mark.long

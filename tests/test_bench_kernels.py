@@ -120,7 +120,7 @@ def tuning(tmp_path, monkeypatch):
         rows = [{"name": f"{op}/{case}/{by}", "sizes": sizes, "ratio": r} for op, case, by, sizes, r in rows]
         results = tmp_path / "results.json"
         results.write_text(json.dumps({"machine": {"accelerator": accelerator}, "rows": rows}))
-        status = bench_kernels.main(["--tune", str(results)])
+        status = bench_kernels.BENCHMARK.main(["--tune", str(results)])
         if status == 0:
             monkeypatch.setattr(tuned, "TUNED", tuned.load(table))
         return status
@@ -163,7 +163,7 @@ def test_results_that_say_nothing_are_one_error(tuning, tmp_path, capsys):
     assert tuning(accelerator=None) == 2
     (tmp_path / "other.json").write_text('{"rows": []}')
     for name in ("missing.json", "other.json"):
-        assert bench_kernels.main(["--tune", str(tmp_path / name)]) == 2
+        assert bench_kernels.BENCHMARK.main(["--tune", str(tmp_path / name)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [each.split(": ")[2] for each in errors] == [
         "measured on a CPU, whose default is xla; measure on an accelerator",

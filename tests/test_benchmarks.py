@@ -47,8 +47,8 @@ SECTIONS = [
     ("engine_benchmarks.steps", "block_rows", ("tiny", 1, (2,)), {}, 2),
     ("training_benchmarks.memory", "loading_rows", ("tiny", 1, [("bfloat16", "float32")]), {}, 2),
     ("training_benchmarks.memory", "lora_rows", ("tiny",), {}, 6),
-    ("training_benchmarks.checkpoint", "checkpoint_rows", ("tiny", 1), {}, 7),
-    ("training_benchmarks.checkpoint", "saving_rows", ("tiny", 1), {}, 3),
+    ("bench_training", "checkpoint_rows", ("tiny", 1), {}, 7),
+    ("bench_training", "saving_rows", ("tiny", 1), {}, 3),
     ("bench_cluster", "coordinator_rows", ([(2, 4, 32), (5, 4, 32)], 1), {}, 2),
     ("cluster_benchmarks", "sharing_rows", ([2], 2), {"_SHARING": _SHARING}, 2),
     ("cluster_benchmarks", "spot_rows", (2, 2), {}, 2),
@@ -83,7 +83,7 @@ def test_a_section_at_a_tiny_size(module, function, arguments, places, number, m
 
 # --- command lines ---------------------------------------------------------------------------------------
 
-_SCRIPTS = ("cluster", "drafters", "engine", "learning", "peers", "rollout", "training")
+_SCRIPTS = ("cluster", "drafters", "engine", "learning", "peers", "plan", "rollout", "training")
 
 
 @pytest.mark.parametrize("name", _SCRIPTS)
@@ -95,6 +95,9 @@ def test_an_unknown_section_is_one_line(name, capsys):
     assert error.count("\n") == 1
 
 
+_TOY = ("--config", "configs/quickstart.yaml")  # the default's weights come in a package
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -104,6 +107,12 @@ def test_an_unknown_section_is_one_line(name, capsys):
         ("engine", ["--policy", "tiny,95m"], "--policy: '95m' is not one; did you mean '95M'? "),
         ("learning", ["--only", "lora", "--ways", "LORA"], "--ways: 'LORA' is not one; did you mean"),
         ("learning", ["--seeds", "0"], "--seeds: 0 is not at least 1"),
+        ("peers", [*_TOY, "algorithm.kl_coefficient=0.1"], "algorithm: the comparison is GRPO without KL"),
+        ("peers", [*_TOY, "training.minibatches_per_step=2"], "training.minibatches_per_step: "),
+        *(  # groups of 8, 64 responses a step
+            ("peers", [*_TOY, "--micro-batch", n], f"--micro-batch: {n} is not a number of whole groups of 8")
+            for n in ("0", "4", "24", "128")
+        ),
     ],
 )
 def test_a_mistake_is_one_line(name, arguments, message, capsys):
@@ -207,7 +216,7 @@ def test_rows_see_what_depends_on_their_number():
 
 
 def test_what_is_written_plainly_is_read_again(tmp_path):
-    checkpoint = load_script("training_benchmarks.checkpoint")
+    checkpoint = load_script("bench_training")
     optimizer = make_optimizer(OptimizerConfig(), 1)
     state = checkpoint.random_state("tiny", optimizer)
     checkpoint.write_plainly(tmp_path / "plain", state)

@@ -12,6 +12,7 @@ closer, and costs no bytes in the rows.
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 from unittest import mock
@@ -240,3 +241,36 @@ def _activations(
             x, _ = transformer.decoder_layer(layer, None, x, angles, attention, model, numerics)
             found.append(dict(zip(PROJECTIONS, seen, strict=True)))  # in the order of their products
     return found
+
+
+# --- samples of a prompt that agree ----------------------------------------------------------------------
+
+# Samples of a group whose tokens are the same so far have the same keys, values and logits, and could be one
+# row of a pass until they part: the rows that prefix-shared verification could save.
+
+
+def shared_states(sampled: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+    """Returns how many rows a group of responses decodes, how many different states are among them, and how
+    many rows stand behind sampled tokens that another response has, too.
+    """
+    prefixes = [tuple(tokens[:count]) for tokens in sampled for count in range(len(tokens))]
+    times = Counter(prefixes)
+    return len(prefixes), len(times), sum(bool(prefix) and times[prefix] > 1 for prefix in prefixes)
+
+
+def shared_prefix_rows(config: ExperimentConfig, steps: int) -> list[Row]:
+    """Counts rows of decoding in some steps' rollouts, and different states among those of a group."""
+    counts = np.zeros(3, int)
+    with open_run(config) as (run, progress):
+        progress.stage("bench", steps)
+        for step in range(steps):
+            groups, _, _ = collect_step(run, run.collector, step)
+            for group in groups:
+                counts += shared_states([completion.response_ids for completion in group.completions])
+            progress.step(step + 1, {"shared": 1.0 - counts[1] / counts[0]})
+    rows, states, behind = counts.tolist()
+    details = {"share_saved": 1.0 - states / rows, "share_behind_equal_tokens": behind / rows, "steps": steps}
+    details["samples_of_a_prompt"] = config.rollout.samples_per_prompt
+    details["temperature"] = config.rollout.temperature
+    baseline = "a row for every sample"
+    return [counted_row("shared_prefixes", states, rows, "rows", baseline, less=True, **details)]

@@ -17,7 +17,7 @@ from rljax.timing import compare, interleave
 from workloads import (
     PROMPT_TOKENS,
     SWITCH,
-    assignments,
+    begun,
     config_of,
     import_reference,
     make_engine,
@@ -42,9 +42,7 @@ def decode(
     """Prefills B prompts and samples `new_tokens` after each: int32 [B, new_tokens]. `room` sizes the cache
     for this many instead, so that a short warm-up compiles the programs of a long run.
     """
-    prefix = engine.prefill(params, prompts)
-    state = engine.init_state(len(prompts), len(prompts[0]) + (new_tokens if room is None else room))
-    state = engine.bulk_insert(prefix, state, assignments(len(prompts), new_tokens))
+    state = begun(engine, params, prompts, new_tokens, new_tokens if room is None else room)
     chunks, done = [], 0
     while done < new_tokens:
         state, result = engine.generate(params, state)

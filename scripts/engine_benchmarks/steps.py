@@ -32,6 +32,7 @@ from rljax.timing import compare, interleave
 from workloads import (
     PROMPT_TOKENS,
     assignments,
+    begun,
     config_of,
     make_engine,
     measured_numerics,
@@ -170,9 +171,8 @@ def self_draft_rows(name: str, batches: Sequence[int], repeats: int) -> list[Row
 def _draft_rows(
     name: str, engine: DecodeEngine, params: Params, drafters: Mapping[str, Params], batch: int, repeats: int
 ) -> list[Row]:
-    prefix = engine.prefill(params, random_prompts(batch, engine.config.vocab_size))
-    state = engine.init_state(batch, PROMPT_TOKENS + _DRAFTS + 2)
-    held = [engine.bulk_insert(prefix, state, assignments(batch, 2 * _DRAFTS))]
+    prompts = random_prompts(batch, engine.config.vocab_size)
+    held = [begun(engine, params, prompts, 2 * _DRAFTS, _DRAFTS + 2)]
 
     def draft(weights: Params) -> np.ndarray:
         held[0], drafted = engine.draft(weights, held[0], _DRAFTS)
@@ -184,17 +184,12 @@ def _draft_rows(
     truth = draft(params)
     agreement = {label: float((draft(weights) == truth).mean()) for label, weights in drafters.items()}
     sides = {**drafters, "policy": params}
-    seconds = interleave(
-        {label: functools.partial(draft, weights) for label, weights in sides.items()}, repeats
-    )
-    rows = []
-    for label in drafters:
+    actions = {label: functools.partial(draft, weights) for label, weights in sides.items()}
+    seconds, rows = interleave(actions, repeats), []
+    for label, same in agreement.items():
         timing = compare(seconds[label], seconds["policy"])
-        details = {
-            "time_ratio": 1.0 / timing.ratio,
-            "computed_rows": engine.buckets.batch_for(batch),
-            "same_tokens_as_policy": agreement[label],
-        }
+        details = {"computed_rows": engine.buckets.batch_for(batch), "same_tokens_as_policy": same}
+        details["time_ratio"] = 1.0 / timing.ratio
         own, scale = "the policy's own weights", 1e3 / _DRAFTS
         rows.append(timed_row(f"{name}/{label}", timing, own, "ms/step", scale, **details))
     return rows
@@ -229,12 +224,7 @@ def _companion_actions(
 ) -> dict[str, Callable[[], None]]:
     """Returns the timed actions: `_CHAIN` draft steps, passes that catch up, `_CHAIN` steps of the policy."""
     prompts = random_prompts(batch, engine.config.vocab_size)
-    prefix = engine.prefill(params, prompts)
-    idle, decoding = (
-        engine.bulk_insert(prefix, engine.init_state(batch, length), assignments(batch, length))
-        for _ in range(2)
-    )
-    held = [decoding]
+    idle, *held = (begun(engine, params, prompts, length, length - PROMPT_TOKENS) for _ in range(2))
     companion.begin(idle.batch, idle.cache.length)
     companion.enter(range(batch), prompts)
     caches = [companion.engine.init_state(batch, length).cache]
@@ -283,20 +273,13 @@ def sampling_rows(
     buckets = make_buckets(batch, PROMPT_TOKENS + new_tokens, True)
     params = params_of(name)
 
-    def decoding(
-        sampling: SamplingParams, settings: Sequence[SamplingParams | None]
-    ) -> Callable[[], np.ndarray]:
+    def decoding(sampling: SamplingParams, own: Sequence[SamplingParams | None]) -> Callable[[], np.ndarray]:
         """Returns a function that samples `new_tokens` after each prompt."""
-        by_slot = settings[0] is not None
-        engine = DecodeEngine(
-            config, Numerics(), sampling, buckets, (), new_tokens, pool, per_slot_sampling=by_slot
-        )
+        options = {"per_slot_sampling": own[0] is not None}
+        engine = DecodeEngine(config, Numerics(), sampling, buckets, (), new_tokens, pool, **options)
         loaded = engine.load_params(params)
-        prefix = engine.prefill(loaded, prompts)
-        plain = assignments(batch, new_tokens)
-        requests = [
-            dataclasses.replace(each, sampling=own) for each, own in zip(plain, settings, strict=True)
-        ]
+        prefix, plain = engine.prefill(loaded, prompts), assignments(batch, new_tokens)
+        requests = [dataclasses.replace(each, sampling=one) for each, one in zip(plain, own, strict=True)]
 
         def decode() -> np.ndarray:
             state = engine.init_state(batch, PROMPT_TOKENS + new_tokens)
@@ -323,16 +306,10 @@ def sampling_rows(
             on_cores[side].append(1e3 * (time.process_time() - start) / new_tokens)
 
         seconds = interleave({side: functools.partial(timed, side) for side in sides}, repeats, warmups=0)
-        rows.append(
-            speed_row(
-                f"sampling/{name}/batch {batch}/{mix}",
-                batch * new_tokens,
-                compare(seconds["by slot"], seconds["inside"]),
-                "the same settings inside" if len(settings) == 1 else "temperature 0.7 inside",
-                params=num_params(config),
-                vocab_size=config.vocab_size,
-                core_ms_a_step=min(on_cores["by slot"]),
-                baseline_core_ms_a_step=min(on_cores["inside"]),
-            )
-        )
+        least = [min(of_side) for of_side in on_cores.values()]
+        details = {"params": num_params(config), "vocab_size": config.vocab_size}
+        details |= {"core_ms_a_step": least[0], "baseline_core_ms_a_step": least[1]}
+        baseline = f"{'the same settings' if len(settings) == 1 else 'temperature 0.7'} inside"
+        row, timing = f"sampling/{name}/batch {batch}/{mix}", compare(*seconds.values())
+        rows.append(speed_row(row, batch * new_tokens, timing, baseline, **details))
     return rows

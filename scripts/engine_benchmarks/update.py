@@ -1,7 +1,7 @@
 """Tokens per second through an update, against the same update in PyTorch."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.timing import compare, interleave
+from rljax.timing import Comparison, compare, interleave
 from rljax.training.update import Recipe, Trainer
 from workloads import PROMPT_TOKENS, SWITCH, config_of, import_reference, make_reference
 
@@ -241,24 +241,22 @@ def update_rows(name: str, repeats: int) -> list[Row]:
     sides = {SWITCH[on]: PackedUpdates(config, params, sequences, on) for on in (True, False)}
     reference = PaddedUpdates(model, sequences)
     seconds = timed_updates(sides, reference, repeats)
+    lengths, rows = [len(sequence.response_ids) for sequence in sequences], []
+    shared = {"response_length_p75": float(np.percentile(lengths, 75)), "response_length_max": max(lengths)}
+    for switch, side in sides.items():
+        padding = {"padding": side.padding, "baseline_padding": reference.padding}
+        row, timing = f"update/{name}/row_invariant {switch}", compare(seconds[switch], seconds["PyTorch"])
+        rows.append(_row(row, config, sequences, timing, "PyTorch, transformers", **shared, **padding))
+    return rows
+
+
+def _row(
+    name: str, config: ModelConfig, sequences: Sequence[TrainingSequence], timing: Comparison, baseline: str,
+    **more: Any,
+) -> Row:  # fmt: skip
     tokens = sum(sequence.length for sequence in sequences)
-    lengths = [len(sequence.response_ids) for sequence in sequences]
-    return [
-        speed_row(
-            f"update/{name}/row_invariant {switch}",
-            tokens,
-            compare(seconds[switch], seconds["PyTorch"]),
-            "PyTorch, transformers",
-            params=num_params(config),
-            sequences=num_sequences,
-            tokens=tokens,
-            response_length_p75=float(np.percentile(lengths, 75)),
-            response_length_max=max(lengths),
-            padding=side.padding,
-            baseline_padding=reference.padding,
-        )
-        for switch, side in sides.items()
-    ]
+    details = {"params": num_params(config), "sequences": len(sequences), "tokens": tokens}
+    return speed_row(name, tokens, timing, baseline, **details, **more)
 
 
 def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
@@ -274,19 +272,12 @@ def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
         for side, share in (("shared", True), ("every", False))
     }
     seconds = timed_updates(sides, PaddedUpdates(model, sequences, LONG_PROMPTS), repeats)
-    tokens = sum(sequence.length for sequence in sequences)
-    baselines = {"PyTorch": "PyTorch, transformers", "every": "every prompt computed"}
-    return [
-        speed_row(
-            f"update/{name}/shared prompts, against {baseline}",
-            tokens,
-            compare(seconds["shared"], seconds[baseline]),
-            label,
-            params=num_params(config),
-            sequences=len(sequences),
-            group_size=GROUP_SIZE,
-            prompt_tokens=LONG_PROMPT_TOKENS,
-            tokens=tokens,
+    more = {"group_size": GROUP_SIZE, "prompt_tokens": LONG_PROMPT_TOKENS}
+    rows = []
+    for side, baseline in (("PyTorch", "PyTorch, transformers"), ("every", "every prompt computed")):
+        row, timing = (
+            f"update/{name}/shared prompts, against {side}",
+            compare(seconds["shared"], seconds[side]),
         )
-        for baseline, label in baselines.items()
-    ]
+        rows.append(_row(row, config, sequences, timing, baseline, **more))
+    return rows
