@@ -29,20 +29,16 @@ from rljax.planning.topologies import parse_topology
 from workloads import REAL_CONFIG
 
 
-def _planned(config: ExperimentConfig) -> Plan:
-    plan = make_plan(config, parse_topology("cpu:1"), default_lengths(config, None, None, 0.8))
-    flops, bandwidth = plan.hardware.flops[config.policy.compute_dtype], plan.hardware.bandwidth
-    print(json.dumps({"GFLOP/s": round(flops / 1e9, 1), "GB/s": round(bandwidth / 1e9, 2)}), flush=True)
-    return plan
-
-
 def _plan(arguments: Namespace) -> list[Measurement]:
     file, overrides = arguments.file, arguments.overrides
 
     @functools.cache
     def planned() -> tuple[ExperimentConfig, Plan]:
         config = with_number_type(arguments.config)
-        return config, _planned(config)
+        plan = make_plan(config, parse_topology("cpu:1"), default_lengths(config, None, None, 0.8))
+        flops, bandwidth = plan.hardware.flops[config.policy.compute_dtype], plan.hardware.bandwidth
+        print(json.dumps({"GFLOP/s": round(flops / 1e9, 1), "GB/s": round(bandwidth / 1e9, 2)}), flush=True)
+        return config, plan
 
     return [
         Measurement("passes", file, lambda: decoding_rows(*planned())),

@@ -62,22 +62,17 @@ def rl_like_responses(seed: int, count: int, length: int) -> np.ndarray:
 # --- both sides ------------------------------------------------------------------------------------------
 
 
-def insert_whole(groups: Sequence[np.ndarray]) -> SuffixForest:
-    """A forest of one automaton a prompt; groups [responses, T] are inserted one after the other."""
+def insert(groups: Sequence[np.ndarray], stepwise: bool = False) -> SuffixForest:
+    """A forest of one automaton a prompt. Groups [responses, T] are inserted one after the other: whole, or a
+    token of every response per call, as in sampling.
+    """
     forest = SuffixForest(DEPTH)
     for responses in groups:
+        width = 1 if stepwise else responses.shape[1]
         sequences = forest.start(np.full(len(responses), forest.add_root(), np.int32))
-        forest.extend(sequences, responses, np.full(len(responses), responses.shape[1], np.int32))
-    return forest
-
-
-def insert_stepwise(responses: np.ndarray) -> SuffixForest:
-    """Inserts one token of every response per call, as in sampling."""
-    forest = SuffixForest(DEPTH)
-    sequences = forest.start(np.full(len(responses), forest.add_root(), np.int32))
-    ones = np.ones(len(responses), np.int32)
-    for position in range(responses.shape[1]):
-        forest.extend(sequences, responses[:, position : position + 1], ones)
+        counts = np.full(len(responses), width, np.int32)
+        for first in range(0, responses.shape[1], width):
+            forest.extend(sequences, responses[:, first : first + width], counts)
     return forest
 
 
@@ -85,10 +80,10 @@ def arctic_trees(groups: Sequence[np.ndarray], stepwise: bool = False) -> list["
     """Fills arctic's C++ trees directly, one per prompt."""
     trees = []
     for responses in groups:
-        tree, length = SuffixTree(DEPTH), responses.shape[1]
-        for first in range(length) if stepwise else [0]:
+        tree, width = SuffixTree(DEPTH), 1 if stepwise else responses.shape[1]
+        for first in range(0, responses.shape[1], width):
             for request, response in enumerate(responses):
-                tree.extend_ndarray(request, response[first : first + 1 if stepwise else length])
+                tree.extend_ndarray(request, response[first : first + width])
         trees.append(tree)
     return trees
 
@@ -170,8 +165,7 @@ def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row
         (f"{count} x {length}/a token of each at a time", [responses], True),
         (f"{prompts} prompts x 8 x 256/whole", small, False),
     ):
-        ours = functools.partial(insert_stepwise, responses) if stepwise else None
-        actions = {"ours": ours or functools.partial(insert_whole, groups)}
+        actions = {"ours": functools.partial(insert, groups, stepwise)}
         if SuffixTree is not None:
             actions[TREE] = functools.partial(arctic_trees, groups, stepwise)
         rows += timed_rows(f"insert/{name}", actions, sum(group.size for group in groups), repeats)
@@ -183,7 +177,7 @@ def query_rows(count: int, length: int, repeats: int) -> list[Row]:
     responses = rl_like_responses(0, 2 * count, length)
     stored, asked = responses[:count], responses[count:, :2048]
     queries = Queries(asked, range(TOKENS_PER_STEP, asked.shape[1] - BUDGET, TOKENS_PER_STEP))
-    forest, rows = insert_whole([stored]), []
+    forest, rows = insert([stored]), []
     for tree in (False, True):
         actions = {"ours": functools.partial(queries.ask_ours, forest, tree)}
         details = dict(
@@ -217,7 +211,7 @@ def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
             [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
         ),
     ):
-        forest, tokens = insert_whole(traces), sum(trace.size for trace in traces)
+        forest, tokens = insert(traces), sum(trace.size for trace in traces)
         value = theirs = forest.nbytes / tokens
         if SuffixTree is not None:
             theirs = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LOG_BYTES = 8 * 2**20  # more is not kept: a part may print without an end
@@ -207,7 +207,8 @@ def run_process(command: Sequence[str], environment: dict[str, str], seconds: fl
         errors="replace",
         start_new_session=True,
     )
-    reader = threading.Thread(target=_copy_lines, args=(process.stdout, log), daemon=True)
+    copy = lambda: [log(line.rstrip("\n")) for line in process.stdout]  # noqa: E731
+    reader = threading.Thread(target=copy, daemon=True)
     reader.start()
     outcome = f"cut short after {seconds:.0f} s"
     try:
@@ -219,11 +220,6 @@ def run_process(command: Sequence[str], environment: dict[str, str], seconds: fl
         _end_group(process)
         reader.join(_TO_STOP)
     return outcome
-
-
-def _copy_lines(stream: IO[str], log: Log) -> None:
-    for line in stream:
-        log(line.rstrip("\n"))
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:

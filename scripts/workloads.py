@@ -89,14 +89,6 @@ def params_of(name: str) -> Params:
     return huggingface.load_params(local_directory(_REAL_PATH), config_of(name), dtype="float32")
 
 
-def checkpoint_of(name: str, directory: Path) -> Path:
-    """The Hugging Face directory of a policy, below this one if it has to be written."""
-    if name == REAL:
-        return local_directory(_REAL_PATH)
-    huggingface.save_model(directory / name, SHAPES[name], params_of(name), "float32")
-    return directory / name
-
-
 POLICY_OPTION: Mapping[str, Mapping[str, Any]] = {
     "--policy": {
         "metavar": "NAMES",
@@ -188,6 +180,8 @@ def make_reference(name: str) -> "tuple[transformers.PreTrainedModel, Params]":
     import transformers
 
     with tempfile.TemporaryDirectory() as made:
-        directory = checkpoint_of(name, Path(made))
+        directory = local_directory(_REAL_PATH) if name == REAL else Path(made)
+        if name != REAL:
+            huggingface.save_model(directory, SHAPES[name], params_of(name), "float32")
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return model.eval(), huggingface.load_params(directory, config_of(name), dtype="float32")

@@ -46,10 +46,10 @@ def test_responses_share_long_stretches_and_come_from_the_seed():
 
 def test_both_ways_to_insert_make_the_same_automaton():
     responses = bench.rl_like_responses(0, 6, 100)
-    whole, stepwise = bench.insert_whole([responses]), bench.insert_stepwise(responses)
+    whole, stepwise = bench.insert([responses]), bench.insert([responses], stepwise=True)
     assert whole.num_tokens == stepwise.num_tokens == responses.size
     assert whole.used_bytes == stepwise.used_bytes
-    assert bench.insert_whole([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
+    assert bench.insert([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
 
 
 @pytest.mark.long

@@ -46,7 +46,8 @@ class Case:
       functions: implementations and their baselines, by name. Pure; compiled with the arguments of `make`.
       bytes: smallest number of bytes to move between memory and processor, each read or write counted once.
       flops: additions and multiplications in matrix products.
-      donated: indices of donated arguments, such as a cache that is written in place.
+      donated: how many of the first arguments are donated, such as a cache that is written in place: so many
+        results take their places.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Case:
     functions: Mapping[str, Callable[..., Any]]
     bytes: int
     flops: int
-    donated: tuple[int, ...] = ()
+    donated: int = 0
 
 
 def _by_implementation(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -159,7 +160,7 @@ def _compaction(name: str, policy: ModelConfig, batch: int, capacity: int, nodes
 
     label = f"{name}, {batch} slots of {capacity}, {count} of {nodes} nodes"
     moved = 2 * 2 * batch * count * kv_heads * dim  # keys and values, read and written
-    return Case(label, (kv_heads, dim), make, _by_implementation(compaction), 2 * moved, 0, donated=(0, 1))
+    return Case(label, (kv_heads, dim), make, _by_implementation(compaction), 2 * moved, 0, donated=2)
 
 
 # --- the quantized drafter -------------------------------------------------------------------------------
