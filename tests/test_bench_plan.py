@@ -17,7 +17,7 @@ def test_a_pass_breaks_even_where_its_tokens_take_as_long_as_decode_steps(tmp_pa
         {"slots": 2, "rows": 4, "seconds": 0.025},
         {"slots": 32, "rows": 32, "seconds": 0.1},  # no pass over it: nothing to break even with
     ]
-    break_even = load_script("planning_benchmarks")
+    break_even = load_script("bench_plan")
     assert break_even.break_even(passes) == {2: [(1.0, 1.0), (2.0, 1.25), (4.0, 1.5)]}
 
     plan, picture = tmp_path / "plan.json", tmp_path / "break_even.png"
