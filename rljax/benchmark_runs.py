@@ -77,7 +77,8 @@ class Benchmark:
       config: default of `--config`. With it the command line sets keys, and the plan finds the loaded config
         in `arguments.config`, and in `arguments.file` and `arguments.overrides` what it was loaded from.
       settings: keys of the config that are set before those of the command line.
-      options: further options by name, as `argparse` takes them. With one named `--quick` results go to
+      options: further options by name, as `argparse` takes them; a default gives the type, and its place in
+        the help. With one named `--quick` results go to
         NAME-quick.json.
       instead: by option, what is done with the parsed arguments where it is given, in place of measuring.
     """
@@ -105,6 +106,8 @@ class Benchmark:
         )
         parser.set_defaults(file="")
         for name, option in self.options.items():
+            if default := option.get("default"):
+                option = {"type": type(default), **option, "help": f"{option['help']} (default: {default})"}
             parser.add_argument(name, **option)
         if self.config:
             parser.add_argument(

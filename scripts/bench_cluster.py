@@ -94,10 +94,8 @@ def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Ro
     for workers, slots, requests in sizes:
         runs = [simulate(workers, slots, requests) for _ in range(repeats)]
         rate, events = float(np.median([events / seconds for events, seconds in runs])), runs[-1][0]
-        name, baseline = (
-            f"{workers:,} workers of {slots} slots",
-            f"a host sync every {_SYNC_SECONDS:g} s of each",
-        )
+        name = f"{workers:,} workers of {slots} slots"
+        baseline = f"a host sync every {_SYNC_SECONDS:g} s of each"
         details = {"events": events, "requests": requests, "tokens_per_second": rate * slots * _TOKENS}
         needed = workers / _SYNC_SECONDS
         rows.append(counted_row(f"coordinator/{name}", rate, needed, "events/s", baseline, **details))

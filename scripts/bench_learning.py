@@ -244,12 +244,9 @@ EXPERIMENTS = {
     "distillation": Experiment(
         {
             "the teacher": (
-                "policy.shape.hidden_size=192",
-                "policy.shape.num_layers=4",
-                "policy.shape.mlp_size=576",
+                *("policy.shape.hidden_size=192", "policy.shape.num_layers=4", "policy.shape.mlp_size=576"),
                 "task.args={max_terms: 8, max_number: 3, demonstration_noise: 0}",
-                "warm_start.steps=600",
-                "training.steps=1",
+                *("warm_start.steps=600", "training.steps=1"),
             ),
             "reward": ("algorithm.name=grpo",),
             "teacher": (

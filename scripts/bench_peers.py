@@ -80,10 +80,9 @@ BENCHMARK = Benchmark(
     settings=_OVERRIDES,
     options={
         "--environment": {
-            "type": Path,
             "default": Path("cache/peers/trl"),
             "metavar": "DIR",
-            "help": "where TRL is installed at the first use (default: cache/peers/trl)",
+            "help": "where TRL is installed at the first use",
         },
         "--micro-batch": {
             "type": int,

@@ -254,10 +254,8 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
         }
         optimizer = head_optimizer(settings.learning_rate)
         numerics = dataclasses.replace(run.numerics, row_invariant=False)
-        shared, rope = (
-            shared_params(run.state.params, head.policy),
-            jnp.asarray(rope_table(head.policy, length)),
-        )
+        shared = shared_params(run.state.params, head.policy)
+        rope = jnp.asarray(rope_table(head.policy, length))
         held = [init_state(init_head(head, run.state.params, config.seed), optimizer)]
         fixed = shared, rope, head, published_training("eagle"), optimizer, numerics
 

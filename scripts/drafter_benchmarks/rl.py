@@ -87,10 +87,8 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
             for name, measured in drafts.items():
                 both = [each.by_length[_LENGTH] for each in (measured, first[name])]
                 by_length = {str(length): tokens for length, tokens in measured.by_length.items()}
-                more, row = (
-                    {"block_efficiency_by_length": by_length},
-                    f"rl/step {step}/{name}, {_LENGTH} drafts",
-                )
+                more = {"block_efficiency_by_length": by_length}
+                row = f"rl/step {step}/{name}, {_LENGTH} drafts"
                 rows.append(counted_row(row, *both, "tokens a pass", "first step", **details, **more))
             details |= {"variant": settings.variant, "warm_up_slices": settings.steps}
             details["slices_per_step"] = slices

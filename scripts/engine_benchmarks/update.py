@@ -275,9 +275,7 @@ def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
     more = {"group_size": GROUP_SIZE, "prompt_tokens": LONG_PROMPT_TOKENS}
     rows = []
     for side, baseline in (("PyTorch", "PyTorch, transformers"), ("every", "every prompt computed")):
-        row, timing = (
-            f"update/{name}/shared prompts, against {side}",
-            compare(seconds["shared"], seconds[side]),
-        )
+        row = f"update/{name}/shared prompts, against {side}"
+        timing = compare(seconds["shared"], seconds[side])
         rows.append(_row(row, config, sequences, timing, baseline, **more))
     return rows
