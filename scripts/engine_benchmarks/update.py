@@ -34,28 +34,32 @@ SMALL = ("2M", "25M")
 """Policies whose updates have 64 sequences, or 4 groups: those of others have 16, or one."""
 
 
-def random_sequence(
-    rng: np.random.Generator, prompt: np.ndarray, length: int, vocab_size: int, weight: float
-) -> TrainingSequence:
-    """Returns a response of random tokens, with logprobs about those of random weights: ratios are on both
-    sides of the clip range, near it with such weights, and far from it with trained ones.
+def random_groups(
+    rng: np.random.Generator, lengths: np.ndarray, prompt: int, vocab_size: int
+) -> list[TrainingSequence]:
+    """Returns groups of responses of random tokens, lengths [groups, responses], to a random prompt each.
+
+    Logprobs are about those of random weights: ratios are on both sides of the clip range, near it with such
+    weights, and far from it with trained ones.
     """
-    return TrainingSequence(
-        prompt_ids=prompt,
-        response_ids=rng.integers(0, vocab_size, length),
-        rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
-        advantage=float(rng.normal()),
-        weight=float(weight),
-    )
+    weights = aggregation_weights(lengths.reshape(-1), GRPO.aggregation).reshape(lengths.shape)
+    prompts = rng.integers(0, vocab_size, (len(lengths), prompt))
+    return [
+        TrainingSequence(
+            prompt_ids=prompts[group],
+            response_ids=rng.integers(0, vocab_size, length),
+            rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
+            advantage=float(rng.normal()),
+            weight=float(weights[group, number]),
+        )
+        for (group, number), length in np.ndenumerate(lengths)
+    ]
 
 
 def equal_batch(count: int, length: int, prompt: int, vocab_size: int, pack_length: int) -> PackedBatch:
     """Returns a micro-batch of sequences of one length, which begin with a prompt and fill its rows."""
-    rng, weight = np.random.default_rng(0), 1 / (count * (length - prompt))
-    sequences = [
-        random_sequence(rng, rng.integers(0, vocab_size, prompt), length - prompt, vocab_size, weight)
-        for _ in range(count)
-    ]
+    lengths = np.full((count, 1), length - prompt)
+    sequences = random_groups(np.random.default_rng(0), lengths, prompt, vocab_size)
     packing = pack_sequences([length] * count, pack_length)
     return build_batch(sequences, packing, range(packing.num_rows))
 
@@ -66,27 +70,8 @@ def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]
     """
     rng = np.random.default_rng(0)
     longest = UPDATE.pack_length - PROMPT_TOKENS
-    lengths = np.clip(rng.lognormal(np.log(longest / 7), 0.9, count).astype(int), 8, longest)
-    weights = aggregation_weights(lengths, GRPO.aggregation)
-    return [
-        random_sequence(rng, rng.integers(0, vocab_size, PROMPT_TOKENS), length, vocab_size, weight)
-        for length, weight in zip(lengths, weights, strict=True)
-    ]
-
-
-def grouped_sequences(num_groups: int, vocab_size: int) -> list[TrainingSequence]:
-    """Returns groups of `GROUP_SIZE` responses of 50 to 150 random tokens to a prompt of 512."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(50, 151, (num_groups, GROUP_SIZE))
-    weights = aggregation_weights(lengths.reshape(-1), GRPO.aggregation).reshape(lengths.shape)
-    sequences = []
-    for group_lengths, group_weights in zip(lengths, weights, strict=True):
-        prompt = rng.integers(0, vocab_size, LONG_PROMPT_TOKENS)
-        sequences += [
-            random_sequence(rng, prompt, length, vocab_size, weight)
-            for length, weight in zip(group_lengths, group_weights, strict=True)
-        ]
-    return sequences
+    lengths = np.clip(rng.lognormal(np.log(longest / 7), 0.9, (count, 1)).astype(int), 8, longest)
+    return random_groups(rng, lengths, PROMPT_TOKENS, vocab_size)
 
 
 class PackedUpdates:
@@ -266,7 +251,9 @@ def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
     import_reference()
     config = config_of(name)
     model, params = make_reference(name)
-    sequences = grouped_sequences(4 if name in SMALL else 1, config.vocab_size)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(50, 151, (4 if name in SMALL else 1, GROUP_SIZE))
+    sequences = random_groups(rng, lengths, LONG_PROMPT_TOKENS, config.vocab_size)
     sides = {
         side: PackedUpdates(config, params, sequences, True, training=LONG_PROMPTS, share_prompts=share)
         for side, share in (("shared", True), ("every", False))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rljax import target
 from rljax.assembly.decoding import unmeasured_numerics
 from rljax.config import ExperimentConfig, load_config
+from rljax.config.decoding import KernelsConfig
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
@@ -26,9 +27,6 @@ from rljax.sampling.distribution import SamplingParams
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen2.5-1.5b.yaml"
 _MOST_DRAFTS = 8  # draft steps in sequence, where nothing is verified
-_OPERATIONS = (
-    "noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "round_to_nearest", "compaction",
-)  # fmt: skip
 
 
 # --- engines ---------------------------------------------------------------------------------------------
@@ -44,7 +42,7 @@ def kernel_keys(quick: bool) -> list[str]:
     refuse; `quick` names no kernels, for a CPU.
     """
     own = [] if quick else [mosaic()]
-    names = {op: [*own, "xla"] for op in _OPERATIONS}
+    names = {op: [*own, "xla"] for op in KernelsConfig.model_fields}
     if own == ["mosaic_gpu"]:
         names["compaction"] = ["xla"]  # a scatter writes the layout of Mosaic attention's cache in place
     return [f"kernels.{op}=[{','.join(chosen)}]" for op, chosen in names.items()]
