@@ -55,6 +55,6 @@ def run_process(command: Sequence[str | Path], name: str) -> int:
 
 def train(config: str | Path, run_dir: Path, *keys: str) -> tuple[list[dict[str, Any]], int]:
     """Trains in a process of its own; returns the lines of its metrics, and its peak of memory in bytes."""
-    peak = run_process([sys.executable, TRAIN, "--config", config, f"run_dir={run_dir}", *keys], "train.py")
+    peak = run_process([sys.executable, TRAIN, "--config", config, *keys, f"run_dir={run_dir}"], "train.py")
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines], peak
