@@ -6,7 +6,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rljax import target
 from rljax.assembly.decoding import unmeasured_numerics
 from rljax.config import ExperimentConfig, load_config
 from rljax.config.decoding import KernelsConfig
+from rljax.engine.background import compile_all
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
@@ -140,9 +140,7 @@ class TimedPool(ExecutablePool):
 
 
 def compile_together(calls: list[Callable[[], object]]) -> float:
-    """Makes calls that compile, each in a thread of its own; returns the seconds until the last is done."""
+    """Makes calls that compile, side by side; returns the seconds until the last is done."""
     start = time.perf_counter()
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for done in [threads.submit(call) for call in calls]:
-            done.result()
+    compile_all(calls)
     return time.perf_counter() - start
