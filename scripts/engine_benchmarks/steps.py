@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from drafters.quantized import QuantizedPolicy, WeightFormat, default_format
-from engine_benchmarks.update import UPDATE, PackedUpdates, long_tailed_sequences
+from engine_benchmarks.update import UPDATE, long_tailed_sequences, packed_updates
 from gpu_parts.engines import make_engine as engine_of_one_shape
 from rljax.benchmarking import Row, counted_row, speed_row, timed_row
 from rljax.engine.buckets import Buckets, make_buckets
@@ -90,7 +90,8 @@ def price_rows(
     for batch in batches:
         work |= _timed_passes(config, sides, params, batch, batch <= 8, repeats)
     updates = {
-        side: PackedUpdates(config, params, sequences, side[1], numerics) for side, numerics in sides.items()
+        side: packed_updates(config, params, sequences, numerics, UPDATE)[0]
+        for side, numerics in sides.items()
     }
     seconds = interleave(updates, max(1, repeats // 3))
     work["update"] = sum(sequence.length for sequence in sequences), seconds

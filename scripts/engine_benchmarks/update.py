@@ -1,6 +1,6 @@
 """Tokens per second through an update, against the same update in PyTorch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,14 @@ from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import PackedBatch, TrainingSequence, build_batch, pack_groups, pack_sequences
+from rljax.learning.packing import (
+    PackedBatch,
+    Packing,
+    TrainingSequence,
+    build_batch,
+    pack_groups,
+    pack_sequences,
+)
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
@@ -74,128 +81,103 @@ def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]
     return random_groups(rng, lengths, PROMPT_TOKENS, vocab_size)
 
 
-class PackedUpdates:
-    """Our side: packs the sequences and updates the policy at every call.
+Update = Callable[[], tuple[float, float]]
+"""One update: the loss, and the norm of its gradients before clipping."""
 
-    Args:
-      params: weights to start from.
-      sequences: sequences of the mini-batch.
-      numerics: numerics; None for float32.
-      training: pack_length and rows_per_microbatch; None for `UPDATE`.
-      share_prompts: whether to compute equal prompts once.
+
+def packed_updates(
+    config: ModelConfig,
+    params: Params,
+    sequences: Sequence[TrainingSequence],
+    numerics: Numerics,
+    training: TrainingConfig,
+    share_prompts: bool = False,
+) -> tuple[Update, float]:
+    """Our side: packs the sequences and updates the policy at every call. Equal prompts may be computed once.
+    Also returns the share of padding.
     """
+    recipe = Recipe(SamplingParams(), GRPO, training, make_optimizer(OPTIMIZER, 1))
+    trainer = Trainer(config, numerics, recipe, ExecutablePool(numerics.row_invariant))
+    held, num_rows = [trainer.init(params)], training.rows_per_microbatch
+    lengths, prompts = zip(*((each.length, each.prompt_ids) for each in sequences), strict=True)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: Params,
-        sequences: Sequence[TrainingSequence],
-        row_invariant: bool,
-        numerics: Numerics | None = None,
-        training: TrainingConfig | None = None,
-        share_prompts: bool = False,
-    ) -> None:
-        self._sequences = sequences
-        self._training = training or UPDATE
-        self._share_prompts = share_prompts
-        optimizer = make_optimizer(OPTIMIZER, 1)
-        self._trainer = Trainer(
-            config,
-            numerics or Numerics(row_invariant, "float32"),
-            Recipe(SamplingParams(), GRPO, self._training, optimizer),
-            ExecutablePool(row_invariant),
-        )
-        self._state = self._trainer.init(params)
-        self.padding = 0.0
-
-    def __call__(self) -> tuple[float, float]:
-        """One update: the loss, and the norm of its gradients before clipping."""
-        pack_length, num_rows = self._training.pack_length, self._training.rows_per_microbatch
-        lengths = [sequence.length for sequence in self._sequences]
-        if self._share_prompts:
-            prompts = [sequence.prompt_ids for sequence in self._sequences]
-            packing = pack_groups(lengths, prompts, pack_length, num_rows)
+    def pack() -> tuple[Packing, list[range]]:
+        if share_prompts:
+            packing = pack_groups(lengths, prompts, training.pack_length, num_rows)
         else:
-            packing = pack_sequences(lengths, pack_length)
-        ranges = packing.microbatches(num_rows)
-        self.padding = packing.padding_fraction(ranges[-1].stop)
-        batches = [build_batch(self._sequences, packing, rows, self._share_prompts) for rows in ranges]
-        self._state, metrics = self._trainer.update(self._state, batches)
+            packing = pack_sequences(lengths, training.pack_length)
+        return packing, packing.microbatches(num_rows)
+
+    def update() -> tuple[float, float]:
+        packing, ranges = pack()
+        batches = [build_batch(sequences, packing, rows, share_prompts) for rows in ranges]
+        held[0], metrics = trainer.update(held[0], batches)
         return metrics["loss/policy"], metrics["gradient_norm"]
 
+    packing, ranges = pack()
+    return update, packing.padding_fraction(ranges[-1].stop)
 
-class PaddedUpdates:
-    """The other side, in the usual form: sorted by length, padded on the right, AdamW on autograd.
 
-    Micro-batches hold as many padded tokens as ours hold packed ones, so sorting leaves little padding.
+def padded_updates(
+    model: "transformers.PreTrainedModel", sequences: Sequence[TrainingSequence], training: TrainingConfig
+) -> tuple[Update, float]:
+    """The other side, in the usual form: sorted by length, padded on the right, AdamW on autograd; and its share
+    of padding. Micro-batches hold as many padded tokens as ours hold packed ones, so that is little.
     """
+    import torch
 
-    def __init__(
-        self,
-        model: "transformers.PreTrainedModel",
-        sequences: Sequence[TrainingSequence],
-        training: TrainingConfig | None = None,
-    ) -> None:
-        import torch
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER.learning_rate,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.epsilon,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
+    microbatches: list[list[TrainingSequence]] = []
+    budget = training.rows_per_microbatch * training.pack_length
+    for sequence in sorted(sequences, key=lambda sequence: -sequence.length):
+        if not microbatches or (len(microbatches[-1]) + 1) * microbatches[-1][0].length > budget:
+            microbatches.append([])
+        microbatches[-1].append(sequence)
 
-        training = training or UPDATE
-
-        self._model = model.train()
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=OPTIMIZER.learning_rate,
-            betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
-            eps=OPTIMIZER.epsilon,
-            weight_decay=OPTIMIZER.weight_decay,
-            fused=True,
-        )
-        self._microbatches: list[list[TrainingSequence]] = []
-        budget = training.rows_per_microbatch * training.pack_length
-        longest = 0
-        for sequence in sorted(sequences, key=lambda sequence: -sequence.length):
-            if not longest or (len(self._microbatches[-1]) + 1) * longest > budget:
-                self._microbatches.append([])
-                longest = sequence.length
-            self._microbatches[-1].append(sequence)
-        padded = sum(len(batch) * batch[0].length for batch in self._microbatches)
-        self.padding = 1.0 - sum(sequence.length for sequence in sequences) / padded
-
-    def __call__(self) -> tuple[float, float]:
-        """One update: the loss, and the norm of its gradients before clipping."""
-        import torch
-
+    def update() -> tuple[float, float]:
         total = 0.0
-        for batch in self._microbatches:
-            loss = self._loss(batch)
+        for batch in microbatches:
+            loss = _loss(model, batch)
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), OPTIMIZER.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
         return total, norm.item()
 
-    def _loss(self, batch: Sequence[TrainingSequence]) -> "torch.Tensor":
-        import torch
+    padded = sum(len(batch) * batch[0].length for batch in microbatches)
+    return update, 1.0 - sum(sequence.length for sequence in sequences) / padded
 
-        shape = (len(batch), batch[0].length)
-        ids, attended = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        rollout_logprobs, advantages, weights = (torch.zeros(shape) for _ in range(3))
-        for row, sequence in enumerate(batch):
-            ids[row, : sequence.length] = torch.as_tensor(
-                np.concatenate([sequence.prompt_ids, sequence.response_ids])
-            )
-            attended[row, : sequence.length] = 1
-            response = slice(len(sequence.prompt_ids), sequence.length)
-            rollout_logprobs[row, response] = torch.as_tensor(sequence.rollout_logprobs, dtype=torch.float32)
-            advantages[row, response] = sequence.advantage
-            weights[row, response] = sequence.weight  # 0 elsewhere, which masks
-        logits = self._model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
-        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        log_ratio = torch.where(weights[:, 1:] > 0, -nll.view(len(batch), -1) - rollout_logprobs[:, 1:], 0.0)
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - GRPO.clip_low, 1 + GRPO.clip_high)
-        surrogate = torch.minimum(ratio * advantages[:, 1:], clipped * advantages[:, 1:])
-        return -(weights[:, 1:] * surrogate).sum()
+
+def _loss(model: "transformers.PreTrainedModel", batch: Sequence[TrainingSequence]) -> "torch.Tensor":
+    import torch
+
+    shape = (len(batch), batch[0].length)
+    ids, attended = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    rollout_logprobs, advantages, weights = (torch.zeros(shape) for _ in range(3))
+    for row, sequence in enumerate(batch):
+        tokens = np.concatenate([sequence.prompt_ids, sequence.response_ids])
+        ids[row, : sequence.length] = torch.as_tensor(tokens)
+        attended[row, : sequence.length] = 1
+        response = slice(len(sequence.prompt_ids), sequence.length)
+        rollout_logprobs[row, response] = torch.as_tensor(sequence.rollout_logprobs, dtype=torch.float32)
+        advantages[row, response] = sequence.advantage
+        weights[row, response] = sequence.weight  # 0 elsewhere, which masks
+    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    log_ratio = torch.where(weights[:, 1:] > 0, -nll.view(len(batch), -1) - rollout_logprobs[:, 1:], 0.0)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - GRPO.clip_low, 1 + GRPO.clip_high)
+    surrogate = torch.minimum(ratio * advantages[:, 1:], clipped * advantages[:, 1:])
+    return -(weights[:, 1:] * surrogate).sum()
 
 
 def check_same_update(ours: tuple[float, float], reference: tuple[float, float], side: str) -> None:
@@ -207,9 +189,7 @@ def check_same_update(ours: tuple[float, float], reference: tuple[float, float],
         )
 
 
-def timed_updates(
-    ours: dict[str, PackedUpdates], theirs: PaddedUpdates, repeats: int
-) -> dict[str, list[float]]:
+def timed_updates(ours: dict[str, Update], theirs: Update, repeats: int) -> dict[str, list[float]]:
     """Returns the seconds of every side's updates, once the first one is the same on all."""
     reference = theirs()
     for side, update in ours.items():
@@ -223,13 +203,16 @@ def update_rows(name: str, repeats: int) -> list[Row]:
     config, num_sequences = config_of(name), 64 if name in SMALL else 16
     model, params = make_reference(name)
     sequences = long_tailed_sequences(num_sequences, config.vocab_size)
-    sides = {SWITCH[on]: PackedUpdates(config, params, sequences, on) for on in (True, False)}
-    reference = PaddedUpdates(model, sequences)
-    seconds = timed_updates(sides, reference, repeats)
+    sides = {
+        SWITCH[on]: packed_updates(config, params, sequences, Numerics(on, "float32"), UPDATE)
+        for on in (True, False)
+    }
+    reference, baseline_padding = padded_updates(model, sequences, UPDATE)
+    seconds = timed_updates({switch: update for switch, (update, _) in sides.items()}, reference, repeats)
     lengths, rows = [len(sequence.response_ids) for sequence in sequences], []
     shared = {"response_length_p75": float(np.percentile(lengths, 75)), "response_length_max": max(lengths)}
-    for switch, side in sides.items():
-        padding = {"padding": side.padding, "baseline_padding": reference.padding}
+    for switch, (_, padding) in sides.items():
+        padding = {"padding": padding, "baseline_padding": baseline_padding}
         row, timing = f"update/{name}/row_invariant {switch}", compare(seconds[switch], seconds["PyTorch"])
         rows.append(_row(row, config, sequences, timing, "PyTorch, transformers", **shared, **padding))
     return rows
@@ -254,11 +237,12 @@ def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(50, 151, (4 if name in SMALL else 1, GROUP_SIZE))
     sequences = random_groups(rng, lengths, LONG_PROMPT_TOKENS, config.vocab_size)
+    numerics, theirs = Numerics(True, "float32"), padded_updates(model, sequences, LONG_PROMPTS)[0]
     sides = {
-        side: PackedUpdates(config, params, sequences, True, training=LONG_PROMPTS, share_prompts=share)
+        side: packed_updates(config, params, sequences, numerics, LONG_PROMPTS, share)[0]
         for side, share in (("shared", True), ("every", False))
     }
-    seconds = timed_updates(sides, PaddedUpdates(model, sequences, LONG_PROMPTS), repeats)
+    seconds = timed_updates(sides, theirs, repeats)
     more = {"group_size": GROUP_SIZE, "prompt_tokens": LONG_PROMPT_TOKENS}
     rows = []
     for side, baseline in (("PyTorch", "PyTorch, transformers"), ("every", "every prompt computed")):
