@@ -121,8 +121,8 @@ def packed_updates(
 def padded_updates(
     model: "transformers.PreTrainedModel", sequences: Sequence[TrainingSequence], training: TrainingConfig
 ) -> tuple[Update, float]:
-    """The other side, in the usual form: sorted by length, padded on the right, AdamW on autograd; and its share
-    of padding. Micro-batches hold as many padded tokens as ours hold packed ones, so that is little.
+    """The other side, in the usual form: sorted by length, padded on the right, AdamW on autograd; and its
+    share of padding. Micro-batches hold as many padded tokens as ours hold packed ones, so that is little.
     """
     import torch
 
