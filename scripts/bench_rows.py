@@ -94,14 +94,9 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
 
     def decoding(slots: int) -> tuple:
         new = array(slots, 1, kv_heads, dim, dtype=cache_dtype)
-        return (
-            array(slots, 1, heads, dim, dtype=dtype),
-            array(slots, *keys, dtype=cache_dtype),
-            array(slots, kv_heads, _CACHE, dim, dtype=cache_dtype),
-            array(slots, dtype=jnp.int32),
-            new,
-            new,
-        )
+        queries, values = array(slots, 1, heads, dim, dtype=dtype), (slots, kv_heads, _CACHE, dim)
+        cache = array(slots, *keys, dtype=cache_dtype), array(*values, dtype=cache_dtype)
+        return queries, *cache, array(slots, dtype=jnp.int32), new, new
 
     yield "attention of a token in each slot", _plainly(decode_attention, numerics), decoding
 
@@ -207,7 +202,10 @@ def compiled(name: str, config: ModelConfig, dtype: str, rows: Sequence[int]) ->
                 )
                 text = text_of(jax.jit(function).lower(*shapes).compile())
                 by_rows[count] = kernels_of(text, platform_of(topology))
-            found[formulation] = by_rows
+            found[formulation] = {
+                str(count): [dataclasses.asdict(kernel) for kernel in kernels]
+                for count, kernels in by_rows.items()
+            }
             print(_line(formulation, by_rows), flush=True)
     return found
 
@@ -237,18 +235,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
     arguments = parser.parse_args(argv)
-    found = compiled(arguments.compiled_for, config_of(arguments.policy), arguments.dtype, arguments.rows)
+    of_policy = config_of(arguments.policy), arguments.dtype, arguments.rows
     result = {
         "policy": arguments.policy,
         "dtype": arguments.dtype,
         "compiled_for": arguments.compiled_for,
-        "formulations": {
-            formulation: {
-                str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
-                for rows, kernels in by_rows.items()
-            }
-            for formulation, by_rows in found.items()
-        },
+        "formulations": compiled(arguments.compiled_for, *of_policy),
     }
     name = arguments.compiled_for.split(":")[0]
     output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
