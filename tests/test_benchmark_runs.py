@@ -152,7 +152,7 @@ def test_a_plan_is_made_of_the_arguments_and_of_the_config_with_keys_set(tmp_pat
         lambda a: [Measurement("sum", "1M", rows, (a.config, a.file, a.overrides, a.size))],
         config="configs/quickstart.yaml",
         settings=("seed=3", "training.steps=2"),
-        options={"--size": {"type": int, "default": 4}},
+        options={"--size": {"default": 4, "help": "of a sum"}},  # whose type is its default's
     )
     output = ["--output", tmp_path / "results.json"]
     assert run("training.steps=7", "--size", 5, *output, benchmark=benchmark) == 0
