@@ -77,7 +77,10 @@ class Benchmark:
       config: default of `--config`. With it the command line sets keys, and the plan finds the loaded config
         in `arguments.config`, and in `arguments.file` and `arguments.overrides` what it was loaded from.
       settings: keys of the config that are set before those of the command line.
-      options: further options by name, as `argparse` takes them.
+      options: further options by name, as `argparse` takes them; a default gives the type, and its place in
+        the help. With one named `--quick` results go to
+        NAME-quick.json.
+      instead: by option, what is done with the parsed arguments where it is given, in place of measuring.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Benchmark:
     config: str = ""
     settings: Sequence[str] = ()
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    instead: Mapping[str, Callable[[argparse.Namespace], None]] = dataclasses.field(default_factory=dict)
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs the command line and returns its exit status."""
@@ -102,6 +106,8 @@ class Benchmark:
         )
         parser.set_defaults(file="")
         for name, option in self.options.items():
+            if default := option.get("default"):
+                option = {"type": type(default), **option, "help": f"{option['help']} (default: {default})"}
             parser.add_argument(name, **option)
         if self.config:
             parser.add_argument(
@@ -137,11 +143,14 @@ class Benchmark:
     @exit_status("interrupted")
     def run(self, arguments: argparse.Namespace) -> None:
         """Does what the arguments of `parser` ask for and returns the exit status; errors are one line."""
+        for option, act in self.instead.items():
+            if getattr(arguments, option.lstrip("-").replace("-", "_")) is not None:
+                return act(arguments)
         skip_absent()
         if self.config:
             arguments.file = arguments.config
             arguments.config = load_config(arguments.file, [*self.settings, *arguments.overrides])
-        self._measure(arguments)
+        return self._measure(arguments)
 
     def planned(self, arguments: argparse.Namespace) -> Plan:
         """The measurements that the arguments of `parser` ask for."""
@@ -154,6 +163,8 @@ class Benchmark:
             raise UserError(f"JAX runs on {jax.default_backend()}, {self.on_cpu}: set JAX_PLATFORMS=cpu")
         self.prepare(chosen)
         output = arguments.output or self.default_output(chosen, _sections(plan))
+        if arguments.output is None and getattr(arguments, "quick", False):
+            output = output.with_name(f"{self.name}-quick.json")
         console, rows, begun = results_console(), [], time.perf_counter()
         for measurement in plan:
             if measurement.section not in chosen:

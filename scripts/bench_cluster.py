@@ -1,34 +1,9 @@
 """Rollout workers: `python scripts/bench_cluster.py [--only SECTIONS] [key=value ...]`.
 
 `overhead`, `cores` and `recovery` run the config, SmolLM2's by default; the others need no policy, or one
-that learns in seconds.
-
-`coordinator`: events a second that the coordinator takes, with 8 and with 4,000 simulated workers. Each sends
-a piece of every slot at a host sync. Time is counted, not waited for, and only the processor's is measured,
-so that other processes disturb it little.
-
-`overhead`: tokens per second of one worker on Ray, against decoding in the process itself. Both runs have the
-same tokens, so that each rollout is compared with itself.
-
-`cores`: two workers with one core each, against one process with two.
-
-`recovery`: seconds from a worker's kill -9 to the next token of one of its responses.
-
-`sharing`: tokens a verifying pass yields per response, where all workers' drafters learn what any of them
-decoded, against each learning what it decoded itself. Workers take turns in this process and every pass
-verifies, so nothing of it depends on time.
-
-`spot`: the same yield of an EAGLE head that begins with the run and is trained by workers in their idle time,
-or by the training process behind every rollout, against one that is not trained; and turns that rollouts
-take. Three workers take turns in this process: one that decodes goes on to a host sync, one that trains
-does an update or a forward pass. So all of it are counts.
-
-`small_model`: the same of a small model (TLT, Table 8) that begins with random weights.
-
-`weights`: seconds to publish weights by each channel of `cluster.weights` and to fetch them in another
-process, against one copy in memory.
-
-`coordinator`, `sharing`, `spot` and `small_model` need no Ray and no quiet machine; the others need both.
+that learns in seconds. `coordinator`, `sharing`, `spot` and `small_model` count, or measure the processor's
+time alone, and need no Ray and no quiet machine; the others need both. `docs/cluster.md` has what each
+compares.
 """
 
 import dataclasses
@@ -44,8 +19,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 
-from cluster_benchmarks.runs import experiment, step_metrics
-from cluster_benchmarks.turns import sharing_rows, small_model_rows, spot_rows
+from cluster_benchmarks import experiment, sharing_rows, small_model_rows, spot_rows, step_metrics
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row, speed_row
 from rljax.cluster.coordinator import Coordinator, Limits
@@ -55,7 +29,7 @@ from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError, UserError
 from rljax.models.host_params import Part, digest_of
 from rljax.requests import DecodeStatistics, Request
-from rljax.timing import compare
+from rljax.timing import compare, interleave
 from workloads import REAL_CONFIG
 
 _SYNC_SECONDS = 0.1  # between two host syncs of a simulated worker
@@ -68,13 +42,8 @@ _PATIENCE = 60.0  # seconds that weights may take
 
 
 def simulate(workers: int, slots: int, requests: int) -> tuple[int, float]:
-    """Decodes simulated responses. Returns the number of events, and the processor's seconds that the
-    coordinator took.
-
-    Args:
-      workers: number of workers.
-      slots: responses that each decodes at a time.
-      requests: number of responses, eight of each prompt.
+    """Decodes simulated responses, eight of each prompt. Returns the number of events, and the processor's
+    seconds that the coordinator took.
     """
     coordinator = Coordinator(workers, Facts(), Limits(), None)
     events, spent, now = 0, 0.0, 0.0
@@ -118,25 +87,18 @@ def simulate(workers: int, slots: int, requests: int) -> tuple[int, float]:
 
 
 def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Row]:
+    """Measures events a second that the coordinator takes of so many simulated workers, each of which sends a
+    piece of every slot at a host sync. Time is counted, not waited for, and only the processor's is measured.
+    """
     rows = []
     for workers, slots, requests in sizes:
-        rates = []
-        for _ in range(repeats):
-            events, seconds = simulate(workers, slots, requests)
-            rates.append(events / seconds)
-        rate, needed = float(np.median(rates)), workers / _SYNC_SECONDS
-        rows.append(
-            counted_row(
-                f"coordinator/{workers:,} workers of {slots} slots",
-                rate,
-                needed,
-                "events/s",
-                f"a host sync every {_SYNC_SECONDS:g} s of each",
-                events=events,
-                requests=requests,
-                tokens_per_second=rate * slots * _TOKENS,
-            )
-        )
+        runs = [simulate(workers, slots, requests) for _ in range(repeats)]
+        rate, events = float(np.median([events / seconds for events, seconds in runs])), runs[-1][0]
+        name = f"{workers:,} workers of {slots} slots"
+        baseline = f"a host sync every {_SYNC_SECONDS:g} s of each"
+        details = {"events": events, "requests": requests, "tokens_per_second": rate * slots * _TOKENS}
+        needed = workers / _SYNC_SECONDS
+        rows.append(counted_row(f"coordinator/{name}", rate, needed, "events/s", baseline, **details))
     return rows
 
 
@@ -172,16 +134,19 @@ def compared(
 
 
 def overhead_rows(file: str, keys: Sequence[str]) -> list[Row]:
+    """Compares one worker on Ray with decoding in the process itself, in tokens per second."""
     one, none = rollouts_of(file, *keys, "cluster.workers=1"), rollouts_of(file, *keys)
     return compared("overhead/one worker", one, "no worker", none)
 
 
 def core_rows(file: str, keys: Sequence[str]) -> list[Row]:
+    """Compares two workers with one core each with one process with two."""
     two, none = rollouts_of(file, *keys, "cluster.workers=2"), rollouts_of(file, *keys, cores=2)
     return compared("cores/two workers, a core each", two, "one process, two cores", none)
 
 
 def recovery_rows(file: str, keys: Sequence[str]) -> list[Row]:
+    """Measures the seconds from a worker's kill -9 to the next token of one of its responses."""
     from rljax.cluster import ray_fabric
     from rljax.training.session import run
 
@@ -220,17 +185,10 @@ def recovery_rows(file: str, keys: Sequence[str]) -> list[Row]:
 # --- weights ---------------------------------------------------------------------------------------------
 
 
-def _seconds_to_copy(parts: Sequence[Part]) -> float:
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        copies = [part[3].copy() for part in parts]
-        seconds.append(time.perf_counter() - start)
-        del copies
-    return float(np.median(seconds))
-
-
 def weights_rows(megabytes: list[int]) -> list[Row]:
+    """Measures the seconds to publish weights by each channel of `cluster.weights`, and to fetch them in
+    another process, against one copy in memory.
+    """
     try:
         import ray
     except ImportError as error:
@@ -260,7 +218,8 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
             data = np.random.default_rng(0).integers(0, 256, size * 2**20 // 8, np.uint8)
             parts: list[Part] = [(f"layer {i}", "uint8", data.shape, data) for i in range(8)]
             params = {f"layer {i}": jnp.asarray(data) for i in range(8)}
-            copy = _seconds_to_copy(parts)
+            copies = interleave({"": lambda parts=parts: [part[3].copy() for part in parts]}, 5)[""]
+            copy = float(np.median(copies))
             digest = digest_of(parts)
             for channel_name, channel in channels.items():
                 start = time.perf_counter()

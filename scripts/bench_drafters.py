@@ -10,16 +10,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from drafter_benchmarks.acceptance import LOSSES, acceptance_rows
-from drafter_benchmarks.objectives import objective_rows
-from drafter_benchmarks.packing import packing_rows
+from bench_training import saving_rows
+from drafter_benchmarks.heads import LOSSES, acceptance_rows, objective_rows, packing_rows
 from drafter_benchmarks.rl import rl_rows
-from drafter_benchmarks.self_draft import BITS, QUANTIZERS, self_draft_rows
-from drafter_benchmarks.shared_prefixes import shared_prefix_rows
+from drafter_benchmarks.self_draft import BITS, QUANTIZERS, self_draft_rows, shared_prefix_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.errors import UserError
 from rljax.training.drafter_warm_up import WarmUp
-from training_benchmarks.checkpoint import saving_rows
 from workloads import REAL, REAL_CONFIG
 
 _SLICES = 15  # of a head, in a step
@@ -41,14 +38,10 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         Measurement("losses", "what drafts are worth by loss", acceptance_rows, losses, disturbed=False),
         Measurement("bits", "the policy drafts", self_draft_rows, (config, BITS, 48, 5), disturbed=False),
         *(
-            Measurement(
-                "quantizers", f"in {bits} bits", self_draft_rows, (config, each, 48, 5), disturbed=False
-            )
+            Measurement("quantizers", f"in {bits} bits", self_draft_rows, (config, each, 48, 5), False)
             for bits, each in QUANTIZERS.items()
         ),
-        Measurement(
-            "shared_prefixes", "samples that agree", shared_prefix_rows, (config, 3), disturbed=False
-        ),
+        Measurement("shared_prefixes", "samples that agree", shared_prefix_rows, (config, 3), False),
         Measurement("training", "what an objective is worth", objective_rows, (config, settings, 3)),
     ]
 
@@ -60,23 +53,14 @@ BENCHMARK = Benchmark(
     packages=("numpy", "safetensors"),
     config=REAL_CONFIG,
     options={
-        "--slices": {"type": int, "default": 60, "help": "of each head's training (default: 60)"},
-        "--losses": {
-            "default": ",".join(LOSSES),
-            "help": "in losses, the baseline first; separated by commas (default: all)",
-        },
-        "--draft-vocabulary": {
-            "type": int,
-            "default": 4096,
-            "help": "tokens that the heads of losses draft (default: 4096)",
-        },
+        "--slices": {"default": 60, "help": "of each head's training"},
+        "--losses": {"default": ",".join(LOSSES), "help": "in losses, the baseline first"},
+        "--draft-vocabulary": {"default": 4096, "help": "tokens that the heads of losses draft"},
         "--work": {
-            "type": Path,
             "default": Path("cache/losses"),
-            "help": "where losses keeps rollouts and results, so that the same command goes on (default:"
-            " cache/losses)",
+            "help": "where losses keeps rollouts and results, so that the same command goes on",
         },
-        "--updates": {"type": int, "default": 8, "help": "of the policy, in rl (default: 8)"},
+        "--updates": {"default": 8, "help": "of the policy, in rl"},
     },
 )
 

@@ -6,7 +6,6 @@ plain JAX (`xla`). On a CPU only `--quick` makes sense: TPUs' kernels are interp
 """
 
 import functools
-import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -14,28 +13,21 @@ from pathlib import Path
 
 import jax
 
-from kernel_benchmarks.case import Case
+from kernel_benchmarks.cases import OPS, Case, op_cases
 from kernel_benchmarks.ceilings import copy_bandwidth, matrix_rate
 from kernel_benchmarks.timing import Timed, chosen_functions
 from kernel_benchmarks.tuning import tune
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, timed_row
-from rljax.errors import UserError, exit_status, known_names
+from rljax.errors import UserError, known_names
 from rljax.kernels import tuned
 from rljax.timing import compare
-
-OPS = (
-    "noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "round_to_nearest", "compaction",
-)  # fmt: skip
-
-
-def op_cases(op: str, quick: bool) -> list[Case]:
-    """Shapes of one operation, the most telling ones first."""
-    return importlib.import_module(f"kernel_benchmarks.{op}").cases(quick)
 
 
 def case_rows(op: str, case: Case, implementations: Sequence[str], quick: bool) -> list[Row]:
     """Rows of one shape of an operation, one a function."""
+    if not quick and jax.default_backend() == "cpu":
+        raise UserError("no accelerator here: --quick measures tiny shapes, interpreted")
     calls, repeats, most_sets = (1, 1, 1) if quick else (32, 15, 16)
     timed = Timed(case, chosen_functions(case, implementations, quick), most_sets)
     seconds = timed.seconds(calls, repeats)
@@ -108,6 +100,10 @@ def _plan(arguments: Namespace) -> list[Measurement]:
     ]
 
 
+def _tune(arguments: Namespace) -> None:
+    print(*tune(arguments.tune, tuned.TABLE), f"written: {tuned.TABLE}", sep="\n")
+
+
 BENCHMARK = Benchmark(
     name="kernels",
     description=__doc__,
@@ -129,22 +125,9 @@ BENCHMARK = Benchmark(
             "help": f"measure nothing: take these results up into {tuned.TABLE.name}, the table of defaults",
         },
     },
+    instead={"--tune": _tune},
 )
 
 
-@exit_status()
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    arguments = BENCHMARK.parser().parse_args(argv)
-    if arguments.tune is None and (arguments.quick or jax.default_backend() != "cpu"):
-        if arguments.quick and arguments.output is None:
-            arguments.output = Path("benchmarks/results/kernels-quick.json")
-        return BENCHMARK.run(arguments)
-    if arguments.tune is None:
-        raise UserError("no accelerator here: --quick measures tiny shapes, interpreted")
-    print(*tune(arguments.tune, tuned.TABLE), f"written: {tuned.TABLE}", sep="\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -2,26 +2,30 @@
 
 Both get the same exported policy, prompts, group size, lengths, learning rate and number type, and train for
 the same number of steps, each in a process of its own, ours before and after TRL: once as it is, and once
-without leaving out responses that have no advantage. TRL is installed into an environment of its own.
-`docs/benchmarks.md` says what each row means.
+without leaving out responses that have no advantage. TRL, whose requirements exclude ours, is installed into
+an environment of its own. `docs/benchmarks.md` says what each row means.
 """
 
+import dataclasses
 import itertools
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from peer_benchmarks.environment import interpreter
-from peer_benchmarks.job import WARM_STEPS, Step, check_config, write_job
+from processes import run_process, train
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig
 from rljax.engine.number_type import with_number_type
 from rljax.errors import UserError
+from rljax.models.huggingface import save_model
 from rljax.models.transformer import num_params
 from rljax.rollout.collector import TRAINING, WantedGroups
 from rollout_benchmarks.variants import open_run
@@ -33,14 +37,37 @@ _OVERRIDES = (
 )  # fmt: skip
 _WAYS = {"step": (), "step without skipping": ("algorithm.skip_zero_advantages=false",)}
 """Our sides, by name of their rows: keys of the config that each sets."""
-_HERE = Path(__file__).parent
+_PEER = Path(__file__).parent / "trl_grpo.py"
+_REQUIREMENTS = ("trl==1.16.0", "torch==2.13.0")
+_WARM_STEPS = 1  # at the beginning, that compile and do not count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One step of a library: rollouts of so many response tokens, rewards and update."""
+
+    seconds: float
+    tokens: int
+    reward: float
 
 
 def _step_rows(arguments: Namespace) -> list[Row]:
     config = with_number_type(arguments.config)
-    check_config(config)
-    micro_batch = _micro_batch(arguments.micro_batch, config)
-    python = interpreter(arguments.environment, arguments.python)
+    if config.algorithm.name != "grpo" or config.algorithm.kl_coefficient:
+        raise UserError("algorithm: the comparison is GRPO without KL; set algorithm.kl_coefficient=0")
+    if config.training.minibatches_per_step != 1:
+        raise UserError("training.minibatches_per_step: the comparison makes one update a step; set it to 1")
+    if config.policy.compute_dtype not in ("float32", "bfloat16"):
+        raise UserError("policy.compute_dtype: the comparison knows float32 and bfloat16")
+    group = config.rollout.samples_per_prompt
+    size = group * config.rollout.prompts_per_step
+    micro_batch = size if arguments.micro_batch is None else arguments.micro_batch
+    if micro_batch < 1 or micro_batch % group or size % micro_batch:
+        raise UserError(
+            f"--micro-batch: {micro_batch} is not a number of whole groups of {group} sequences"
+            f" that divides the {size} of a step"
+        )
+    python = _interpreter(arguments.environment, arguments.python)
     settings = [*_OVERRIDES, *arguments.overrides, f"policy.compute_dtype={config.policy.compute_dtype}"]
     return rows_of(config, settings, python, arguments.file, micro_batch)
 
@@ -53,10 +80,9 @@ BENCHMARK = Benchmark(
     settings=_OVERRIDES,
     options={
         "--environment": {
-            "type": Path,
             "default": Path("cache/peers/trl"),
             "metavar": "DIR",
-            "help": "where TRL is installed at the first use (default: cache/peers/trl)",
+            "help": "where TRL is installed at the first use",
         },
         "--micro-batch": {
             "type": int,
@@ -69,40 +95,41 @@ BENCHMARK = Benchmark(
 )
 
 
-def _micro_batch(wanted: int | None, config: ExperimentConfig) -> int:
-    """Returns how many sequences TRL updates with at a time: all of a step, or `wanted`."""
-    group = config.rollout.samples_per_prompt
-    size = group * config.rollout.prompts_per_step
-    if wanted is None:
-        return size
-    if wanted < 1 or wanted % group or size % wanted:
-        raise UserError(
-            f"--micro-batch: {wanted} is not a number of whole groups of {group} sequences"
-            f" that divides the {size} of a step"
-        )
-    return wanted
+def _interpreter(directory: Path, python: str | None) -> Path:
+    """The Python of TRL's environment, which is made with this interpreter, or this process's for None."""
+    executable = directory / "bin" / "python"
+    if executable.exists():
+        return executable
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        subprocess.run([python or sys.executable, "-m", "venv", os.fspath(partial)], check=True)
+        subprocess.run([partial / "bin" / "python", "-m", "pip", "install", "-q", *_REQUIREMENTS], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"trl: its environment cannot be made: {error}") from error
+    partial.rename(directory)
+    return executable
 
 
 def rows_of(
-    config: ExperimentConfig,
-    settings: Sequence[str],
-    python: Path,
-    file: str | Path,
-    micro_batch: int,
+    config: ExperimentConfig, settings: Sequence[str], python: Path, file: str | Path, micro_batch: int
 ) -> list[Row]:
+    """The rows of both ways, by a config, which `settings` make of `file`, that TRL can be given, in the
+    environment of `python`; `micro_batch` are sequences that TRL updates with at a time: whole groups.
+    """
     with tempfile.TemporaryDirectory() as directory:
         job = Path(directory)
         parameters = _write_job(config, micro_batch, job)
-
-        def ours(when: str) -> dict[str, list[Step]]:
-            return {
-                way: _ours(file, [*settings, *keys], job, f"{when}-{number}")
-                for number, (way, keys) in enumerate(_WAYS.items())
-            }
-
-        before = ours("before")
-        steps, versions = _theirs(python, job)
-        after = ours("after")
+        before = {way: _ours(file, [*settings, *keys], job) for way, keys in _WAYS.items()}
+        output = job / "trl.json"
+        run_process([python, _PEER, job / "job.json", output], "trl")
+        results = json.loads(output.read_text(encoding="utf-8"))
+        after = {way: _ours(file, [*settings, *keys], job) for way, keys in _WAYS.items()}
+    # From one call of the reward function to the next: an update, and the rollout of the tokens counted.
+    steps = [
+        _Step(call["at"] - last["at"], call["tokens"], call["reward"])
+        for last, call in itertools.pairwise(results["calls"])
+    ][_WARM_STEPS:]
     rows = []
     for way in _WAYS:
         both = [*before[way], *after[way]]
@@ -113,14 +140,14 @@ def rows_of(
             "steps": len(steps),
             "peer_micro_batch": micro_batch,
             "our_steps": len(both),
-            "our_seconds_before_and_after": [_per_step(before[way]), _per_step(after[way])],
-            "our_tokens_per_step": sum(step.tokens for step in both) / len(both),
-            "peer_tokens_per_step": sum(step.tokens for step in steps) / len(steps),
-            "our_reward": sum(step.reward for step in both) / len(both),
-            "peer_reward": sum(step.reward for step in steps) / len(steps),
-            "versions": versions,
+            "our_seconds_before_and_after": [_mean(each, "seconds") for each in (before[way], after[way])],
+            "versions": results["versions"],
         }
-        seconds, rates = (_per_step(both), _per_step(steps)), (_rate(both), _rate(steps))
+        for side, of in (("our", both), ("peer", steps)):
+            details[f"{side}_tokens_per_step"] = _mean(of, "tokens")
+            details[f"{side}_reward"] = _mean(of, "reward")
+        seconds = [_mean(of, "seconds") for of in (both, steps)]
+        rates = [_mean(of, "tokens") / _mean(of, "seconds") for of in (both, steps)]
         rows += [
             counted_row(f"{way}/trl/time", *seconds, "s/step", "trl", less=True, **details),
             counted_row(f"{way}/trl/tokens", *rates, "response tokens/s", "trl", **details),
@@ -128,59 +155,46 @@ def rows_of(
     return rows
 
 
+def _mean(steps: Sequence[_Step], name: str) -> float:
+    return sum(getattr(step, name) for step in steps) / len(steps)
+
+
 def _write_job(config: ExperimentConfig, micro_batch: int, job: Path) -> int:
-    """Writes the job; returns the number of the policy's parameters."""
+    """Writes the job that `trl_grpo.py` reads, and the policy that it begins with; returns the number of its
+    parameters.
+    """
     with open_run(config) as (run, _):
-        collector, per_step = run.collector, config.rollout.prompts_per_step
-        prompts = []
-        for index in range(config.training.steps * per_step):
-            problem = collector.task.problem("train", index)
+        collector, prompts = run.collector, []
+        for index in range(config.training.steps * config.rollout.prompts_per_step):
             (request,) = collector.requests(WantedGroups("train", [index], 1, TRAINING, 0))
-            text = collector.tokenizer.decode(list(request.prompt_ids))
-            prompts.append({"prompt": text, "answer": problem.answer})
-        write_job(run, prompts, micro_batch, job)
-        return num_params(run.engine.config)
+            text = collector.tokenizer.decode(list(request.prompt_ids))  # with the chat template applied
+            prompts.append({"prompt": text, "answer": collector.task.problem("train", index).answer})
+        model, tokenizer = run.engine.config, run.tokenizer_directory
+        save_model(job / "policy", model, run.state.params, "float32", tokenizer)
+        settings: dict[str, Any] = {
+            "policy": str(job / "policy"),
+            "prompts": prompts,
+            "micro_batch": micro_batch,
+            "steps": config.training.steps,
+            "eos_token_ids": list(run.engine.eos_token_ids),
+            "learning_rate": config.optimizer.learning_rate,
+            "beta2": config.optimizer.beta2,
+            "dtype": config.policy.compute_dtype,
+            "seed": config.seed,
+        }
+    of_rollouts = "prompts_per_step", "samples_per_prompt", "max_response_length", "temperature"
+    settings |= {name: getattr(config.rollout, name) for name in of_rollouts}
+    (job / "job.json").write_text(json.dumps(settings), encoding="utf-8")
+    return num_params(model)
 
 
-def _ours(file: str | Path, settings: Sequence[str], job: Path, name: str) -> list[Step]:
+def _ours(file: str | Path, settings: Sequence[str], job: Path) -> list[_Step]:
     """Trains the job's policy with `scripts/train.py`."""
-    run_dir = job / name
-    settings = [*settings, f"run_dir={run_dir}", f"policy.path={job / 'policy'}", "policy.shape=null"]
-    settings += ["policy.growth=null", "warm_start=null"]
-    _run([sys.executable, _HERE / "train.py", "--config", file, *settings], "rljax")
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = [line for line in map(json.loads, lines) if "time/step" in line]
-    steps = [Step(line["time/step"], line["rollout/tokens"], line["reward/mean"]) for line in metrics]
-    return steps[WARM_STEPS:]
-
-
-def _theirs(python: Path, job: Path) -> tuple[list[Step], dict[str, str]]:
-    """Trains the job with TRL; returns its steps, and versions."""
-    output = job / "trl.json"
-    _run([python, _HERE / "peer_benchmarks" / "trl_grpo.py", job / "job.json", output], "trl")
-    results = json.loads(output.read_text(encoding="utf-8"))
-    calls = results["calls"]
-    # From one call of the reward function to the next: an update, and the rollout of the tokens counted.
-    steps = [
-        Step(call["at"] - before["at"], call["tokens"], call["reward"])
-        for before, call in itertools.pairwise(calls)
-    ]
-    return steps[WARM_STEPS:], results["versions"]
-
-
-def _run(command: Sequence[str | Path], name: str) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if done.returncode:
-        said = " / ".join(done.stderr.strip().splitlines()[-3:])
-        raise UserError(f"{name} ended with status {done.returncode}: {said}")
-
-
-def _per_step(steps: Sequence[Step]) -> float:
-    return sum(step.seconds for step in steps) / len(steps)
-
-
-def _rate(steps: Sequence[Step]) -> float:
-    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+    policy = f"policy.path={job / 'policy'}", "policy.shape=null", "policy.growth=null", "warm_start=null"
+    lines, _ = train(file, Path(tempfile.mkdtemp(dir=job)) / "run", *settings, *policy)
+    metrics = [line for line in lines if "time/step" in line]
+    steps = [_Step(line["time/step"], line["rollout/tokens"], line["reward/mean"]) for line in metrics]
+    return steps[_WARM_STEPS:]
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ fails. `docs/benchmarks.md` explains the rows. The default config is SmolLM2's, 
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 from rljax.benchmark_runs import Benchmark, Measurement
-from rljax.errors import UserError, exit_status
-from rollout_benchmarks.algorithms import algorithm_rows
-from rollout_benchmarks.costs import first_step_rows, pass_rows
-from rollout_benchmarks.draft_lengths import draft_length_rows, plot
-from rollout_benchmarks.races import race_rows
-from rollout_benchmarks.rollout import rollout_rows
+from rljax.errors import UserError
+from rollout_benchmarks.counts import algorithm_rows, draft_length_rows, plot, race_rows
+from rollout_benchmarks.rollout import first_step_rows, pass_rows, rollout_rows
 from rollout_benchmarks.variants import CONFIGURED, PLAIN, VARIANTS
 from workloads import REAL_CONFIG
 
@@ -41,6 +37,15 @@ def _plan(arguments: Namespace) -> list[Measurement]:
     ]
 
 
+def _plot(arguments: Namespace) -> None:
+    results = arguments.output or Path("benchmarks/results/draft-lengths.json")
+    try:
+        rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{results}: holds no results ({error})") from error
+    plot(rows, arguments.plot)
+
+
 BENCHMARK = Benchmark(
     "rollout",
     __doc__,
@@ -55,24 +60,9 @@ BENCHMARK = Benchmark(
         },
         "--plot": {"type": Path, "metavar": "FILE", "help": "draw the draft lengths that --output holds"},
     },
+    instead={"--plot": _plot},
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    arguments = BENCHMARK.parser().parse_intermixed_args(argv)
-    return BENCHMARK.run(arguments) if arguments.plot is None else _plot(arguments)
-
-
-@exit_status()
-def _plot(arguments: Namespace) -> None:
-    results = arguments.output or Path("benchmarks/results/draft-lengths.json")
-    try:
-        rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{results}: holds no results ({error})") from error
-    plot(rows, arguments.plot)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -11,7 +11,6 @@ import argparse
 import collections
 import dataclasses
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from compiled_programs import Operation, parsed, text_of
 from rljax import target
 from rljax.engine import kv_cache
 from rljax.errors import exit_status
@@ -77,11 +77,10 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
     for form in (padded[0], padded[-1], *slabs):
         for inputs, outputs in sorted(shapes):
             multiply = functools.partial(products.padded_dot, form=form)
-            args = functools.partial(
-                lambda rows, i, o: (array(rows, i, dtype=dtype), array(o, i, dtype=dtype)),
-                i=inputs,
-                o=outputs,
-            )
+
+            def args(rows: int, i: int = inputs, o: int = outputs) -> tuple:
+                return array(rows, i, dtype=dtype), array(o, i, dtype=dtype)
+
             yield f"product [{inputs} -> {outputs}], {form}", multiply, args
             if form is padded[0] and inputs > _PIECE:
                 name = f"product [{inputs} -> {outputs}] in pieces of {_PIECE} inputs"
@@ -93,24 +92,13 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
     cache_dtype = jnp.dtype(dtype)
     keys = (kv_heads, _CACHE // kv_cache.KEY_BLOCK, dim, kv_cache.KEY_BLOCK)
 
-    def decode(q, keys, values, positions, k, v):
-        return decode_attention(q, keys, values, positions, k, v, numerics, "xla")
-
     def decoding(slots: int) -> tuple:
         new = array(slots, 1, kv_heads, dim, dtype=cache_dtype)
-        return (
-            array(slots, 1, heads, dim, dtype=dtype),
-            array(slots, *keys, dtype=cache_dtype),
-            array(slots, kv_heads, _CACHE, dim, dtype=cache_dtype),
-            array(slots, dtype=jnp.int32),
-            new,
-            new,
-        )
+        queries, values = array(slots, 1, heads, dim, dtype=dtype), (slots, kv_heads, _CACHE, dim)
+        cache = array(slots, *keys, dtype=cache_dtype), array(*values, dtype=cache_dtype)
+        return queries, *cache, array(slots, dtype=jnp.int32), new, new
 
-    yield "attention of a token in each slot", decode, decoding
-
-    def verify(q, keys, values, lengths, k, v, ancestors, depth):
-        return tree_attention(q, keys, values, lengths, k, v, ancestors, depth, numerics, "xla")
+    yield "attention of a token in each slot", _plainly(decode_attention, numerics), decoding
 
     def verifying(nodes: int) -> tuple:
         q, cached_keys, cached_values, lengths, _, _ = decoding(8)
@@ -119,7 +107,11 @@ def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callabl
         tree = array(8, nodes, nodes, dtype=bool), array(8, nodes, dtype=jnp.int32)
         return q, cached_keys, cached_values, lengths, new, new, *tree
 
-    yield "attention of draft nodes in 8 slots", verify, verifying
+    yield "attention of draft nodes in 8 slots", _plainly(tree_attention, numerics), verifying
+
+
+def _plainly(attention: Callable[..., jax.Array], numerics: Numerics) -> Callable[..., jax.Array]:
+    return lambda *args: attention(*args, numerics, "xla")
 
 
 def _in_pieces(rows: jax.Array, weight: jax.Array, form: products.ProductForm) -> jax.Array:
@@ -136,91 +128,57 @@ def _in_pieces(rows: jax.Array, weight: jax.Array, form: products.ProductForm) -
 
 def kernels_of(text: str, platform: str) -> list[Kernel]:
     """Returns the kernels of a compiled program that add up products, in the order of the program."""
-    return _tpu_kernels(text) if platform == "tpu" else _gpu_kernels(text)
+    computations, read = parsed(text), _tpu_kernel if platform == "tpu" else _gpu_kernel
+    found = (
+        read(operation, computations.get(operation.called, []))
+        for operations in computations.values()
+        for operation in operations
+    )
+    return [kernel for kernel in found if kernel]
 
 
-def _computations(text: str) -> dict[str, str]:
-    """Returns the text of each computation, by name."""
-    found = re.finditer(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
-    return {match[1]: match[2] for match in found}
+def _tpu_kernel(operation: Operation, inside: Sequence[Operation]) -> Kernel | None:
+    config = operation.config
+    window = config.get("window_config", {})
+    kinds = {each.kind for each in inside or [operation]}
+    if not window.get("kernel_window_bounds") or "convolution" not in kinds:
+        return None
+    kernel, iterations = ((window[f"{name}_bounds"] or ["1"])[-1] for name in ("kernel_window", "iteration"))
+    sizes = {name: "x".join(window[name]) for name in window if name.endswith("bounds")}
+    return Kernel(
+        by=config.get("convolution_algorithm_config", {}).get("emitter", "convolution"),
+        pieces=f"{kernel} x {iterations}",
+        tiles=" ".join(f"{name.split('_')[0]} {size}" for name, size in sizes.items() if size),
+    )
 
 
-def _config(line: str) -> dict[str, Any]:
-    match = re.search(r"backend_config=(\{.*\})", line)
-    return json.loads(match[1]) if match else {}
+def _gpu_kernel(operation: Operation, inside: Sequence[Operation]) -> Kernel | None:
+    if operation.kind == "custom-call" and "gemm" in f"{operation.name} {operation.rest}".lower():
+        name = re.search(r'custom_call_target="([^"]+)"', operation.rest)
+        why = "the library chooses its kernel when it runs"
+        return Kernel(name[1] if name else "gemm", "", unknown=why)
+    fusion = operation.config.get("fusion_backend_config", {})
+    dot = next((each for each in inside if each.kind == "dot"), None)
+    if dot is None or not fusion.get("kind", "").startswith("__triton"):
+        return None
+    tiles = fusion.get("block_level_fusion_config", fusion.get("triton_gemm_config", {}))
+    sizes, block = tiles.get("output_tiles", [{}])[0].get("sizes", []), dot.config.get("sizes", ["?"])
+    return Kernel(
+        by="triton",
+        pieces=f"{_split_of(dot, inside)} parts, {'x'.join(block)} at a time",
+        tiles=f"{'x'.join(sizes)}, {tiles.get('num_warps', '?')} warps",
+        unknown="autotuning on the device may choose other tiles",
+    )
 
 
-def _tpu_kernels(text: str) -> list[Kernel]:
-    computations, kernels = _computations(text), []
-    for body in computations.values():
-        for line in body.splitlines():
-            config = _config(line)
-            window = config.get("window_config", {})
-            if not window.get("kernel_window_bounds"):
-                continue
-            called = re.search(r"calls=%([\w.\-]+)", line)
-            inside = computations.get(called[1], "") if called else line
-            if "convolution(" not in inside:
-                continue
-            bounds = {name: "x".join(window[name]) for name in window if name.endswith("bounds")}
-            kernels.append(
-                Kernel(
-                    by=config.get("convolution_algorithm_config", {}).get("emitter", "convolution"),
-                    pieces=f"{_last(window['kernel_window_bounds'])} x {_last(window['iteration_bounds'])}",
-                    tiles=" ".join(f"{name.split('_')[0]} {size}" for name, size in bounds.items() if size),
-                )
-            )
-    return kernels
-
-
-def _last(bounds: Sequence[str]) -> str:
-    return bounds[-1] if bounds else "1"
-
-
-def _gpu_kernels(text: str) -> list[Kernel]:
-    computations, kernels = _computations(text), []
-    for body in computations.values():
-        for line in body.splitlines():
-            if "custom-call(" in line and "gemm" in line.lower():
-                name = re.search(r'custom_call_target="([^"]+)"', line)
-                why = "the library chooses its kernel when it runs"
-                kernels.append(Kernel(name[1] if name else "gemm", "", unknown=why))
-                continue
-            fusion = _config(line).get("fusion_backend_config", {})
-            if not fusion.get("kind", "").startswith("__triton"):
-                continue
-            called = re.search(r"calls=%([\w.\-]+)", line)
-            inside = computations.get(called[1], "") if called else ""
-            dot = re.search(r"^.* dot\(.*$", inside, re.M)
-            if dot is None:
-                continue
-            parts = _split_of(dot[0], inside)
-            block = _config(dot[0]).get("sizes", ["?"])
-            tiles = fusion.get("block_level_fusion_config", fusion.get("triton_gemm_config", {}))
-            sizes = tiles.get("output_tiles", [{}])[0].get("sizes", [])
-            kernels.append(
-                Kernel(
-                    by="triton",
-                    pieces=f"{parts} parts, {'x'.join(block)} at a time",
-                    tiles=f"{'x'.join(sizes)}, {tiles.get('num_warps', '?')} warps",
-                    unknown="autotuning on the device may choose other tiles",
-                )
-            )
-    return kernels
-
-
-def _split_of(dot: str, inside: str) -> int:
+def _split_of(dot: Operation, inside: Sequence[Operation]) -> int:
     """Into how many parts a sum is split among blocks: a dimension that both factors of the product have
     beside the contracted one.
     """
-    batch = re.search(r"lhs_batch_dims=\{([\d,]+)\}", dot)
-    operand = re.search(r"dot\((?:\w+\[[\d,]*\]\S* )?%([\w.\-]+)", dot)
-    if batch is None or operand is None:
-        return 1
-    shape = re.search(rf"%{re.escape(operand[1])} = \w+\[([\d,]+)\]", inside)
-    if shape is None:
-        return 1
-    return int(shape[1].split(",")[int(batch[1].split(",")[0])])
+    batch = re.search(r"lhs_batch_dims=\{(\d+)", dot.rest)
+    shapes = {each.name: re.search(r"\[([\d,]+)\]", each.shape) for each in inside}
+    shape = shapes.get(dot.operands[0])
+    return int(shape[1].split(",")[int(batch[1])]) if batch and shape else 1
 
 
 # -- the command -------------------------------------------------------------------------------------------
@@ -242,24 +200,21 @@ def compiled(name: str, config: ModelConfig, dtype: str, rows: Sequence[int]) ->
                     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
                     arguments(count),
                 )
-                text = jax.jit(function).lower(*shapes).compile().as_text()
+                text = text_of(jax.jit(function).lower(*shapes).compile())
                 by_rows[count] = kernels_of(text, platform_of(topology))
-            found[formulation] = by_rows
+            found[formulation] = {
+                str(count): [dataclasses.asdict(kernel) for kernel in kernels]
+                for count, kernels in by_rows.items()
+            }
             print(_line(formulation, by_rows), flush=True)
     return found
 
 
-def _groups(by_rows: dict[int, list[Kernel]]) -> dict[tuple, list[int]]:
-    """Returns the numbers of rows with the same order of sums, by that order."""
+def _line(formulation: str, by_rows: dict[int, list[Kernel]]) -> str:
+    """Returns a line for the user: the numbers of rows with the same order of sums."""
     groups = collections.defaultdict(list)
     for rows, kernels in by_rows.items():
         groups[tuple(sorted((kernel.by, kernel.pieces) for kernel in kernels))].append(rows)
-    return dict(groups)
-
-
-def _line(formulation: str, by_rows: dict[int, list[Kernel]]) -> str:
-    """Returns a line for the user."""
-    groups = _groups(by_rows)
     unknown = {kernel.unknown for kernels in by_rows.values() for kernel in kernels if kernel.unknown}
     verdict = "one order of sums for all rows" if len(groups) == 1 else f"{len(groups)} orders of sums"
     parts = [
@@ -280,18 +235,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
     arguments = parser.parse_args(argv)
-    found = compiled(arguments.compiled_for, config_of(arguments.policy), arguments.dtype, arguments.rows)
+    of_policy = config_of(arguments.policy), arguments.dtype, arguments.rows
     result = {
         "policy": arguments.policy,
         "dtype": arguments.dtype,
         "compiled_for": arguments.compiled_for,
-        "formulations": {
-            formulation: {
-                str(rows): [dataclasses.asdict(kernel) for kernel in kernels]
-                for rows, kernels in by_rows.items()
-            }
-            for formulation, by_rows in found.items()
-        },
+        "formulations": compiled(arguments.compiled_for, *of_policy),
     }
     name = arguments.compiled_for.split(":")[0]
     output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"

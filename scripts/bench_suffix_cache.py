@@ -7,10 +7,10 @@ Without it, its rows hold only our values.
 """
 
 import dataclasses
-import gc
+import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from drafters.registry import make_drafter
 from drafters.suffix_automaton import Proposals, SuffixForest
 from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row, timed_row
-from rljax.timing import compare
+from rljax.timing import compare, interleave
 
 try:
     from arctic_inference.suffix_decoding._C import SuffixTree
@@ -62,22 +62,17 @@ def rl_like_responses(seed: int, count: int, length: int) -> np.ndarray:
 # --- both sides ------------------------------------------------------------------------------------------
 
 
-def insert_whole(groups: Sequence[np.ndarray]) -> SuffixForest:
-    """A forest of one automaton a prompt; groups [responses, T] are inserted one after the other."""
+def insert(groups: Sequence[np.ndarray], stepwise: bool = False) -> SuffixForest:
+    """A forest of one automaton a prompt. Groups [responses, T] are inserted one after the other: whole, or a
+    token of every response per call, as in sampling.
+    """
     forest = SuffixForest(DEPTH)
     for responses in groups:
+        width = 1 if stepwise else responses.shape[1]
         sequences = forest.start(np.full(len(responses), forest.add_root(), np.int32))
-        forest.extend(sequences, responses, np.full(len(responses), responses.shape[1], np.int32))
-    return forest
-
-
-def insert_stepwise(responses: np.ndarray) -> SuffixForest:
-    """Inserts one token of every response per call, as in sampling."""
-    forest = SuffixForest(DEPTH)
-    sequences = forest.start(np.full(len(responses), forest.add_root(), np.int32))
-    ones = np.ones(len(responses), np.int32)
-    for position in range(responses.shape[1]):
-        forest.extend(sequences, responses[:, position : position + 1], ones)
+        counts = np.full(len(responses), width, np.int32)
+        for first in range(0, responses.shape[1], width):
+            forest.extend(sequences, responses[:, first : first + width], counts)
     return forest
 
 
@@ -85,34 +80,24 @@ def arctic_trees(groups: Sequence[np.ndarray], stepwise: bool = False) -> list["
     """Fills arctic's C++ trees directly, one per prompt."""
     trees = []
     for responses in groups:
-        tree = SuffixTree(DEPTH)
-        for positions in _steps(responses, stepwise):
+        tree, width = SuffixTree(DEPTH), 1 if stepwise else responses.shape[1]
+        for first in range(0, responses.shape[1], width):
             for request, response in enumerate(responses):
-                tree.extend_ndarray(request, response[positions])
+                tree.extend_ndarray(request, response[first : first + width])
         trees.append(tree)
     return trees
 
 
-def _steps(responses: np.ndarray, stepwise: bool) -> list[slice]:
-    length = responses.shape[1]
-    return [slice(i, i + 1) for i in range(length)] if stepwise else [slice(0, length)]
+Nodes = tuple[Sequence[int], Sequence[int]]
+"""Tokens and parents of a draft."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Queries:
-    """Queries for all implementations: drafts for held-out responses, every few tokens.
-
-    Attributes:
-      responses: int32 [B, T].
-      positions: first positions of the drafts.
-    """
+    """Drafts for held-out responses, int32 [B, T], from these positions on, asked of all implementations."""
 
     responses: np.ndarray
     positions: range
-
-    @classmethod
-    def along(cls, responses: np.ndarray) -> "Queries":
-        return cls(responses, range(TOKENS_PER_STEP, responses.shape[1] - BUDGET, TOKENS_PER_STEP))
 
     def __len__(self) -> int:
         return len(self.responses) * len(self.positions)
@@ -124,15 +109,11 @@ class Queries:
         batch = len(self.responses)
         sequences = forest.track(np.zeros(batch, np.int32))
         steps, budgets = np.full(batch, TOKENS_PER_STEP, np.int32), np.full(batch, BUDGET, np.int32)
+        options = {"chain_only": not tree, "novelty": 0.0, "min_probability": LEAST_PROBABILITY}
         drafts = []
         for position in self.positions:
             forest.advance(sequences, self.responses[:, position - TOKENS_PER_STEP : position], steps)
-            drafts.append(
-                forest.propose(
-                    sequences, budgets, BUDGET, chain_only=not tree, novelty=0.0,
-                    min_probability=LEAST_PROBABILITY,
-                )
-            )  # fmt: skip
+            drafts.append(forest.propose(sequences, budgets, BUDGET, **options))
         return drafts
 
     def ask_tree(self, suffix_tree: "SuffixTree", tree: bool) -> list:
@@ -144,134 +125,100 @@ class Queries:
             for response in self.responses
         ]
 
-    def quality_of_ours(self, drafts: Sequence[Proposals]) -> dict[str, float]:
-        flat = (
-            (d.tokens[row, : d.counts[row]].tolist(), d.parents[row, : d.counts[row]].tolist())
-            for d in drafts
-            for row in range(len(self.responses))
-        )
-        return self._quality(flat, "")
-
-    def quality_of_theirs(self, drafts: Sequence) -> dict[str, float]:
-        return self._quality(((draft.token_ids, draft.parents) for draft in drafts), "baseline_")
-
-    def _quality(self, drafts, prefix: str) -> dict[str, float]:
+    def quality(self, drafts: Iterable[Nodes]) -> tuple[float, float]:
         """Returns the draft tokens per query, and the number of them with which the response continues."""
         proposed = accepted = 0
         where = ((response, position) for position in self.positions for response in self.responses)
         for (tokens, parents), (response, position) in zip(drafts, where, strict=True):
             proposed += len(tokens)
-            nodes = {
-                (parent, token): node
-                for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))
-            }
+            nodes = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
             at, depth = -1, 0
             while (at := nodes.get((at, int(response[position + depth])))) is not None:
                 depth += 1
             accepted += depth
-        return {f"{prefix}draft_tokens": proposed / len(self), f"{prefix}accepted": accepted / len(self)}
+        return proposed / len(self), accepted / len(self)
 
 
 # --- measuring -------------------------------------------------------------------------------------------
 
 
-def alternate(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Returns the seconds of every action in every round, without the time of freeing its result."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for repeat in range(-1, repeats):  # the first round warms up
-        for name in reversed(actions) if repeat % 2 else actions:
-            gc.collect()
-            start = time.perf_counter()
-            result = actions[name]()
-            taken = time.perf_counter() - start
-            del result
-            if repeat >= 0:
-                seconds[name].append(taken)
-    return seconds
-
-
 def timed_rows(
-    name: str, actions: Mapping[str, Callable[[], object]], amount: int, repeats: int,
-    details: Mapping[str, Mapping[str, object]] | None = None,
-) -> list[Row]:  # fmt: skip
-    """Returns a row for every baseline; without any, one row that compares ours with itself.
-
-    Args:
-      name: name of the rows, to which "against BASELINE" is added.
-      actions: actions by name, ours first.
-      amount: number of tokens or queries; a row has the microseconds of one.
-      details: by the name of the baseline.
+    name: str, actions: Mapping[str, Callable[[], object]], amount: int, repeats: int, **details: object
+) -> list[Row]:
+    """Returns the row of ours against the baseline; without one, against ourselves. It has the microseconds
+    of one of `amount` tokens or queries.
     """
-    seconds = alternate(actions, repeats)
-    ours, *baselines = actions
-    rows = [
-        (f"{name} against {baseline}", baseline, compare(seconds[ours], seconds[baseline]))
-        for baseline in baselines
-    ] or [(name, MISSING, compare(seconds[ours], seconds[ours]))]
-    return [
-        timed_row(
-            row, timing, baseline, "us", 1e6 / amount, amount=amount, **(details or {}).get(baseline, {})
-        )
-        for row, baseline, timing in rows
-    ]
+    seconds = list(interleave(actions, repeats).values())
+    baseline = TREE if len(seconds) > 1 else MISSING
+    name = f"{name} against {baseline}" if len(seconds) > 1 else name
+    timing = compare(seconds[0], seconds[-1])
+    return [timed_row(name, timing, baseline, "us", 1e6 / amount, amount=amount, **details)]
 
 
 def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row]:
     """Measures microseconds per token: whole responses, token by token, and many prompts."""
     responses = rl_like_responses(0, count, length)
     small = [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)]
-    whole: dict[str, Callable[[], object]] = {"ours": lambda: insert_whole([responses])}
-    stepwise: dict[str, Callable[[], object]] = {"ours": lambda: insert_stepwise(responses)}
-    many: dict[str, Callable[[], object]] = {"ours": lambda: insert_whole(small)}
-    if SuffixTree is not None:
-        whole[TREE] = lambda: arctic_trees([responses])
-        stepwise[TREE] = lambda: arctic_trees([responses], stepwise=True)
-        many[TREE] = lambda: arctic_trees(small)
-    size = f"{count} x {length}"
-    return [
-        *timed_rows(f"insert/{size}/whole responses", whole, responses.size, repeats),
-        *timed_rows(f"insert/{size}/a token of each at a time", stepwise, responses.size, repeats),
-        *timed_rows(f"insert/{prompts} prompts x 8 x 256/whole", many, prompts * 8 * 256, repeats),
-    ]
+    rows = []
+    for name, groups, stepwise in (
+        (f"{count} x {length}/whole responses", [responses], False),
+        (f"{count} x {length}/a token of each at a time", [responses], True),
+        (f"{prompts} prompts x 8 x 256/whole", small, False),
+    ):
+        actions = {"ours": functools.partial(insert, groups, stepwise)}
+        if SuffixTree is not None:
+            actions[TREE] = functools.partial(arctic_trees, groups, stepwise)
+        rows += timed_rows(f"insert/{name}", actions, sum(group.size for group in groups), repeats)
+    return rows
 
 
 def query_rows(count: int, length: int, repeats: int) -> list[Row]:
     """Measures microseconds per query of held-out responses in batches of `count`."""
     responses = rl_like_responses(0, 2 * count, length)
-    stored, queries = responses[:count], Queries.along(responses[count:, :2048])
-    forest = insert_whole([stored])
-    if SuffixTree is not None:
-        (suffix_tree,) = arctic_trees([stored])
-    rows = []
+    stored, asked = responses[:count], responses[count:, :2048]
+    queries = Queries(asked, range(TOKENS_PER_STEP, asked.shape[1] - BUDGET, TOKENS_PER_STEP))
+    forest, rows = insert([stored]), []
     for tree in (False, True):
-        actions: dict[str, Callable[[], object]] = {"ours": lambda tree=tree: queries.ask_ours(forest, tree)}
-        quality = queries.quality_of_ours(actions["ours"]())
-        details = {MISSING: quality}
+        actions = {"ours": functools.partial(queries.ask_ours, forest, tree)}
+        details = dict(
+            zip(("draft_tokens", "accepted"), queries.quality(nodes_of(actions["ours"]())), strict=True)
+        )
         if SuffixTree is not None:
-            actions[TREE] = lambda tree=tree: queries.ask_tree(suffix_tree, tree)
-            details[TREE] = {**quality, **queries.quality_of_theirs(actions[TREE]())}
+            actions[TREE] = functools.partial(queries.ask_tree, *arctic_trees([stored]), tree)
+            theirs = queries.quality((each.token_ids, each.parents) for each in actions[TREE]())
+            details |= zip(("baseline_draft_tokens", "baseline_accepted"), theirs, strict=True)
         name = f"query/{count} x {length}/{'tree' if tree else 'chain'} of {BUDGET}"
-        rows += timed_rows(name, actions, len(queries), repeats, details)
+        rows += timed_rows(name, actions, len(queries), repeats, **details)
     return rows
+
+
+def nodes_of(drafts: Iterable[Proposals]) -> list[Nodes]:
+    """Flat drafts of all positions and responses."""
+    return [
+        (each.tokens[row, :count].tolist(), each.parents[row, :count].tolist())
+        for each in drafts
+        for row, count in enumerate(each.counts)
+    ]
 
 
 def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
     """Measures the allocated bytes per token."""
-    groups = {
-        f"{count} x {length}": [rl_like_responses(0, count, length)],
-        f"{prompts} prompts x 8 x 256": [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
-    }
     rows = []
-    for size, traces in groups.items():
-        forest = insert_whole(traces)
-        tokens = sum(trace.size for trace in traces)
-        arctic_bytes = None
+    for size, traces in (
+        (f"{count} x {length}", [rl_like_responses(0, count, length)]),
+        (
+            f"{prompts} prompts x 8 x 256",
+            [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
+        ),
+    ):
+        forest, tokens = insert(traces), sum(trace.size for trace in traces)
+        value = theirs = forest.nbytes / tokens
         if SuffixTree is not None:
-            arctic_bytes = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens
-        value = forest.nbytes / tokens
-        baseline = MISSING if arctic_bytes is None else TREE
-        both, used = (value, arctic_bytes or value), forest.used_bytes / tokens
-        rows.append(counted_row(f"memory/{size}", *both, "bytes/token", baseline, less=True, used=used))
+            theirs = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens
+        baseline, used = MISSING if SuffixTree is None else TREE, forest.used_bytes / tokens
+        rows.append(
+            counted_row(f"memory/{size}", value, theirs, "bytes/token", baseline, less=True, used=used)
+        )
     return rows
 
 
@@ -285,32 +232,23 @@ def begin_rows(prompts: int, count: int, length: int, repeats: int) -> list[Row]
         for response in rl_like_responses(prompt, count, length)
     ]
     requests = [DraftRequest((prompt,), None) for prompt in range(prompts)]
+    tokens = prompts * count * length
     drafters = {
-        workers: make_drafter("histospec", history_workers=workers, indexed_tokens=prompts * count * length)
+        workers: make_drafter("histospec", history_workers=workers, indexed_tokens=tokens)
         for workers in (1, 0)
     }
     seconds: dict[int, list[float]] = {workers: [] for workers in drafters}
-    for repeat in range(-1, repeats):  # the first round warms up
+    for _ in range(1 + repeats):  # the first round warms up
         for workers, drafter in drafters.items():
             drafter.learn(outcomes)
             drafter.index.wait()  # as an update of the policy takes longer
             start = time.perf_counter()
             drafter.begin(requests)
-            if repeat >= 0:
-                seconds[workers].append(time.perf_counter() - start)
-    metrics = drafters[1].metrics()
-    return [
-        timed_row(
-            f"begin/{prompts} prompts x {count} x {length}",
-            compare(seconds[1], seconds[0]),
-            "automata built when the rollout begins",
-            "ms",
-            1e3,
-            tokens=prompts * count * length,
-            prompts=metrics["history_prompts"],
-            indexed_ahead=metrics["history_indexed_ahead"],
-        )
-    ]
+            seconds[workers].append(time.perf_counter() - start)
+    metrics, timing = drafters[1].metrics(), compare(seconds[1][1:], seconds[0][1:])
+    counts = {"prompts": metrics["history_prompts"], "indexed_ahead": metrics["history_indexed_ahead"]}
+    name, against = f"begin/{prompts} prompts x {count} x {length}", "automata built when the rollout begins"
+    return [timed_row(name, timing, against, "ms", 1e3, tokens=tokens, **counts)]
 
 
 def announce(sections: Sequence[str]) -> None:

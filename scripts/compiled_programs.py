@@ -1,6 +1,7 @@
 """What a compiled program for an accelerator starts and moves, read off its text."""
 
 import dataclasses
+import json
 import math
 import re
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_OPERATION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+_LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _CALLED = re.compile(r"(?:to_apply|calls|body|(?:true|false)_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -25,11 +26,8 @@ _WRITES = {"dynamic-update-slice": 1, "scatter": -1}  # they write their operand
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a program starts and moves.
-
-    Attributes:
-      kernels: kernels, library calls and copies; on a TPU operations and copies.
-      bytes: what each of them reads and writes of the device's memory.
+    """The kernels, library calls and copies that a program starts, on a TPU operations and copies; and the
+    bytes that they read and write of the device's memory.
     """
 
     kernels: int = 0
@@ -37,7 +35,7 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operation:
+class Operation:
     """A line of a computation; `rest` begins with its operands, up to a parenthesis."""
 
     name: str
@@ -50,8 +48,20 @@ class _Operation:
     def operands(self) -> list[str]:
         return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
 
+    @property
+    def called(self) -> str | None:
+        """The computation inside of a fusion."""
+        found = re.search(r"calls=%?([\w.\-]+)", self.rest)
+        return found and found[1]
 
-_Computations = dict[str, list[_Operation]]
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the compiler's backend says of it."""
+        found = re.search(r"backend_config=(\{.*\})", self.rest)
+        return json.loads(found[1]) if found else {}
+
+
+_Computations = dict[str, list[Operation]]
 
 
 def text_of(program: Any) -> str:
@@ -63,13 +73,10 @@ def text_of(program: Any) -> str:
 
 
 def counts_of_loop(text: str) -> Counts | None:
-    """Counts one step of a program's main loop.
-
-    Args:
-      text: from `text_of`. The main loop is the one whose step starts the most; None without any. Loops
-        inside count as often as the text says, once where it does not; of branches the longest counts.
+    """Counts one step of a program's main loop, the one whose step starts the most; None without any. Loops
+    inside count as often as the text says, once where it does not; of branches the longest counts.
     """
-    computations = _parsed(text)
+    computations = parsed(text)
     loops = [each for operations in computations.values() for each in operations if each.kind == "while"]
     steps = [_counted(re.search(r"body=%?([\w.\-]+)", loop.rest)[1], computations) for loop in loops]
     return max(steps, key=lambda counts: counts.kernels, default=None)
@@ -77,20 +84,21 @@ def counts_of_loop(text: str) -> Counts | None:
 
 def counts_of_program(text: str) -> Counts | None:
     """As `counts_of_loop`, for all of a program that has no loop of steps."""
-    computations = _parsed(text)
+    computations = parsed(text)
     return _counted("ENTRY", computations) if computations else None
 
 
-def _parsed(text: str) -> _Computations:
+def parsed(text: str) -> _Computations:
+    """Returns the operations of a program's computations by name; its own are under "ENTRY"."""
     computations: _Computations = {}
     current = ""
     for line in text.splitlines():
         if found := _COMPUTATION.match(line):
             current = "ENTRY" if found[1] else found[2]
             computations[current] = []
-        elif found := _OPERATION.match(line):
+        elif found := _LINE.match(line):
             root, name, shape, kind, rest = found.groups()
-            computations[current].append(_Operation(name, kind, shape, rest, bool(root)))
+            computations[current].append(Operation(name, kind, shape, rest, bool(root)))
     return computations
 
 
@@ -117,7 +125,7 @@ def _counted(name: str, computations: _Computations) -> Counts:
 
 
 def _moved(
-    operation: _Operation, sizes: dict[str, int], same: dict[str, str], computations: _Computations
+    operation: Operation, sizes: dict[str, int], same: dict[str, str], computations: _Computations
 ) -> int:
     """Bytes that a kernel reads and writes: its operands, each once, and results, of a slice the part that is
     read, and of an array that is changed in place the part that is written. `same` has the operand of each
@@ -135,7 +143,7 @@ def _moved(
         return 2 * sizes.get(operands[_WRITES[operation.kind]], 0)
     taken = [sizes.get(name, 0) for name in operands]
     if operation.kind == "fusion":
-        inside = computations[_CALLED.search(operation.rest)[1]]
+        inside = computations[operation.called]
         for place, part in _partly_read(inside).items():
             taken[place] = min(taken[place], part)
         result -= sum(_spared(inside))
@@ -152,7 +160,7 @@ def _moved(
     return result + sum(read.values())
 
 
-def _partly_read(inside: list[_Operation]) -> dict[int, int]:
+def _partly_read(inside: list[Operation]) -> dict[int, int]:
     """Bytes that a fusion reads of its parameters, some of which it only takes slices of, or writes into."""
     sizes, read = {each.name: _bytes(each.shape) for each in inside}, {}
     for parameter in inside:
@@ -172,7 +180,7 @@ def _partly_read(inside: list[_Operation]) -> dict[int, int]:
     return read
 
 
-def _spared(inside: list[_Operation]) -> list[int]:
+def _spared(inside: list[Operation]) -> list[int]:
     """Bytes of a fusion's results that it leaves as they are, since it writes into them in place."""
     by_name = {each.name: each for each in inside}
     root = next(each for each in inside if each.is_root)

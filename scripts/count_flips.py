@@ -1,19 +1,209 @@
 """Counts tokens that drafting changes: `python scripts/count_flips.py [--tokens N] [key=value ...]`.
 
-Plain against drafted decoding, over drafters, managers and bucket mixes, in float32 and in bfloat16, in parts
-that resume: the same command goes on where it stopped. There should be no flip (`docs/row-invariance.md`).
+Plain against drafted decoding at temperature 1, over drafters, managers and bucket mixes, in float32 and in
+bfloat16. There should be no flip (`docs/row-invariance.md`). Every mechanism decodes the same requests with
+the same noise, in other buckets, slots and batches. A response is compared up to its first difference, since
+later tokens have another prefix. The work is divided into parts, one JSON line each, so that the same command
+goes on where it was stopped.
 """
 
 import argparse
+import dataclasses
+import itertools
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+
+from drafters.registry import make_drafter, states_read
 from rljax.benchmarking import results_console
-from rljax.config import load_config
+from rljax.config import ExperimentConfig, SpeculationConfig, load_config
+from rljax.durable_files import write_durably
 from rljax.errors import UserError, exit_status
-from rljax.provenance import command_line, write_figures
-from rollout_benchmarks.flips import MECHANISMS, PartsFile, count_part, parts, processor_line, summary
+from rljax.provenance import command_line, machine_facts, write_figures
+from rljax.requests import Completion
+from rljax.rollout.scheduler import Scheduler
+from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.pass_times import PassTimes
+from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.speculator import Speculator
+from rljax.training.training_run import TrainingRun
+from rollout_benchmarks.equality import Count, EveryPass, take_turns
+from rollout_benchmarks.variants import (
+    open_run,
+    small_model,
+    step_requests,
+    unrewarded,
+    with_hidden_layers,
+    with_keys,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mechanism:
+    """One way to draft.
+
+    Attributes:
+      drafters: names of drafters in the registry.
+      choice: the manager; "every pass" asks all drafters and verifies passes of all sizes in turn.
+      mix: see `speculation.mix`.
+      run_ahead: whether idle slots decode requests of the next step.
+    """
+
+    drafters: tuple[str, ...]
+    choice: str = "every pass"
+    mix: bool = False
+    run_ahead: bool = False
+
+
+MECHANISMS = {
+    "prompt lookup": Mechanism(("prompt_lookup",)),
+    "suffix decoding": Mechanism(("suffix_decoding",)),
+    "HistoSpec": Mechanism(("histospec",)),
+    "SRT": Mechanism(("srt",)),
+    "SRT with run-ahead": Mechanism(("srt",), run_ahead=True),
+    "quantized": Mechanism(("quantized",)),
+    "small model": Mechanism(("small_model",)),
+    "EAGLE-3": Mechanism(("eagle",)),
+    "all, one in turn": Mechanism(("srt", "quantized", "eagle")),
+    "all, mixed trees": Mechanism(("srt", "quantized", "eagle"), mix=True),
+    "all, default manager": Mechanism(("srt", "quantized", "eagle"), "expected"),
+    "all, bandit": Mechanism(("srt", "quantized", "eagle"), "bandit"),
+    "all, draft ladder": Mechanism(("srt", "quantized", "eagle"), "ladder"),
+}
+_ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
+BUCKET_MIXES = {
+    "a": ((2, 6, 24, 64), (16, 32, 64, 128), (6, 24)),
+    "b": ((3, 17, 64), (24, 33, 66, 96), (17, 64)),
+    "c": ((1, 5, 11, 33, 64), (18, 50, 130), (33, 5)),
+}
+"""Batch buckets, rows of verifying passes, and slots of the drafted side; plain decoding has 64."""
+
+
+def count_part(
+    config: ExperimentConfig, part: Mapping[str, Any], steps: int, names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields a line a mechanism: its `Count` over `steps` rollouts of a part, with its number type, bucket
+    mix and block of requests. History drafters see prompts again if `task.problems` is below the prompts of
+    them.
+    """
+    batches, rows, slots = BUCKET_MIXES[part["buckets"]]
+    config = with_keys(
+        config.model_copy(update={"seed": config.seed + part["block"]}),
+        policy={"compute_dtype": part["dtype"]},
+        engine={"max_slots": batches[-1], "batch_buckets": batches},
+        speculation={"drafter": "srt", "verify_buckets": rows, "max_drafts": 15, "max_batch": batches[-1]},
+    )
+    with open_run(config) as (run, progress):
+        progress.stage("count", len(names))
+        params = run.engine.load_params(run.state.params)
+        plain = []
+        for step in range(steps):
+            requests = step_requests(run, step)
+            plain.append(
+                Scheduler(with_hidden_layers(run.engine, None), batches[-1]).run(params, requests)[0]
+            )
+        times: dict[Any, PassTimes] = {}
+        for number, name in enumerate(names):
+            count = _count(run, MECHANISMS[name], plain, slots, times)
+            fingerprint = None if run.invariance is None else run.invariance.fingerprint
+            yield {**part, "mechanism": name, "numerics": fingerprint} | dataclasses.asdict(count)
+            progress.step(number + 1, {"tokens_per_second": 0.0})
+
+
+def _count(
+    run: TrainingRun,
+    mechanism: Mechanism,
+    plain: Sequence[Sequence[Completion]],
+    slots: Sequence[int],
+    times: dict[Any, PassTimes],
+) -> Count:
+    params = run.engine.load_params(run.state.params)
+    arguments = dict(_ARGUMENTS)
+    if "small_model" in mechanism.drafters:
+        arguments["small_model"] = {"path": str(small_model(run))}
+    drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in mechanism.drafters}
+    engine = with_hidden_layers(run.engine, states_read(drafters, run.engine.config))
+    run_ahead = RunAhead(64, 1.0) if mechanism.run_ahead else None
+    shared = times.setdefault(engine.hidden_layers, PassTimes())
+    every_pass = EveryPass() if mechanism.choice == "every pass" else None
+    keys = SpeculationConfig(choice=mechanism.choice) if every_pass is None else None
+    choice = StrategyChoice(keys) if keys else every_pass.choice(mechanism.mix)
+    speculator = Speculator(engine, drafters, run.config.engine.max_slots, run_ahead, shared, choice)
+    speculator.warm_up(params, run.config.rollout.max_prompt_length)
+    if every_pass is not None:
+        take_turns(speculator, every_pass, alone=len(drafters) > 1 and not mechanism.mix)
+    count = Count()
+    for step, expected in enumerate(plain):
+        requests = step_requests(run, step)
+        if run_ahead is not None:
+            run_ahead.plan(step_requests(run, step + 1))
+        scheduler = Scheduler(engine, slots[step % 2], None, speculator, overlap=step % 3 == 2)
+        drafted, statistics = scheduler.run(params, requests)
+        count.drafted += statistics.drafted
+        count.accepted += statistics.accepted
+        for number, (one, other) in enumerate(zip(expected, drafted, strict=True)):
+            count.compare(one, other, {"step": step, "request": number})
+        speculator.learn(unrewarded(requests, drafted))
+    return count
+
+
+class PartsFile:
+    """The lines of finished parts, written durably; a count that is started again continues after them.
+
+    Raises:
+      UserError: the file belongs to another processor, JAX version, or workload.
+    """
+
+    def __init__(self, path: Path, workload: Mapping[str, Any]) -> None:
+        machine = machine_facts()
+        self.path, self.header = path, {"machine": machine, "workload": dict(workload)}
+        self.lines: list[dict[str, Any]] = []
+        if path.exists():
+            header, *self.lines = (json.loads(line) for line in path.read_text().splitlines())
+            known = {name: header["machine"].get(name) for name in ("cpu", "vectors", "jax")}
+            here = {name: machine[name] for name in known}
+            if known != here or header["workload"] != self.header["workload"]:
+                raise UserError(
+                    f"{path}: counted on {known} with other settings or elsewhere; give another --parts"
+                )
+            self.header = header
+
+    def missing(self, part: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+        """Returns the mechanisms that were not counted in a part."""
+        done = {line["mechanism"] for line in self.lines if part.items() <= line.items()}
+        return [name for name in names if name not in done]
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Adds one mechanism's count of one part."""
+        self.lines.append(line)
+        content = "".join(json.dumps(each) + "\n" for each in (self.header, *self.lines))
+        write_durably(self.path, content.encode())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens compared so far."""
+        return sum(line["tokens"] for line in self.lines)
+
+
+def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Sums tokens, drafted and accepted tokens, flips, and differing logprobs by number type and
+    mechanism.
+    """
+    rows = []
+    for dtype, mechanism in sorted({(line["dtype"], line["mechanism"]) for line in lines}):
+        chosen = [line for line in lines if (line["dtype"], line["mechanism"]) == (dtype, mechanism)]
+        sums = {
+            name: sum(line[name] for line in chosen) for name in ("tokens", "drafted", "accepted", "logprobs")
+        }
+        flips = [flip for line in chosen for flip in line["flips"]]
+        rows.append({"dtype": dtype, "mechanism": mechanism, **sums, "flips": len(flips), "shown": flips[:5]})
+    return rows
+
 
 # A policy that is cheap to decode, sure of some tokens and unsure of others.
 _OVERRIDES = (
@@ -52,11 +242,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     workload = {"config": arguments.config, "overrides": overrides, "steps": arguments.steps}
     arguments.parts.parent.mkdir(parents=True, exist_ok=True)
     file = PartsFile(arguments.parts, workload)
-    for part in parts(arguments.dtypes.split(","), blocks=1_000_000):
+    for block, mix, dtype in itertools.product(range(1_000_000), BUCKET_MIXES, arguments.dtypes.split(",")):
         if file.tokens >= arguments.tokens:
             break
-        missing = file.missing(part, names)
-        if missing:
+        part = {"dtype": dtype, "buckets": mix, "block": block}
+        if missing := file.missing(part, names):
             for line in count_part(config, part, arguments.steps, missing):
                 file.append(line)
     rows = summary(file.lines)
@@ -64,7 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = {"workload": workload, "numerics": numerics, "rows": rows}
     write_figures(arguments.output, figures, command_line())
     console = results_console()
-    console.print(f"{file.tokens:,} tokens compared on {processor_line()}")
+    facts = machine_facts()
+    where = f"{facts['cpu']} ({facts['vectors']}), {os.cpu_count()} cores, JAX {jax.__version__}"
+    console.print(f"{file.tokens:,} tokens compared on {where}")
     for row in rows:
         console.print(
             f"{row['dtype']:9} {row['mechanism']:22} {row['tokens']:10,} tokens, {row['accepted']:9,} of"

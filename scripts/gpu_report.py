@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LOG_BYTES = 8 * 2**20  # more is not kept: a part may print without an end
@@ -142,11 +142,7 @@ def _installed(module: str) -> bool:
 
 
 def gpu() -> str:
-    """Returns the name of the first GPU.
-
-    Raises:
-      Misuse: there is none, or it has too little free memory.
-    """
+    """Returns the name of the first GPU; raises a `Misuse` without one, or with too little free memory."""
     query = ["nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -163,10 +159,7 @@ def gpu() -> str:
 
 def tpu() -> str | None:
     """Returns the name of the first TPU; None without one, or beside a GPU. JAX is asked in a process of its
-    own, which gives the TPU back: only one at a time can hold it.
-
-    Raises:
-      Misuse: JAX cannot use it.
+    own, which gives the TPU back: only one at a time can hold it. Raises a `Misuse` if JAX cannot use it.
     """
     if glob.glob("/dev/nvidia[0-9]*") or not any(glob.glob(nodes) for nodes in _TPU_NODES):
         return None
@@ -180,27 +173,6 @@ def tpu() -> str | None:
         errors = (getattr(error, "stderr", None) or str(error)).strip()
         why = errors.splitlines()[-1][:300]
         raise Misuse(f"JAX cannot use the TPU ({why}); end what holds it, or restart the runtime") from error
-
-
-def chosen_parts(names: str | None) -> tuple[Part, ...]:
-    """Returns the parts of these names, separated by commas, in the order of the report; None for all."""
-    if names is None:
-        return PARTS
-    known = [part.name for part in PARTS]
-    for name in names.split(","):
-        if name not in known:
-            raise Misuse(f"--parts: {name!r} is no part; they are {', '.join(known)}")
-    return tuple(part for part in PARTS if part.name in names.split(","))
-
-
-def check_budget(parts: Sequence[Part], budget: float) -> None:
-    """Raises `Misuse` if there is too little time for the parts."""
-    least = _LEAST_SHARE * sum(part.seconds for part in parts)
-    if not budget >= least:  # nor NaN
-        raise Misuse(
-            f"--budget: {budget:g} s is below the minimum of these parts, {least:g} s; give more, or fewer"
-            " --parts"
-        )
 
 
 # -- processes ---------------------------------------------------------------------------------------------
@@ -235,7 +207,8 @@ def run_process(command: Sequence[str], environment: dict[str, str], seconds: fl
         errors="replace",
         start_new_session=True,
     )
-    reader = threading.Thread(target=_copy_lines, args=(process.stdout, log), daemon=True)
+    copy = lambda: [log(line.rstrip("\n")) for line in process.stdout]  # noqa: E731
+    reader = threading.Thread(target=copy, daemon=True)
     reader.start()
     outcome = f"cut short after {seconds:.0f} s"
     try:
@@ -247,11 +220,6 @@ def run_process(command: Sequence[str], environment: dict[str, str], seconds: fl
         _end_group(process)
         reader.join(_TO_STOP)
     return outcome
-
-
-def _copy_lines(stream: IO[str], log: Log) -> None:
-    for line in stream:
-        log(line.rstrip("\n"))
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
@@ -282,8 +250,7 @@ def environment_of(platforms: str | None) -> dict[str, str]:
         **({"CUDA_ROOT": str(cuda)} if cuda.is_dir() else {}),
     }
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    own |= {} if platforms is None else {"JAX_PLATFORMS": platforms}
-    return defaults | dict(os.environ) | own
+    return defaults | dict(os.environ) | own | ({"JAX_PLATFORMS": platforms} if platforms else {})
 
 
 # -- the report --------------------------------------------------------------------------------------------
@@ -359,36 +326,34 @@ class Report:
 
     def _write_outcome(self, part: Part, path: Path, outcome: str, times: dict[str, float]) -> None:
         """Adds to the part's file how it ended. There is a file, whatever happened."""
-        content = read_json(path) or {"part": part.name, "rows": [], "notes": []}
+        content = {"part": part.name, "rows": [], "notes": []} | read_json(path)
         for leftover in self.output.glob("*.tmp"):  # of a process that was ended as it wrote
             leftover.unlink()
-        path.write_text(
-            json.dumps(content | {"outcome": outcome, **times}, indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(content | {"outcome": outcome, **times}, indent=1) + "\n"
+        path.write_text(text, encoding="utf-8")
 
     def _summary(self, outcomes: dict[str, str]) -> None:
         """Prints every row and every note, and how each part ended."""
-        for name in outcomes:
-            content = read_json(self.output / f"{name}.json") or {}
+        contents = {name: read_json(self.output / f"{name}.json") for name in outcomes}
+        for name, content in contents.items():
             for row in content.get("rows", []):
                 value = "nan" if row["value"] is None else f"{row['value']:.4g}"
                 variant = f" ({row['variant']})" if row.get("variant") else ""
                 self.log(f"{name}: {row['name']}{variant}: {value} {row['unit']}")
             for note in content.get("notes", []):
                 self.log(f"{name}: {note}")
-        for name, outcome in outcomes.items():
-            content = read_json(self.output / f"{name}.json") or {}
+        for name, content in contents.items():
             rows, seconds = len(content.get("rows", [])), content.get("seconds", 0.0)
-            self.log(f"{name:16} {rows:3} rows in {seconds:5.1f} s: {outcome}")
+            self.log(f"{name:16} {rows:3} rows in {seconds:5.1f} s: {outcomes[name]}")
         self.log(f"written: {self.output}")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns what a part has written; None if that is nothing."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns what a part has written, which may be nothing."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None
+        return {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -409,14 +374,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.preflight and arguments.parts:
             raise Misuse("--parts: --preflight has parts of its own; leave one of the two out")
-        parts = PREFLIGHT if arguments.preflight else chosen_parts(arguments.parts)
+        known = [part.name for part in PARTS]
+        names = arguments.parts.split(",") if arguments.parts else known
+        for name in names:
+            if name not in known:
+                raise Misuse(f"--parts: {name!r} is no part; they are {', '.join(known)}")
+        chosen = PREFLIGHT if arguments.preflight else PARTS
+        parts = [part for part in chosen if arguments.preflight or part.name in names]
         check_packages([*PACKAGES, *WHEELS, *(["pytest"] if arguments.preflight else [])])
         on_tpu = None if arguments.quick else tpu()
         device = "quick" if arguments.quick else on_tpu or gpu()
         kind = "quick" if arguments.quick else "tpu" if on_tpu else "report"
         kind = "preflight" if arguments.preflight else kind
         budget = BUDGETS[kind] if arguments.budget is None else arguments.budget
-        check_budget(parts, budget)
+        if not budget >= (least := _LEAST_SHARE * sum(part.seconds for part in parts)):  # nor NaN
+            raise Misuse(
+                f"--budget: {budget:g} s is below the minimum of these parts, {least:g} s; give more, or"
+                " fewer --parts"
+            )
         if not arguments.quick and not on_tpu:
             check_packages(["jax_plugins"])
         folder = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
@@ -424,11 +399,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = arguments.output or _ROOT / ("runs" if arguments.quick else "benchmarks/results") / folder
         output.mkdir(parents=True, exist_ok=True)
         log = Log(output / "log.txt")
-    except Misuse as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: --output: {error}", file=sys.stderr)
+    except (Misuse, OSError) as error:
+        print(f"error: {'' if isinstance(error, Misuse) else '--output: '}{error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part in progress, too
     log(f"{device}: {budget:g} s for {', '.join(part.name for part in parts)}; {sys.executable}")

@@ -52,11 +52,19 @@ def _parser() -> argparse.ArgumentParser:
         help="eagle is the fastest to train, eagle3 reads three layers, block drafts in one pass (default:"
         " eagle3, as in speculation.args)",
     )
-    for name, what in (("size", "tokens of a draft"), ("depth", "layers"), ("width", "of the correction")):
-        option, default = f"--block-{name}", BlockArguments.model_fields[f"block_{name}"].default
-        parser.add_argument(
-            option, type=_count, default=default, help=f"of a block head: {what} (default: {default})"
-        )
+    block = {
+        name: BlockArguments.model_fields[f"block_{name}"].default for name in ("size", "depth", "width")
+    }
+    for option, number, default, what in (
+        ("--block-size", _count, block["size"], "of a block head: tokens of a draft"),
+        ("--block-depth", _count, block["depth"], "of a block head: layers"),
+        ("--block-width", _count, block["width"], "of a block head: of the correction"),
+        ("--steps", _count, 400, "updates in all"),
+        ("--slices-per-round", _count, 100, "updates before new rollouts"),
+        ("--learning-rate", _rate, 1e-3, "for toys; 3e-5 for policies of billions of weights"),
+        ("--heldout", _count, 64, "held-out problems to measure acceptance on"),
+    ):
+        parser.add_argument(option, type=number, default=default, help=f"{what} (default: {default})")
     parser.add_argument(
         "--draft-vocabulary",
         type=_count,
@@ -70,19 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_ in _OBJECTIVE.items():
         number = int if name == "unrolled_steps" else float
         objective.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=help_)
-    parser.add_argument("--steps", type=_count, default=400, help="updates in all (default: 400)")
-    parser.add_argument(
-        "--slices-per-round", type=_count, default=100, help="updates before new rollouts (default: 100)"
-    )
-    parser.add_argument(
-        "--learning-rate",
-        type=_rate,
-        default=1e-3,
-        help="for toys; 3e-5 for policies of billions of weights (default: 1e-3)",
-    )
-    parser.add_argument(
-        "--heldout", type=_count, default=64, help="held-out problems to measure acceptance on (default: 64)"
-    )
     parser.add_argument(
         "--engine", choices=("sglang", "vllm"), default="sglang", help="who shall load it (default: sglang)"
     )
@@ -106,17 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.variant == "block":
             block = BlockShape(arguments.block_size, arguments.block_depth, arguments.block_width)
             objective["unrolled_steps"] = objective["unrolled_steps"] or block.size
-        settings = WarmUp(
-            variant=arguments.variant,
-            block=block,
-            training=head_training(arguments.variant, **objective),
-            draft_vocabulary=arguments.draft_vocabulary,
-            steps=arguments.steps,
-            slices_per_round=arguments.slices_per_round,
-            learning_rate=arguments.learning_rate,
-            heldout=arguments.heldout,
-            engine=arguments.engine,
-        )
+        own = "variant", "draft_vocabulary", "steps", "slices_per_round", "learning_rate", "heldout", "engine"
+        given = {name: getattr(arguments, name) for name in own}
+        training = head_training(arguments.variant, **objective)
+        settings = WarmUp(block=block, training=training, **given)
         warm_up(config, settings, arguments.output)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

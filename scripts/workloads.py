@@ -18,6 +18,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
 from rljax.engine.invariance import measured, row_counts
+from rljax.engine.state import DecodeState
 from rljax.errors import UserError, known_names
 from rljax.hub import local_directory
 from rljax.models import huggingface
@@ -88,14 +89,6 @@ def params_of(name: str) -> Params:
     return huggingface.load_params(local_directory(_REAL_PATH), config_of(name), dtype="float32")
 
 
-def checkpoint_of(name: str, directory: Path) -> Path:
-    """The Hugging Face directory of a policy, below this one if it has to be written."""
-    if name == REAL:
-        return local_directory(_REAL_PATH)
-    huggingface.save_model(directory / name, SHAPES[name], params_of(name), "float32")
-    return directory / name
-
-
 POLICY_OPTION: Mapping[str, Mapping[str, Any]] = {
     "--policy": {
         "metavar": "NAMES",
@@ -124,41 +117,45 @@ def assignments(count: int, new_tokens: int) -> list[Assignment]:
     return [Assignment(i, i, request_key(0, i), new_tokens) for i in range(count)]
 
 
+def begun(
+    engine: DecodeEngine, params: Params, prompts: Sequence[Sequence[int]], new_tokens: int, room: int
+) -> DecodeState:
+    """Returns a decode state with a slot for each prompt, `new_tokens` to go, and room for so many."""
+    prefix = engine.prefill(params, prompts)
+    state = engine.init_state(len(prompts), len(prompts[0]) + room)
+    return engine.bulk_insert(prefix, state, assignments(len(prompts), new_tokens))
+
+
 def measured_numerics(
     config: ModelConfig,
     numerics: Numerics,
     buckets: Buckets,
     others: Sequence[int] = (),
-    cache: Path | None = None,
 ) -> tuple[Numerics, str]:
     """Returns numerics with the form of products that is measured on this device, and a line about it."""
-    measurement = measured(config, numerics, row_counts(buckets, others), cache)
+    measurement = measured(config, numerics, row_counts(buckets, others), None)
     line = measurement.summary(numerics.compute_dtype)
     return dataclasses.replace(numerics, measured_form=measurement.form), line
 
 
 def make_engine(
     config: ModelConfig,
-    numerics: Numerics | bool,
+    row_invariant: bool,
     slots: int,
     length: int,
     sampling: SamplingParams | None = None,
-    cache: Path | None = None,
     dtype: str = "float32",
     **buckets: Any,
 ) -> DecodeEngine:
     """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
 
     Args:
-      numerics: or whether `dtype` is row-invariant, in the form that is measured here.
-      cache: directory of compiled programs.
+      row_invariant: whether `dtype` is, in the form that is measured here.
       buckets: further arguments of `make_buckets`.
     """
-    row_invariant = numerics if isinstance(numerics, bool) else numerics.row_invariant
     made = make_buckets(slots, length, row_invariant, **buckets)
-    if isinstance(numerics, bool):
-        numerics, _ = measured_numerics(config, Numerics(numerics, dtype), made, cache=cache)
-    pool = ExecutablePool(row_invariant, cache)
+    numerics, _ = measured_numerics(config, Numerics(row_invariant, dtype), made)
+    pool = ExecutablePool(row_invariant)
     return DecodeEngine(config, numerics, sampling or SamplingParams(), made, (), pool=pool)
 
 
@@ -183,6 +180,8 @@ def make_reference(name: str) -> "tuple[transformers.PreTrainedModel, Params]":
     import transformers
 
     with tempfile.TemporaryDirectory() as made:
-        directory = checkpoint_of(name, Path(made))
+        directory = local_directory(_REAL_PATH) if name == REAL else Path(made)
+        if name != REAL:
+            huggingface.save_model(directory, SHAPES[name], params_of(name), "float32")
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         return model.eval(), huggingface.load_params(directory, config_of(name), dtype="float32")

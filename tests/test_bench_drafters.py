@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 
 from drafters.eagle.data import HeadSequence
+from drafters.quantized import WeightFormat, rtn
 from rljax.config import load_config
+from rljax.errors import UserError
+from rljax.numerics.quantized import dequantize
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.drafter_warm_up import WarmUp
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-objectives = load_script("drafter_benchmarks.objectives")
-packing = load_script("drafter_benchmarks.packing")
+heads = load_script("drafter_benchmarks.heads")
 rl = load_script("drafter_benchmarks.rl")
+self_draft = load_script("drafter_benchmarks.self_draft")
 workloads = load_script("workloads")
-
-shared_prefixes = load_script("drafter_benchmarks.shared_prefixes")
 
 SETTINGS = WarmUp("eagle", steps=2, slices_per_round=1, heldout=3, depth=2)
 
@@ -37,13 +38,13 @@ def by_name(rows):
 
 def test_rows_of_samples_that_agree_are_counted_once():
     """Three begin alike, two have the same first token, and one of these ends there."""
-    assert shared_prefixes.shared_states([[1, 2, 3], [1], [4, 2]]) == (6, 1 + 1 + 1 + 1, 0)
-    assert shared_prefixes.shared_states([[1, 2, 3], [1, 2, 4]]) == (6, 3, 4)
+    assert self_draft.shared_states([[1, 2, 3], [1], [4, 2]]) == (6, 1 + 1 + 1 + 1, 0)
+    assert self_draft.shared_states([[1, 2, 3], [1, 2, 4]]) == (6, 3, 4)
 
 
 @pytest.mark.long
 def test_objective_rows(config):
-    rows = by_name(objectives.objective_rows(config, SETTINGS, 1, ("EAGLE", "HASS")))
+    rows = by_name(heads.objective_rows(config, SETTINGS, 1, ("EAGLE", "HASS")))
     assert len(rows) == 4 and rows["training/EAGLE/accept length"].ratio == 1
     for name in ("EAGLE", "HASS"):
         row = rows[f"training/{name}/accept length"]
@@ -55,12 +56,12 @@ def test_objectives_are_the_published_ones():
     from drafters.eagle.objective import published_training
 
     for name, variant in (("EAGLE", "eagle"), ("HASS", "hass"), ("EAGLE-3", "eagle3")):
-        assert objectives.OBJECTIVES[name] == (variant, published_training(variant))
+        assert heads.OBJECTIVES[name] == (variant, published_training(variant))
 
 
 @pytest.mark.long
 def test_packing_rows(config):
-    rows = packing.packing_rows(config, SETTINGS, 1)
+    rows = heads.packing_rows(config, SETTINGS, 1)
     for row in rows:
         assert row.details["sequences"] == 8
         assert row.details["tokens"] <= row.details["positions"]
@@ -72,9 +73,9 @@ def test_padded_batches_hold_every_sequence():
     sequences = [
         HeadSequence(np.full(n, n, np.int32), np.zeros((n, 1, 2)), np.ones(n, bool), step=0) for n in lengths
     ]
-    by_batch = list(packing.padded(sequences, 2))
+    by_batch = list(heads.padded(sequences, 2))
     assert [batch.tokens.shape for batch in by_batch] == [(2, 128), (2, 192), (2, 64)]
-    whole = list(packing.padded(sequences, 2, 130))
+    whole = list(heads.padded(sequences, 2, 130))
     assert [batch.tokens.shape for batch in whole] == [(2, 130)] * 3
     for batches in (by_batch, whole):
         assert sum(int((batch.segment_ids > 0).sum()) for batch in batches) == sum(lengths)
@@ -130,3 +131,102 @@ def test_self_drafts_by_a_plain_loop():
     assert acceptance.by_length[1] == pytest.approx(np.mean([2, 2, 1, 2, 2, 2]))
     assert acceptance.by_length[2] == pytest.approx(np.mean([3, 2, 1, 3, 3, 2]))
     assert acceptance.entropy == pytest.approx(0, abs=1e-6)
+
+
+# --- losses ----------------------------------------------------------------------------------------------
+
+
+def test_losses_are_compared_on_the_same_rollouts_and_kept(config, tmp_path, monkeypatch):
+    names = ("LK", "block sampled")
+    settings = WarmUp(steps=2, slices_per_round=1, heldout=3, depth=2, draft_vocabulary=40)
+    rows = heads.acceptance_rows(config, settings, 2, names, tmp_path / "work")
+    monkeypatch.setattr(heads, "make_trainer", None)  # everything is there
+    again = heads.acceptance_rows(config, settings, 2, names, tmp_path / "work")
+    with pytest.raises(UserError, match="--losses: 'lk' is not one"):
+        heads.acceptance_rows(config, settings, 2, ("lk",), tmp_path / "work")
+    assert [row.as_json() for row in again] == [row.as_json() for row in rows]
+    assert [row.name for row in rows] == [f"losses/{name}" for name in names]
+    assert rows[0].ratio == 1.0 and rows[1].baseline_value == rows[0].value
+    for row in rows:
+        first, second = row.details["coupled_by_position"]
+        assert 0 < second < first < 1 and row.value == pytest.approx(1 + first + second)
+        assert row.value <= row.details["rejection_sampling"] + 0.05
+
+
+# --- the policy in fewer bits ----------------------------------------------------------------------------
+
+DRAFTERS = {
+    name: self_draft.BITS[name]
+    for name in ("8 bits by output, integers", "8 bits by output", "4 bits by output")
+}
+DRAFTERS["4 bits, activation-aware"] = self_draft.QUANTIZERS[4]["4 bits, activation-aware"]
+RESPONSES, DEPTH = 4, 3
+
+
+def test_rows_of_bits_and_quantizers(config):
+    rows = {
+        row.name.removeprefix("self_draft/"): row
+        for row in self_draft.self_draft_rows(config, DRAFTERS, RESPONSES, DEPTH)
+    }
+    assert list(rows) == list(DRAFTERS)
+    for row in rows.values():
+        accepted = row.details["accepted_by_position"]
+        assert 1 >= accepted[0] >= accepted[1] >= accepted[2] > 0
+        assert row.value == pytest.approx(1 + sum(accepted))
+        price = row.details["mb_read_by_a_draft"] / row.details["mb_of_the_policy"]
+        assert row.details["break_even"] == pytest.approx(1 + DEPTH * price)
+    integers, eight, four, aware = rows.values()
+    assert integers.ratio == 1 and integers.details["ratio_error"] == 0
+    assert eight.value > four.value
+    assert (
+        four.details["mb_read_by_a_draft"]
+        < eight.details["mb_read_by_a_draft"]
+        < four.details["mb_of_the_policy"]
+    )
+    assert aware.value != four.value
+
+
+def test_the_policy_itself_is_always_right(config, monkeypatch):
+    """So a response takes a pass for every `DEPTH` + 1 of its tokens."""
+    monkeypatch.setattr(self_draft, "_rounded", lambda engine, params, *rest: (params, (1, 1)))
+    decoded, decode = [], self_draft._decode
+    monkeypatch.setattr(self_draft, "_decode", lambda *given: decoded.append(decode(*given)) or decoded[-1])
+    names = list(DRAFTERS)[:1]
+    (row,) = self_draft.self_draft_rows(config, {name: DRAFTERS[name] for name in names}, RESPONSES, DEPTH)
+    lengths = np.array([len(response) for response in decoded[0].responses])
+    np.testing.assert_array_equal(decoded[0].passes, -(-lengths // (DEPTH + 1)))
+    assert row.value == lengths.sum() / decoded[0].passes.sum()
+
+
+def test_other_tokens_are_an_error(config, monkeypatch):
+    decode, count = self_draft._decode, iter(range(2))
+
+    def decoded(*given):
+        found = decode(*given)
+        found.responses[0][-1] += next(count)
+        return found
+
+    monkeypatch.setattr(self_draft, "_decode", decoded)
+    two = {name: DRAFTERS[name] for name in list(DRAFTERS)[1:3]}
+    with pytest.raises(UserError, match="4 bits by output: sampled other tokens"):
+        self_draft.self_draft_rows(config, two, RESPONSES, DEPTH)
+
+
+def test_scales_follow_the_inputs_that_matter():
+    rng = np.random.default_rng(0)
+    fmt = WeightFormat(4, 0)
+    weight, inputs = rng.normal(size=(8, 64)), rng.normal(size=(32, 64))
+    inputs[:, 5] *= 100
+    weight, inputs = (each.astype(np.float32) for each in (weight, inputs))
+    rounded = self_draft._activation_aware(jax.numpy.asarray(weight), fmt, inputs)
+    errors = [np.square(inputs @ (each - weight).T).sum() for each in (rounded, dequantize(rtn(weight, fmt)))]
+    assert errors[0] < 0.2 * errors[1]
+
+
+def test_the_error_of_a_ratio_is_paired():
+    responses = [[0] * 12, [0] * 24]
+    two, same = (self_draft.Decoded(responses, np.array(passes), np.ones(1)) for passes in ([6, 12], [3, 6]))
+    assert same.ratio_error(two) == 0
+    other = self_draft.Decoded(responses, np.array([4, 5]), np.ones(1))
+    # Of the differences 6 - 2 * 4 = -2 and 12 - 2 * 5 = 2.
+    assert other.ratio_error(two) == pytest.approx(np.sqrt(8) * np.sqrt(2) / 9)

@@ -20,7 +20,7 @@ timing = load_script("kernel_benchmarks.timing")
 @pytest.mark.parametrize("sets", [1, 3])
 def test_what_is_given_up_comes_back(sets):
     """Compaction writes the cache in place: every program finds the cache of the one before."""
-    case = load_script("kernel_benchmarks.compaction").cases(quick=True)[0]
+    case = bench_kernels.op_cases("compaction", quick=True)[0]
     timed = timing.Timed(case, ["xla"], most_sets=sets)
     taken = timed.seconds(calls=4, repeats=2)
     assert len(taken["xla"]) == 2 and len(timed._sets) == sets
@@ -62,7 +62,7 @@ def test_an_error_of_a_kernel_is_no_refusal(monkeypatch):
     def fail(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: misaligned address")
 
-    case = load_script("kernel_benchmarks.tree_attention").cases(quick=True)[0]
+    case = bench_kernels.op_cases("tree_attention", quick=True)[0]
     monkeypatch.setattr(timing.Timed, "_compile", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="misaligned"):
         timing.Timed(case, ["xla"], 1)
@@ -70,7 +70,7 @@ def test_an_error_of_a_kernel_is_no_refusal(monkeypatch):
 
 def test_a_share_of_bandwidth_only_of_what_memory_delivers():
     """A few megabytes stay in a cache from one call to the next."""
-    case = load_script("kernel_benchmarks.noisy_argmax")._case(load_script("kernel_benchmarks.case").TINY, 1)
+    case = bench_kernels.op_cases("noisy_argmax", quick=True)[0]
     timed = timing.Timed(case, ["xla"], most_sets=1)
     args = ("noisy_argmax", case, "xla", timed, {"xla": [1.0]}, 1e9, 1e12)
     assert not timed.cold and "bandwidth_share" not in bench_kernels._row(*args).details
@@ -120,7 +120,7 @@ def tuning(tmp_path, monkeypatch):
         rows = [{"name": f"{op}/{case}/{by}", "sizes": sizes, "ratio": r} for op, case, by, sizes, r in rows]
         results = tmp_path / "results.json"
         results.write_text(json.dumps({"machine": {"accelerator": accelerator}, "rows": rows}))
-        status = bench_kernels.main(["--tune", str(results)])
+        status = bench_kernels.BENCHMARK.main(["--tune", str(results)])
         if status == 0:
             monkeypatch.setattr(tuned, "TUNED", tuned.load(table))
         return status
@@ -163,7 +163,7 @@ def test_results_that_say_nothing_are_one_error(tuning, tmp_path, capsys):
     assert tuning(accelerator=None) == 2
     (tmp_path / "other.json").write_text('{"rows": []}')
     for name in ("missing.json", "other.json"):
-        assert bench_kernels.main(["--tune", str(tmp_path / name)]) == 2
+        assert bench_kernels.BENCHMARK.main(["--tune", str(tmp_path / name)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [each.split(": ")[2] for each in errors] == [
         "measured on a CPU, whose default is xla; measure on an accelerator",

@@ -6,7 +6,7 @@ from rljax.reports.decisions import RunDecisions
 from rljax.reports.runs import RunData
 from tests.scripts import SCRIPTS, load_script
 
-learning = load_script("training_benchmarks.learning")
+learning = load_script("bench_learning")
 CONFIG = str(SCRIPTS.parent / "configs/bench_algorithms.yaml")
 
 

@@ -14,19 +14,11 @@ SETTINGS = (
     "policy.shape={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, mlp_size: 32,"
     " tie_embeddings: true, qk_norm: true, max_positions: 128}",
     "warm_start={steps: 1, tokens_per_step: 256}",
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_prompt_length=64",
-    "rollout.max_response_length=16",
-    "engine.max_slots=4",
-    "engine.batch_buckets=[4]",
-    "engine.cache_buckets=[128]",
+    "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_prompt_length=64",
+    "rollout.max_response_length=16", "engine.max_slots=4", "engine.batch_buckets=[4]",
+    "engine.cache_buckets=[128]", "training.pack_length=128", "training.steps=3",
     f"engine.compilation_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}",
-    "training.pack_length=128",
-    "training.steps=3",
-)
-
-TOY = ("--config", "configs/quickstart.yaml")  # the default's weights come in a package
+)  # fmt: skip
 
 PEER = """
 import json, sys
@@ -47,10 +39,8 @@ def script():
 @pytest.mark.long
 def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
-    (tmp_path / "peer_benchmarks").mkdir()
-    (tmp_path / "peer_benchmarks" / "trl_grpo.py").write_text(PEER)
-    (tmp_path / "train.py").symlink_to(Path("scripts/train.py").resolve())
-    monkeypatch.setattr(script, "_HERE", tmp_path)
+    (tmp_path / "trl_grpo.py").write_text(PEER)
+    monkeypatch.setattr(script, "_PEER", tmp_path / "trl_grpo.py")
     settings = [*script._OVERRIDES, *SETTINGS, f"run_dir={tmp_path / 'run'}"]
     settings.append(f"warm_start.cache_dir={tmp_path / 'cache'}")
     config = load_config("configs/quickstart.yaml", settings)
@@ -71,34 +61,16 @@ def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
 def test_a_peer_that_fails_is_one_line(script, tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit('no such model')")
     with pytest.raises(UserError, match="trl ended with status 1: no such model"):
-        script._run([sys.executable, tmp_path / "fails.py"], "trl")
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("algorithm.kl_coefficient=0.1", "algorithm: the comparison is GRPO without KL"),
-        ("training.minibatches_per_step=2", "training.minibatches_per_step"),
-    ],
-)
-def test_what_peers_cannot_be_given_is_refused(script, capsys, tmp_path, setting, said):
-    assert script.BENCHMARK.main([*TOY, setting, "--environment", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("size", ["0", "4", "24", "128"])  # groups of 8, 64 responses a step
-def test_micro_batches_of_parts_are_refused(script, capsys, size):
-    assert script.BENCHMARK.main([*TOY, "--micro-batch", size]) == 2
-    assert f"--micro-batch: {size} is not a number of whole groups of 8" in capsys.readouterr().err
+        script.run_process([sys.executable, tmp_path / "fails.py"], "trl")
 
 
 def test_the_last_number_is_the_answer(script):
-    rewards = load_script("peer_benchmarks.right_answer").rewards
+    rewards = load_script("trl_grpo").rewards
     texts = ["31+6=37#37", "37 or 38", "none", "007"]
     assert rewards(texts, ["37", "37", "1", "7"]) == [1.0, 0.0, 0.0, 1.0]
     assert rewards(["5"], ["x"]) == [0.0]
 
 
 def test_jobs_can_be_read_by_programs_without_rljax(script):
-    text = (Path(script.__file__).parent / "peer_benchmarks" / "trl_grpo.py").read_text()
+    text = script._PEER.read_text()
     assert "import rljax" not in text and "from rljax" not in text

@@ -8,19 +8,14 @@ from rljax.requests import DecodeStatistics
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
-algorithms = load_script("rollout_benchmarks.algorithms")
-costs = load_script("rollout_benchmarks.costs")
+counts = load_script("rollout_benchmarks.counts")
 rollout = load_script("rollout_benchmarks.rollout")
 variants = load_script("rollout_benchmarks.variants")
 
 TINY = [
-    "task.problems=2",
-    "engine.max_slots=2",
-    "engine.batch_buckets=[2]",
-    "speculation.drafter=srt",
-    "speculation.verify_buckets=[16]",
-    "speculation.max_drafts=7",
-]
+    "task.problems=2", "engine.max_slots=2", "engine.batch_buckets=[2]", "speculation.drafter=srt",
+    "speculation.verify_buckets=[16]", "speculation.max_drafts=7",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -72,8 +67,8 @@ def test_rows_of_the_first_step(config, tmp_path, monkeypatch):
     """Two fresh processes share a compilation cache of their own, with and without the drafter."""
     train = tmp_path / "train.py"
     train.write_text(_TRAIN)
-    monkeypatch.setattr(costs, "_TRAIN", train)
-    (row,) = costs.first_step_rows(config, repeats=2)
+    monkeypatch.setattr(load_script("processes"), "TRAIN", train)
+    (row,) = rollout.first_step_rows(config, repeats=2)
     assert (row.name, row.value, row.baseline_value) == ("first step/begins/srt", 6.5, 4.0)
     assert (row.details["later"], row.details["first_step_seconds"]) == (2.5, 0.5)
     assert (row.details["stored"], row.details["baseline_stored"]) == (3.25, 2.0)
@@ -82,7 +77,7 @@ def test_rows_of_the_first_step(config, tmp_path, monkeypatch):
 def test_the_first_step_is_that_of_a_drafter(config):
     none = config.speculation.model_copy(update={"drafter": None})
     with pytest.raises(UserError, match=r"^speculation\.drafter: set one"):
-        costs.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
+        rollout.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,7 @@ def test_a_variant_that_sampled_nothing_ahead_is_not_called_run_ahead(tokens, ex
 
 def test_the_cases_by_algorithm_are_the_papers():
     """Four algorithms, of which those with a critic have one response to a prompt, and one has tools."""
-    found = dict(algorithms.configs("configs/bench_algorithms.yaml", ["training.steps=4"]))
+    found = dict(counts.configs("configs/bench_algorithms.yaml", ["training.steps=4"]))
     assert {name: config.rollout.samples_per_prompt for name, config in found.items()} == {
         "PPO": 1,
         "GRPO, 5 responses": 5,
@@ -127,14 +122,14 @@ def test_the_cases_by_algorithm_are_the_papers():
 @pytest.mark.long
 def test_rows_by_algorithm(tmp_path, monkeypatch):
     """Every drafter samples what plain decoding does, with tools too; SRT knows the group's other samples."""
-    monkeypatch.setattr(algorithms, "CASES", {"GRPO": ("grpo", 2, 4), "PPO with tools": ("ppo", 4, 1)})
-    monkeypatch.setattr(algorithms, "_TOOLS", tmp_path / "tools.yaml")
+    monkeypatch.setattr(counts, "CASES", {"GRPO": ("grpo", 2, 4), "PPO with tools": ("ppo", 4, 1)})
+    monkeypatch.setattr(counts, "_TOOLS", tmp_path / "tools.yaml")
     plain = write_config(tmp_path).read_text(encoding="utf-8")
     calls = "opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'"
     tools = f"{plain}tools: {{names: [calculator], {calls}}}\n"
     (tmp_path / "tools.yaml").write_text(tools, encoding="utf-8")
     drafts = ("speculation.max_drafts=3", "speculation.verify_buckets=[16]")
-    rows = algorithms.algorithm_rows(tmp_path / "config.yaml", ["training.steps=3", *drafts])
+    rows = counts.algorithm_rows(tmp_path / "config.yaml", ["training.steps=3", *drafts])
     names = [row.name.split("/")[1:] for row in rows]
     assert names == [
         [case, when, drafter]

@@ -46,10 +46,10 @@ def test_responses_share_long_stretches_and_come_from_the_seed():
 
 def test_both_ways_to_insert_make_the_same_automaton():
     responses = bench.rl_like_responses(0, 6, 100)
-    whole, stepwise = bench.insert_whole([responses]), bench.insert_stepwise(responses)
+    whole, stepwise = bench.insert([responses]), bench.insert([responses], stepwise=True)
     assert whole.num_tokens == stepwise.num_tokens == responses.size
     assert whole.used_bytes == stepwise.used_bytes
-    assert bench.insert_whole([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
+    assert bench.insert([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
 
 
 @pytest.mark.long
@@ -88,27 +88,8 @@ def test_quality_counts_what_the_response_goes_on_with():
     parents = np.array([[-1, 0, 0, 1], [-1, 0, 1, 2]], np.int32)
     counts = np.array([4, 0], np.int32)
     drafts = [Proposals(tokens, parents, np.zeros((2, 4), np.float32), counts, counts)]
-    assert queries.quality_of_ours(drafts) == {"draft_tokens": 2.0, "accepted": 1.0}
-    theirs = [
-        types.SimpleNamespace(token_ids=t.tolist(), parents=p.tolist())
-        for t, p in zip(tokens, parents, strict=True)
-    ]
-    assert queries.quality_of_theirs(theirs) == {"baseline_draft_tokens": 4.0, "baseline_accepted": 3.0}
-
-
-def test_time_to_free_is_not_counted(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
-
-    class Result:
-        def __del__(self):
-            clock[0] += 100.0
-
-    def work():
-        clock[0] += 2.0
-        return Result()
-
-    assert bench.alternate({"ours": work, "theirs": work}, 3) == {"ours": [2.0] * 3, "theirs": [2.0] * 3}
+    assert queries.quality(bench.nodes_of(drafts)) == (2.0, 1.0)
+    assert queries.quality(zip(tokens.tolist(), parents.tolist(), strict=True)) == (4.0, 3.0)
 
 
 def test_says_in_one_line_what_is_missing(arctic, capsys):

@@ -70,19 +70,23 @@ def test_sections_are_measured_in_the_order_of_the_plan(capsys, tmp_path):
     assert printed.endswith(f"ratios above 1 mean that rljax is better; 4 rows are in {output}\n")
 
 
-def test_an_unknown_section_is_one_line(capsys):
-    assert run("--only", "sum,maen") == 2
-    known = "sum,mean,refused,stopped"
-    assert capsys.readouterr().err == f"error: --only: 'maen' is not a section; they are {known}\n"
-
-
 def test_what_was_measured_before_an_error_is_written(capsys, tmp_path):
     output = tmp_path / "results.json"
     assert run("--output", output) == 2
     assert names(output) == ["sum/1M", "mean/1M", "sum/2M", "sum/2M/again"]
     assert capsys.readouterr().err == "error: no such thing\n"
-    assert run("--only", "stopped") == 130
-    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("only", "status", "message"),
+    [
+        ("stopped", 130, "interrupted\n"),
+        ("sum,maen", 2, "error: --only: 'maen' is not a section; they are sum,mean,refused,stopped\n"),
+    ],
+)
+def test_what_ends_a_run_is_one_line(only, status, message, capsys):
+    assert run("--only", only) == status
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_a_plan_is_made_of_the_arguments_and_of_the_config_with_keys_set(tmp_pat
         lambda a: [Measurement("sum", "1M", rows, (a.config, a.file, a.overrides, a.size))],
         config="configs/quickstart.yaml",
         settings=("seed=3", "training.steps=2"),
-        options={"--size": {"type": int, "default": 4}},
+        options={"--size": {"default": 4, "help": "of a sum"}},  # whose type is its default's
     )
     output = ["--output", tmp_path / "results.json"]
     assert run("training.steps=7", "--size", 5, *output, benchmark=benchmark) == 0

@@ -39,6 +39,21 @@ def test_actions_alternate_in_both_orders_after_the_warm_up():
         interleave({"a": lambda: None}, repeats=0)
 
 
+def test_time_to_free_is_not_counted(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    class Result:
+        def __del__(self):
+            clock[0] += 100.0
+
+    def work():
+        clock[0] += 2.0
+        return Result()
+
+    assert interleave({"ours": work, "theirs": work}, 3) == {"ours": [2.0] * 3, "theirs": [2.0] * 3}
+
+
 def test_the_ratio_is_the_median_of_the_rounds_ratios():
     # The second round ran on a machine ten times slower, the third was disturbed on one side only.
     comparison = compare(seconds=[1.0, 10.0, 9.0], baseline_seconds=[2.0, 20.0, 2.0])

@@ -27,21 +27,12 @@ _TINY_UPDATES = {
 _MIXES = ("greedy", "temperature 0.7 and top_p 0.9")
 
 _SHARING = (
-    "policy.shape.hidden_size=64",
-    "policy.shape.num_layers=1",
-    "policy.shape.mlp_size=64",
-    "task.problems=4",
-    "warm_start.steps=2",
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_prompt_length=64",
-    "rollout.max_response_length=16",
-    "engine.max_slots=4",
-    "engine.batch_buckets=[4]",
-    "engine.cache_buckets=[128]",
-    "speculation.drafter=srt",
+    "policy.shape.hidden_size=64", "policy.shape.num_layers=1", "policy.shape.mlp_size=64", "task.problems=4",
+    "warm_start.steps=2", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
+    "rollout.max_prompt_length=64", "rollout.max_response_length=16", "engine.max_slots=4",
+    "engine.batch_buckets=[4]", "engine.cache_buckets=[128]", "speculation.drafter=srt",
     "speculation.verify_buckets=[8]",
-)
+)  # fmt: skip
 
 # Module, function, arguments, values of the module's names, and the number of rows.
 SECTIONS = [
@@ -56,12 +47,12 @@ SECTIONS = [
     ("engine_benchmarks.steps", "block_rows", ("tiny", 1, (2,)), {}, 2),
     ("training_benchmarks.memory", "loading_rows", ("tiny", 1, [("bfloat16", "float32")]), {}, 2),
     ("training_benchmarks.memory", "lora_rows", ("tiny",), {}, 6),
-    ("training_benchmarks.checkpoint", "checkpoint_rows", ("tiny", 1), {}, 7),
-    ("training_benchmarks.checkpoint", "saving_rows", ("tiny", 1), {}, 3),
+    ("bench_training", "checkpoint_rows", ("tiny", 1), {}, 7),
+    ("bench_training", "saving_rows", ("tiny", 1), {}, 3),
     ("bench_cluster", "coordinator_rows", ([(2, 4, 32), (5, 4, 32)], 1), {}, 2),
-    ("cluster_benchmarks.turns", "sharing_rows", ([2], 2), {"_SHARING": _SHARING}, 2),
-    ("cluster_benchmarks.turns", "spot_rows", (2, 2), {}, 2),
-    ("cluster_benchmarks.turns", "small_model_rows", (2, 2), {}, 3),
+    ("cluster_benchmarks", "sharing_rows", ([2], 2), {"_SHARING": _SHARING}, 2),
+    ("cluster_benchmarks", "spot_rows", (2, 2), {}, 2),
+    ("cluster_benchmarks", "small_model_rows", (2, 2), {}, 3),
 ]
 _NEEDS = dict.fromkeys(("decode_rows", "update_rows", "shared_prompt_rows"), ("torch", "transformers"))
 _FAST = {"coordinator_rows", "saving_rows"}
@@ -92,7 +83,7 @@ def test_a_section_at_a_tiny_size(module, function, arguments, places, number, m
 
 # --- command lines ---------------------------------------------------------------------------------------
 
-_SCRIPTS = ("cluster", "drafters", "engine", "learning", "peers", "rollout", "training")
+_SCRIPTS = ("cluster", "drafters", "engine", "learning", "peers", "plan", "rollout", "training")
 
 
 @pytest.mark.parametrize("name", _SCRIPTS)
@@ -104,6 +95,9 @@ def test_an_unknown_section_is_one_line(name, capsys):
     assert error.count("\n") == 1
 
 
+_TOY = ("--config", "configs/quickstart.yaml")  # the default's weights come in a package
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -113,6 +107,12 @@ def test_an_unknown_section_is_one_line(name, capsys):
         ("engine", ["--policy", "tiny,95m"], "--policy: '95m' is not one; did you mean '95M'? "),
         ("learning", ["--only", "lora", "--ways", "LORA"], "--ways: 'LORA' is not one; did you mean"),
         ("learning", ["--seeds", "0"], "--seeds: 0 is not at least 1"),
+        ("peers", [*_TOY, "algorithm.kl_coefficient=0.1"], "algorithm: the comparison is GRPO without KL"),
+        ("peers", [*_TOY, "training.minibatches_per_step=2"], "training.minibatches_per_step: "),
+        *(  # groups of 8, 64 responses a step
+            ("peers", [*_TOY, "--micro-batch", n], f"--micro-batch: {n} is not a number of whole groups of 8")
+            for n in ("0", "4", "24", "128")
+        ),
     ],
 )
 def test_a_mistake_is_one_line(name, arguments, message, capsys):
@@ -132,7 +132,7 @@ def test_the_first_policy_is_the_real_model(name):
     assert of_plan(name, "--policy", "25M,95M")[1].arguments[0] == "95M"
 
 
-@pytest.mark.parametrize("name", ["cluster", "drafters", "plan", "rollout", "simulation"])
+@pytest.mark.parametrize("name", ["cluster", "drafters", "plan", "rollout"])
 def test_the_first_config_is_that_of_the_real_model(name):
     assert load_script(f"bench_{name}").BENCHMARK.parser().parse_args([]).config == "configs/smollm2.yaml"
 
@@ -216,7 +216,7 @@ def test_rows_see_what_depends_on_their_number():
 
 
 def test_what_is_written_plainly_is_read_again(tmp_path):
-    checkpoint = load_script("training_benchmarks.checkpoint")
+    checkpoint = load_script("bench_training")
     optimizer = make_optimizer(OptimizerConfig(), 1)
     state = checkpoint.random_state("tiny", optimizer)
     checkpoint.write_plainly(tmp_path / "plain", state)

@@ -13,23 +13,17 @@ from rljax.requests import Completion
 from tests.scripts import load_script
 
 count_flips = load_script("count_flips")
-flips = load_script("rollout_benchmarks.flips")
 
 _TINY = (
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_length=32",
-    "engine.cache_buckets=[128]",
-    "engine.compilation_cache=null",
-    "policy.shape.num_layers=1",
-    "warm_start=null",
-    "task.problems=4",
-)
+    "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.max_response_length=32",
+    "engine.cache_buckets=[128]", "engine.compilation_cache=null", "policy.shape.num_layers=1",
+    "warm_start=null", "task.problems=4",
+)  # fmt: skip
 
 
 def count(directory, monkeypatch, tokens, mixes, mechanisms="SRT;quantized"):
     """Runs the script with mixes of fewer buckets than its own; its exit status and what it wrote."""
-    monkeypatch.setattr(flips, "BUCKET_MIXES", mixes)
+    monkeypatch.setattr(count_flips, "BUCKET_MIXES", mixes)
     arguments = ["--tokens", str(tokens), "--steps", "2", "--dtypes", "float32", "--mechanisms", mechanisms]
     arguments += ["--parts", str(directory / "parts.jsonl"), "--output", str(directory / "flips.json")]
     status = count_flips.main([*arguments, *_TINY])
@@ -72,7 +66,7 @@ def completion(tokens, logprobs):
 
 
 def test_a_response_counts_up_to_its_first_difference():
-    counted = flips.Count()
+    counted = count_flips.Count()
     plain = completion([5, 6, 7, 8], [-1.0, -1.0, -1.0, -1.0])
     counted.compare(plain, completion([5, 6, 9, 9], [-1.0, -1.5, -1.0, -1.0]), {"step": 0, "request": 3})
     assert (counted.tokens, counted.logprobs, len(counted.flips)) == (3, 1, 1)
@@ -91,7 +85,7 @@ def test_a_response_counts_up_to_its_first_difference():
 
 def test_parts_of_another_workload_are_refused(tmp_path):
     path = tmp_path / "parts.jsonl"
-    flips.PartsFile(path, {"steps": 1}).append({"tokens": 1})
+    count_flips.PartsFile(path, {"steps": 1}).append({"tokens": 1})
     with pytest.raises(UserError, match="give another --parts"):
-        flips.PartsFile(path, {"steps": 2})
+        count_flips.PartsFile(path, {"steps": 2})
     assert count_flips.main(["--mechanisms", "nonsense"]) == 2

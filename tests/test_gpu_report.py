@@ -9,9 +9,12 @@ import time
 
 import pytest
 
+from rljax.models.transformer import num_params
 from tests.scripts import SCRIPTS, load_script
 
+engines = load_script("gpu_parts.engines")
 gpu_report = load_script("gpu_report")
+SHAPES = load_script("workloads").SHAPES
 
 _PART = """
 import json, os, subprocess, sys, time
@@ -185,6 +188,20 @@ def test_a_missing_wheel_is_named_with_its_command():
         gpu_report.check_packages(["json", "not_there_at_all.inner", "tensorboardX_"])
     assert "not installed: not_there_at_all.inner, tensorboardX_; where" in str(raised.value)
     assert "-d wheels not-there-at-all tensorboardX-; here" in str(raised.value)
+
+
+def test_shapes_are_those_of_the_models():
+    """As published, in billions of parameters."""
+    counts = {name: num_params(SHAPES[name]) / 1e9 for name in SHAPES if name.startswith("Qwen")}
+    published = {"Qwen3-1.7B": 1.72, "Qwen3-8B": 8.19, "Qwen2.5-0.5B": 0.49, "Qwen2.5-1.5B": 1.54}
+    assert counts == pytest.approx(published, abs=0.01)
+
+
+def test_bytes_that_a_step_reads():
+    params = engines.random_params(SHAPES["tiny"])
+    every = engines.read_bytes(params)
+    assert engines.read_bytes(params | {"lm_head": params["embed"]}) == every
+    assert engines.cache_bytes(SHAPES["tiny"], 3) == 3 * 2 * 128 * 2
 
 
 @pytest.mark.long

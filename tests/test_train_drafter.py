@@ -24,18 +24,10 @@ from tests.training.tiny_run import write_config
 train_drafter = load_script("train_drafter")
 
 # EAGLE-3, the default, needs more layers than this policy has.
-ARGUMENTS = (
-    "--variant",
-    "eagle",
-    "--steps",
-    "5",
-    "--slices-per-round",
-    "2",
-    "--heldout",
-    "3",
-    "--learning-rate",
-    "1e-2",
-)
+ARGUMENTS = [
+    *("--variant", "eagle", "--steps", "5", "--slices-per-round", "2", "--heldout", "3"),
+    *("--learning-rate", "1e-2"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from drafter_benchmarks.training import add_rollouts, by_position, train_head
+from drafter_benchmarks.heads import add_rollouts, by_position, train_head
 from drafters.eagle import losses
-from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.states import StateReader, States
 from drafters.quantized import QuantizedPolicy, default_format
@@ -41,11 +40,8 @@ _CHUNK = 1024  # positions whose logits exist at once
 
 @dataclasses.dataclass(frozen=True)
 class SelfDrafts:
-    """Acceptance of chains of a policy's self-drafter.
-
-    Attributes:
-      by_length: tokens that a verifying pass yields on average, by drafts of a chain.
-      entropy: entropy of the policy's distribution in nats per token.
+    """Acceptance of a policy's self-drafter: tokens that a verifying pass yields on average, by drafts of a
+    chain; and the entropy of the policy's distribution in nats per token.
     """
 
     by_length: dict[int, float]
@@ -53,12 +49,8 @@ class SelfDrafts:
 
 
 def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: int) -> list[Row]:
-    """Measures the self-drafter's block efficiency and a head's accuracy before every update of the policy.
-
-    Args:
-      settings: warm-up of the head.
-      rl_steps: real policy updates.
-      slices: number of slices of the head in each of these steps.
+    """Measures the self-drafter's block efficiency and a head's accuracy before every update of the policy,
+    of which there are `rl_steps`; `slices` train the head in each.
     """
     rows: list[Row] = []
     config = with_keys(config, optimizer={"warmup_steps": 0}, training={"steps": rl_steps})
@@ -79,9 +71,8 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
             shared, heldout = shared_params(run.state.params, head.policy), rollouts.heldout(settings.heldout)
             drafts = _self_drafts(run, reader, quantized, heldout)
             first = first or drafts
-            worth = functools.partial(
-                measure, run, head, shared=shared, heldout=heldout, depth=settings.depth
-            )
+            given = {"shared": shared, "heldout": heldout, "depth": settings.depth}
+            worth = functools.partial(measure, run, head, **given)
             old, updated = worth(frozen), worth(trainer.params)
             add_rollouts(trainer, step, rollouts.read(groups))
             for _ in range(slices):
@@ -91,41 +82,29 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
             details: dict[str, Any] = {
                 "reward": reward,
                 "policy_learning_rate": config.optimizer.learning_rate,
+                "entropy": next(iter(drafts.values())).entropy,  # of the policy, the same for all drafters
             }
-            # Of the policy, the same for all drafters.
-            details["entropy"] = next(iter(drafts.values())).entropy
             for name, measured in drafts.items():
-                rows.append(_efficiency_row(f"rl/step {step}/{name}", measured, first[name], details))
-            details |= {
-                "variant": settings.variant,
-                "warm_up_slices": settings.steps,
-                "slices_per_step": slices,
-            }
+                both = [each.by_length[_LENGTH] for each in (measured, first[name])]
+                by_length = {str(length): tokens for length, tokens in measured.by_length.items()}
+                more = {"block_efficiency_by_length": by_length}
+                row = f"rl/step {step}/{name}, {_LENGTH} drafts"
+                rows.append(counted_row(row, *both, "tokens a pass", "first step", **details, **more))
+            details |= {"variant": settings.variant, "warm_up_slices": settings.steps}
+            details["slices_per_step"] = slices
             for name, measured, against, baseline in (
                 ("frozen head", old, "first step", frozen_first or old),
                 ("head, policy just updated", updated, "before the update", before or updated),
                 ("head, trained since", trained, "policy just updated", updated),
             ):
-                rows.append(_accuracy_row(f"rl/step {step}/{name}", measured, against, baseline, details))
+                value, base = (100 * side.agreement[0] for side in (measured, baseline))
+                more = details | by_position(measured) | {"accept_length": measured.accept_length}
+                ratio = value / max(base, 1e-6)
+                rows.append(Row(f"rl/step {step}/{name}", value, "% right", against, base, ratio, more))
             frozen_first, before = frozen_first or old, trained
             loop.learn(run, groups)
             progress.step(step + 1, {"reward": reward})
     return rows
-
-
-def _efficiency_row(name: str, drafts: SelfDrafts, first: SelfDrafts, details: dict[str, Any]) -> Row:
-    by_length = {str(length): tokens for length, tokens in drafts.by_length.items()}
-    both = drafts.by_length[_LENGTH], first.by_length[_LENGTH]
-    name, more = f"{name}, {_LENGTH} drafts", details | {"block_efficiency_by_length": by_length}
-    return counted_row(name, *both, "tokens a pass", "first step", **more)
-
-
-def _accuracy_row(
-    name: str, acceptance: Acceptance, against: str, baseline: Acceptance, details: dict[str, Any]
-) -> Row:
-    value, before = (100 * side.agreement[0] for side in (acceptance, baseline))
-    more = details | by_position(acceptance) | {"accept_length": acceptance.accept_length}
-    return Row(name, value, "% right", against, before, value / max(before, 1e-6), more)
 
 
 def _self_drafts(
@@ -139,29 +118,20 @@ def _self_drafts(
     for bits, drafter in quantized.items():
         drafted = list(reader.read(drafter.refresh(params), pairs))
         drafter.release()
-        drafts_by_name[f"quantized W{bits}"] = self_drafts(
-            shared_params(params, policy), policy, target, drafted, _LENGTHS
-        )
+        sides = shared_params(params, policy), policy, target, drafted
+        drafts_by_name[f"quantized W{bits}"] = self_drafts(*sides, _LENGTHS)
     return drafts_by_name
 
 
 def self_drafts(
-    shared: Params,
-    policy: ModelConfig,
-    target: Sequence[States],
-    drafted: Sequence[States],
+    shared: Params, policy: ModelConfig, target: Sequence[States], drafted: Sequence[States],
     lengths: Sequence[int],
-) -> SelfDrafts:
-    """Measures chains at every token of the responses, without counting tokens after their ends.
-
-    Args:
-      shared: embeddings and LM head of the policy.
-      target: sequences with the policy's hidden states.
-      drafted: the same sequences with the drafter's hidden states.
-      lengths: lengths of chains.
+) -> SelfDrafts:  # fmt: skip
+    """Measures chains of these lengths at every token of the responses, without counting tokens after their
+    ends, from the same sequences with the policy's and with the drafter's hidden states.
     """
     finals = [np.concatenate([states[:, -1] for _, states, _ in each]) for each in (target, drafted)]
-    acceptance, entropy = _compare(shared, policy, *finals)
+    acceptance, entropy = jax.device_get(_compare(shared, policy, *finals))
     # The hidden state at a token predicts the next token.
     responses = [np.append(response[1:], False) for _, _, response in target]
     ends = np.cumsum([len(response) for response in responses])[:-1]
@@ -179,24 +149,14 @@ def sliding(x: np.ndarray, length: int) -> np.ndarray:
     return np.stack([padded[i : i + len(x)] for i in range(length)])
 
 
-def _compare(
-    shared: Params, policy: ModelConfig, target: np.ndarray, drafted: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns acceptance and the target's entropy, both float32 [P], from final hidden states [P, d]."""
-    chunks = []
-    for first in range(0, len(target), _CHUNK):
-        part = [each[first : first + _CHUNK] for each in (target, drafted)]
-        short = _CHUNK - len(part[0])
-        part = [np.pad(each, [(0, short), (0, 0)]) for each in part]
-        chunks.append(jax.device_get(_chunk(shared, *part, policy=policy)))
-    acceptance, entropy = (np.concatenate(each)[: len(target)] for each in zip(*chunks, strict=True))
-    return acceptance, entropy
-
-
 @functools.partial(jax.jit, static_argnames="policy")
-def _chunk(shared: Params, target: Array, drafted: Array, policy: ModelConfig) -> tuple[Array, Array]:
-    p, q = (
-        jax.nn.log_softmax(transformer.logits(shared, policy, each, Numerics(False)))
-        for each in (target, drafted)
-    )
-    return losses.acceptance(p, q), -jnp.sum(jnp.exp(p) * p, axis=-1)
+def _compare(shared: Params, policy: ModelConfig, target: Array, drafted: Array) -> tuple[Array, Array]:
+    """Returns acceptance and the target's entropy, both float32 [P], from final hidden states [P, d]."""
+
+    def of_position(states: tuple[Array, Array]) -> tuple[Array, Array]:
+        p, q = (
+            jax.nn.log_softmax(transformer.logits(shared, policy, each, Numerics(False))) for each in states
+        )
+        return losses.acceptance(p, q), -jnp.sum(jnp.exp(p) * p, axis=-1)
+
+    return jax.lax.map(of_position, (target, drafted), batch_size=_CHUNK)

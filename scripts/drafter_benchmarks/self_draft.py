@@ -12,6 +12,7 @@ closer, and costs no bytes in the rows.
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 from unittest import mock
@@ -68,15 +69,9 @@ def self_draft_rows(
     responses: int,
     depth: int,
 ) -> list[Row]:
-    """Counts verifying passes by drafter, at temperature 1.
-
-    Args:
-      drafters: formats and quantizers by name, the baseline first.
-      responses: responses to decode, each to a prompt of its own, in as many slots.
-      depth: drafts of a chain.
-
-    Raises:
-      UserError: a drafter has changed a token.
+    """Counts verifying passes by drafter, the baseline first, at temperature 1: so many responses, each to a
+    prompt and in a slot of its own, with chains of `depth` drafts. Raises a UserError if one has changed a
+    token.
     """
     rollout = {"prompts_per_step": responses, "samples_per_prompt": 1, "temperature": 1.0}
     slots = {"max_slots": responses, "batch_buckets": (responses,)}
@@ -89,9 +84,8 @@ def self_draft_rows(
             activations = _activations(params, run.trainer.config, sampled)
         buckets = Buckets((responses,), run.engine.buckets.cache, (responses * (depth + 1),), depth)
         old = run.engine
-        engine = DecodeEngine(
-            old.config, old.numerics, old.sampling, buckets, old.eos_token_ids, pool=old.pool
-        )
+        shared = old.config, old.numerics, old.sampling
+        engine = DecodeEngine(*shared, buckets, old.eos_token_ids, pool=old.pool)
         loaded = engine.load_params(params)
         progress.stage("bench", len(drafters))
         decoded: dict[str, Decoded] = {}
@@ -107,36 +101,27 @@ def self_draft_rows(
         if each.responses != first.responses:
             raise UserError(f"{name}: sampled other tokens than with the drafts of {baseline}")
         read, own = sizes[name]
-        rows.append(
-            counted_row(
-                f"self_draft/{name}",
-                each.accept_length,
-                first.accept_length,
-                "tokens a pass",
-                baseline,
-                ratio_error=each.ratio_error(first),
-                accepted_by_position=each.accepted.tolist(),
-                mb_read_by_a_draft=read / 1e6,
-                mb_of_the_policy=own / 1e6,
-                break_even=1.0 + depth * read / own,
-                best=_best(each.accepted, read / own),
-                depth=depth,
-                responses=len(requests),
-                tokens=sum(map(len, each.responses)),
-                dtype=dtype,
-            )
-        )
+        details = {
+            "ratio_error": each.ratio_error(first),
+            "accepted_by_position": each.accepted.tolist(),
+            "mb_read_by_a_draft": read / 1e6,
+            "mb_of_the_policy": own / 1e6,
+            "break_even": 1.0 + depth * read / own,
+            "best": _best(each.accepted, read / own),
+            "depth": depth,
+            "responses": len(requests),
+            "tokens": sum(map(len, each.responses)),
+            "dtype": dtype,
+        }
+        both, label = (each.accept_length, first.accept_length), f"self_draft/{name}"
+        rows.append(counted_row(label, *both, "tokens a pass", baseline, **details))
     return rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What a drafter's responses took.
-
-    Attributes:
-      responses: tokens by request.
-      passes: verifying passes by request, int [R].
-      accepted: share of the passes that accepted at least so many drafts, from 1 on, float [depth].
+    """A drafter's responses by request, its verifying passes by request, int [R], and the share of the passes
+    that accepted at least so many drafts, from 1 on, float [depth].
     """
 
     responses: list[list[int]]
@@ -256,3 +241,36 @@ def _activations(
             x, _ = transformer.decoder_layer(layer, None, x, angles, attention, model, numerics)
             found.append(dict(zip(PROJECTIONS, seen, strict=True)))  # in the order of their products
     return found
+
+
+# --- samples of a prompt that agree ----------------------------------------------------------------------
+
+# Samples of a group whose tokens are the same so far have the same keys, values and logits, and could be one
+# row of a pass until they part: the rows that prefix-shared verification could save.
+
+
+def shared_states(sampled: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+    """Returns how many rows a group of responses decodes, how many different states are among them, and how
+    many rows stand behind sampled tokens that another response has, too.
+    """
+    prefixes = [tuple(tokens[:count]) for tokens in sampled for count in range(len(tokens))]
+    times = Counter(prefixes)
+    return len(prefixes), len(times), sum(bool(prefix) and times[prefix] > 1 for prefix in prefixes)
+
+
+def shared_prefix_rows(config: ExperimentConfig, steps: int) -> list[Row]:
+    """Counts rows of decoding in some steps' rollouts, and different states among those of a group."""
+    counts = np.zeros(3, int)
+    with open_run(config) as (run, progress):
+        progress.stage("bench", steps)
+        for step in range(steps):
+            groups, _, _ = collect_step(run, run.collector, step)
+            for group in groups:
+                counts += shared_states([completion.response_ids for completion in group.completions])
+            progress.step(step + 1, {"shared": 1.0 - counts[1] / counts[0]})
+    rows, states, behind = counts.tolist()
+    details = {"share_saved": 1.0 - states / rows, "share_behind_equal_tokens": behind / rows, "steps": steps}
+    details["samples_of_a_prompt"] = config.rollout.samples_per_prompt
+    details["temperature"] = config.rollout.temperature
+    baseline = "a row for every sample"
+    return [counted_row("shared_prefixes", states, rows, "rows", baseline, less=True, **details)]

@@ -17,7 +17,7 @@ from rljax.timing import compare, interleave
 from workloads import (
     PROMPT_TOKENS,
     SWITCH,
-    assignments,
+    begun,
     config_of,
     import_reference,
     make_engine,
@@ -39,15 +39,10 @@ def decode(
     new_tokens: int,
     room: int | None = None,
 ) -> np.ndarray:
-    """Prefills B prompts and samples `new_tokens` after each: int32 [B, new_tokens].
-
-    Args:
-      room: sizes the cache for this many new tokens instead, so that a short warm-up compiles the programs
-        of a long run.
+    """Prefills B prompts and samples `new_tokens` after each: int32 [B, new_tokens]. `room` sizes the cache
+    for this many instead, so that a short warm-up compiles the programs of a long run.
     """
-    prefix = engine.prefill(params, prompts)
-    state = engine.init_state(len(prompts), len(prompts[0]) + (new_tokens if room is None else room))
-    state = engine.bulk_insert(prefix, state, assignments(len(prompts), new_tokens))
+    state = begun(engine, params, prompts, new_tokens, new_tokens if room is None else room)
     chunks, done = [], 0
     while done < new_tokens:
         state, result = engine.generate(params, state)
@@ -98,11 +93,8 @@ def check_same_policy(model: "transformers.PreTrainedModel", config: ModelConfig
 
 
 def decode_rows(name: str, plan: dict[int, tuple[int, int]], dtype: str = "float32") -> list[Row]:
-    """Measures tokens per second, prefill included, against `generate`; and the cost of row-invariance.
-
-    Args:
-      plan: by batch, the new tokens of each response and the timed rounds.
-      dtype: "float32" or "bfloat16", in which both sides compute; greedy tokens are compared in float32.
+    """Measures tokens per second, prefill included, against `generate` with the same dtype; and the cost of
+    row-invariance. The plan has the new tokens of each response and the timed rounds by batch.
     """
     import_reference()
     import torch
@@ -116,28 +108,19 @@ def decode_rows(name: str, plan: dict[int, tuple[int, int]], dtype: str = "float
         ("row_invariant off", "off", "transformers generate", "transformers"),
         ("price of row_invariant", "on", "row_invariant off", "off"),
     )
-    rows = []
+    rows, kind = [], "" if dtype == "float32" else f"{dtype}/"
     for batch, (new_tokens, repeats) in plan.items():
         seconds = _time_decoding(model, config, params, batch, new_tokens, repeats, dtype)
+        shape = {"batch": batch, "prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
         for what, ours, baseline, theirs in comparisons:
-            first, step = _first_token_and_step(seconds, ours, new_tokens)
-            baseline_first, baseline_step = _first_token_and_step(seconds, theirs, new_tokens)
-            rows.append(
-                speed_row(
-                    f"decode/{name}/{'' if dtype == 'float32' else f'{dtype}/'}batch {batch}/{what}",
-                    batch * new_tokens,
-                    compare(seconds[ours], seconds[theirs]),
-                    baseline,
-                    params=num_params(config),
-                    batch=batch,
-                    prompt_tokens=PROMPT_TOKENS,
-                    new_tokens=new_tokens,
-                    first_token_ms=1e3 * first,
-                    step_ms=1e3 * step,
-                    baseline_first_token_ms=1e3 * baseline_first,
-                    baseline_step_ms=1e3 * baseline_step,
-                )
-            )
+            details = {"params": num_params(config), **shape}
+            for prefix, side in (("", ours), ("baseline_", theirs)):
+                first = seconds[f"first token, {side}"]
+                behind = [whole - begin for whole, begin in zip(seconds[side], first, strict=True)]
+                details[f"{prefix}first_token_ms"] = 1e3 * statistics.median(first)
+                details[f"{prefix}step_ms"] = 1e3 * statistics.median(behind) / (new_tokens - 1)
+            timing, label = compare(seconds[ours], seconds[theirs]), f"{kind}batch {batch}/{what}"
+            rows.append(speed_row(f"decode/{name}/{label}", batch * new_tokens, timing, baseline, **details))
     return rows
 
 
@@ -167,10 +150,3 @@ def _time_decoding(
         actions[side] = functools.partial(tokens, new_tokens=new_tokens)
         actions[f"first token, {side}"] = functools.partial(tokens, new_tokens=1)
     return interleave(actions, repeats, warmups=0)
-
-
-def _first_token_and_step(seconds: dict[str, list[float]], side: str, new_tokens: int) -> tuple[float, float]:
-    """Returns a side's median seconds to the first token, and per token after it."""
-    first = seconds[f"first token, {side}"]
-    behind = [whole - begin for whole, begin in zip(seconds[side], first, strict=True)]
-    return statistics.median(first), statistics.median(behind) / (new_tokens - 1)

@@ -29,9 +29,13 @@ def row_invariance_rows(names: Sequence[str]) -> list[Row]:
     products of policies.
     """
     rng = np.random.default_rng(0)
-    layouts = [_layout(rng, inputs) for inputs in _INPUTS]
+    rows = []
+    for inputs in _INPUTS:
+        x, weight = (rng.standard_normal((count, inputs), np.float32) for count in (_ROWS, _OUTPUTS))
+        sides = _differing(_product(1), x, weight), _differing(_product(0), x, weight.T.copy())
+        rows.append(_sizes_row(f"product of {inputs}/weights (out, in)", "(in, out)", *sides))
     return [
-        *layouts,
+        *rows,
         _order(rng),
         _sum(rng),
         _maximum(rng),
@@ -47,15 +51,8 @@ def _form(name: str, dtype: str) -> Row:
     counts = row_counts(buckets, [4096, 1000, 33])
     measurement = measure(config_of(name), Numerics(compute_dtype=dtype), counts)
     details = dataclasses.asdict(measurement) | {"summary": measurement.summary(dtype)}
-    row = f"rows/form of products/{name}/{dtype}"
-    return Row(row, measurement.form.multiple, "rows", "unpadded", 1, 1 / measurement.form.multiple, details)
-
-
-def _layout(rng: np.random.Generator, inputs: int) -> Row:
-    x = rng.standard_normal((_ROWS, inputs), np.float32)
-    weight = rng.standard_normal((_OUTPUTS, inputs), np.float32)
-    ours, reference = _differing(_product(1), x, weight), _differing(_product(0), x, weight.T.copy())
-    return _sizes_row(f"rows/product of {inputs}/weights (out, in)", ours, "(in, out)", reference)
+    row, multiple = f"rows/form of products/{name}/{dtype}", measurement.form.multiple
+    return Row(row, multiple, "rows", "unpadded", 1, 1 / multiple, details)
 
 
 def _product(axis: int) -> Callable[[Array, Array], Array]:
@@ -73,24 +70,22 @@ def _order(rng: np.random.Generator) -> Row:
         term = x[:, None, i].astype(np.float64) * weight[None, :, i]  # exact
         fused = (fused + term).astype(np.float32)
         rounded = rounded + term.astype(np.float32)
-    ours, reference = int((product != fused).sum()), int((product != rounded).sum())
-    return _row(
-        "rows/order of a product's sum/fused multiply-adds", ours, "both rounded", reference, {"of": 512}
-    )
+    differ = (int((product != each).sum()) for each in (fused, rounded))
+    return _row("order of a product's sum/fused multiply-adds", "both rounded", *differ, of=512)
 
 
 def _sum(rng: np.random.Generator) -> Row:
     x = rng.standard_normal((_ROWS, 2, 192), np.float32)
     ours = _differing(lambda x: row_sum(x, Numerics()), x)
     reference = _differing(lambda x: lax.dot_general(x, jnp.ones((8, 192)), (((2,), (1,)), ((), ()))), x)
-    return _sizes_row("rows/sums of pairs of rows/as matrices", ours, "as they lie", reference)
+    return _sizes_row("sums of pairs of rows/as matrices", "as they lie", ours, reference)
 
 
 def _maximum(rng: np.random.Generator) -> Row:
     scores = 3 * rng.standard_normal((_ROWS, KEY_CHUNK), np.float32)
     ours = _differing(lambda x: softmax_terms(x, row_max(x)), scores)
     reference = _differing(lambda x: softmax_terms(x, jnp.max(x, axis=-1, keepdims=True)), scores)
-    return _sizes_row("rows/softmax terms/row_max", ours, "jnp.max", reference)
+    return _sizes_row("softmax terms/row_max", "jnp.max", ours, reference)
 
 
 def _zeros_between(rng: np.random.Generator) -> Row:
@@ -101,15 +96,11 @@ def _zeros_between(rng: np.random.Generator) -> Row:
     for row in range(_ROWS):
         places = np.sort(rng.choice(KEY_CHUNK, KEY_CHUNK // 2, replace=False))
         apart[row, places] = terms[row, : KEY_CHUNK // 2]
-
-    def differing(ordered: bool) -> int:
-        total = jax.jit(lambda x: row_sum(x, Numerics(), ordered))
-        return int((np.asarray(total(terms)) != np.asarray(total(apart))).sum())
-
-    ours, reference = differing(ordered=True), differing(ordered=False)
-    return _row(
-        "rows/sums with zeros between/64 rows of ones", ours, "8 rows of ones", reference, {"of": _ROWS}
+    totals = (
+        jax.jit(lambda x, ordered=ordered: row_sum(x, Numerics(), ordered)) for ordered in (True, False)
     )
+    differ = (int((np.asarray(total(terms)) != np.asarray(total(apart))).sum()) for total in totals)
+    return _row("sums with zeros between/64 rows of ones", "8 rows of ones", *differ, of=_ROWS)
 
 
 def _rounding(rng: np.random.Generator) -> Row:
@@ -126,7 +117,7 @@ def _rounding(rng: np.random.Generator) -> Row:
         return [n for n in _FEWER if not np.array_equal(program(queries[:n], keys[:n]), whole[:n])]
 
     ours, reference = differing(scale_queries), differing(lambda q: q.astype(jnp.float32) / 8)
-    return _sizes_row("rows/scores of rounded queries/reduce_precision", ours, "casts", reference)
+    return _sizes_row("scores of rounded queries/reduce_precision", "casts", ours, reference)
 
 
 def _differing(function: Callable[..., Array], x: np.ndarray, *rest: np.ndarray) -> list[int]:
@@ -136,11 +127,11 @@ def _differing(function: Callable[..., Array], x: np.ndarray, *rest: np.ndarray)
     return [rows for rows in _FEWER if not np.array_equal(program(x[:rows], *rest), whole[:rows])]
 
 
-def _sizes_row(name: str, ours: list[int], baseline: str, reference: list[int]) -> Row:
+def _sizes_row(name: str, baseline: str, ours: list[int], reference: list[int]) -> Row:
     details = {"row_counts": ours, "baseline_row_counts": reference, "of": len(_FEWER)}
-    return _row(name, len(ours), baseline, len(reference), details)
+    return _row(name, baseline, len(ours), len(reference), **details)
 
 
-def _row(name: str, ours: int, baseline: str, reference: int, details: dict[str, object]) -> Row:
+def _row(name: str, baseline: str, ours: int, reference: int, **details: object) -> Row:
     ratio = (1 + reference) / (1 + ours)  # either may be 0
-    return Row(name, ours, "differ", baseline, reference, ratio, details)
+    return Row(f"rows/{name}", ours, "differ", baseline, reference, ratio, details)

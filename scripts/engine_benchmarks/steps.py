@@ -13,27 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from drafters.quantized import QuantizedPolicy, WeightFormat, default_format
-from engine_benchmarks.update import UPDATE, PackedUpdates, long_tailed_sequences
+from engine_benchmarks.update import UPDATE, long_tailed_sequences, packed_updates
+from gpu_parts.engines import make_engine as engine_of_one_shape
 from rljax.benchmarking import Row, counted_row, speed_row, timed_row
 from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.companion import CATCH_UP_WIDTHS, Companion
-from rljax.engine.draft_tree import DraftTree
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.host_sync import Assignment
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, init_params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.sampling.noise import request_key
+from rljax.speculation.warm_up import time_passes
 from rljax.timing import compare, interleave
 from workloads import (
     PROMPT_TOKENS,
     assignments,
+    begun,
     config_of,
     make_engine,
     measured_numerics,
@@ -41,7 +40,7 @@ from workloads import (
     random_prompts,
 )
 
-_NODES, _LENGTH, _STEPS = 7, 256, 12
+_NODES, _LENGTH = 7, 256
 _DTYPES = ("float32", "bfloat16")
 
 # --- exactness, and weights in blocks --------------------------------------------------------------------
@@ -53,52 +52,28 @@ def _numerics_of_a_run(config: ModelConfig, dtype: str, row_invariant: bool) -> 
     return measured_numerics(config, Numerics(row_invariant, dtype), buckets, [UPDATE.pack_length])
 
 
-def _half_full(engine: DecodeEngine, params: Params, batch: int) -> tuple[list[Any], np.ndarray]:
-    """Returns a batch of half-full caches, in a list since calls consume it, and its lengths."""
-    prefix = engine.prefill(params, [[5] * (_LENGTH // 2)])
-    slots = [Assignment(0, slot, request_key(0, slot), _LENGTH) for slot in range(batch)]
-    state = engine.bulk_insert(prefix, engine.init_state(batch, _LENGTH), slots)
-    return [state], np.asarray(state.lengths).copy()
-
-
-def _decoder(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], None]:
-    """An action: `_STEPS` plain decode steps, which attend to the same number of keys at every call."""
-    held, start = _half_full(engine, params, batch)
-
-    def decode() -> None:
-        state, result = engine.generate(params, held.pop(), _STEPS)
-        assert result.steps == _STEPS
-        held.append(state.replace(lengths=jnp.array(start)))
-
-    return decode
-
-
-def _verifier(engine: DecodeEngine, params: Params, batch: int) -> Callable[[], None]:
-    """An action: one verifying pass over a chain of `_NODES` wrong drafts per slot."""
-    held, start = _half_full(engine, params, batch)
-    shape = (held[0].batch, _NODES)
-    parents = np.broadcast_to(np.arange(-1, _NODES - 1, dtype=np.int32), shape)
-    tree = DraftTree(np.zeros(shape, np.int32), parents.copy(), np.ones(shape, bool))
-
-    def verify() -> None:
-        state, _ = engine.verify(params, held.pop(), tree)
-        jax.block_until_ready(state.lengths)
-        held.append(state.replace(lengths=jnp.array(start)))
-
-    return verify
-
-
-def _work(
-    config: ModelConfig, numerics: Numerics, params: Params, batch: int, most_verified: int
-) -> dict[str, tuple[int, Callable[[], None]]]:
-    """Returns tokens and action of plain steps, and of a verifying pass up to a batch, by their names."""
-    engine = make_engine(config, numerics, batch, _LENGTH)
-    loaded = engine.load_params(params)
-    work = {f"decode batch {batch}": (batch * _STEPS, _decoder(engine, loaded, batch))}
-    if batch <= most_verified:
-        tokens = batch * (_NODES + 1)
-        work[f"verify {batch} x {_NODES + 1}"] = tokens, _verifier(engine, loaded, batch)
-    return work
+def _timed_passes(
+    config: ModelConfig, sides: Mapping[Any, Numerics], params: Params, batch: int, verify: bool, repeats: int
+) -> dict[str, tuple[int, dict[Any, list[float]]]]:
+    """Times plain steps, and passes that verify a chain of `_NODES` in every slot, over half-full caches, of
+    sides that take turns. Returns tokens and seconds by side of each, by its name.
+    """
+    rows = (batch * (_NODES + 1),) if verify else ()
+    engines = {
+        side: engine_of_one_shape(config, each, ExecutablePool(each.row_invariant), batch, _LENGTH, rows)
+        for side, each in sides.items()
+    }
+    loaded = {side: engine.load_params(params) for side, engine in engines.items()}
+    seconds: dict[int, dict[Any, list[float]]] = {count: {side: [] for side in sides} for count in (0, *rows)}
+    for repeat in range(repeats):
+        for side in reversed(engines) if repeat % 2 else engines:
+            slots = engines[side].buckets.batch[0]
+            for count, taken in time_passes(engines[side], loaded[side], slots, _LENGTH, 1).items():
+                seconds[count][side] += taken
+    names = {
+        count: f"verify {batch} x {_NODES + 1}" if count else f"decode batch {batch}" for count in seconds
+    }
+    return {names[count]: (count or batch, by_side) for count, by_side in seconds.items()}
 
 
 def price_rows(
@@ -109,27 +84,25 @@ def price_rows(
     """
     config, params = config_of(name), params_of(name)
     sequences = long_tailed_sequences(num_sequences, config.vocab_size)
-    forms: dict[str, str] = {}
-    work: dict[tuple[str, bool], dict[str, tuple[int, Callable[[], object]]]] = {}
-    for dtype in _DTYPES:
-        for on in (True, False):
-            numerics, form = _numerics_of_a_run(config, dtype, on)
-            forms.setdefault(dtype, form)
-            side = work[dtype, on] = {}
-            for batch in batches:
-                side |= _work(config, numerics, params, batch, most_verified=8)
-            tokens = sum(sequence.length for sequence in sequences)
-            side["update"] = tokens, PackedUpdates(config, params, sequences, on, numerics)
+    found = {(dtype, on): _numerics_of_a_run(config, dtype, on) for dtype in _DTYPES for on in (True, False)}
+    sides = {side: numerics for side, (numerics, _) in found.items()}
+    work: dict[str, tuple[int, dict[Any, list[float]]]] = {}
+    for batch in batches:
+        work |= _timed_passes(config, sides, params, batch, batch <= 8, repeats)
+    updates = {
+        side: packed_updates(config, params, sequences, numerics, UPDATE)[0]
+        for side, numerics in sides.items()
+    }
+    seconds = interleave(updates, max(1, repeats // 3))
+    work["update"] = sum(sequence.length for sequence in sequences), seconds
     rows = []
-    for what, (count, _) in work["float32", True].items():
-        rounds = repeats if what != "update" else max(1, repeats // 3)
-        seconds = interleave({side: work[side][what][1] for side in work}, rounds)
+    for what, (count, seconds) in work.items():
         for dtype in _DTYPES:
             timing = compare(seconds[dtype, True], seconds[dtype, False])
             against = compare(seconds[dtype, True], seconds["float32", True]).ratio
-            row, details = f"price/{name}/{dtype}/{what}", {"numerics": forms[dtype]}
+            details = {"against_float32": against, "numerics": found[dtype, True][1]}
             rows.append(
-                speed_row(row, count, timing, "row_invariant off", against_float32=against, **details)
+                speed_row(f"price/{name}/{dtype}/{what}", count, timing, "row_invariant off", **details)
             )
     return rows
 
@@ -138,14 +111,14 @@ def block_rows(name: str, repeats: int, batches: Sequence[int] = (1, 2, 4, 8, 16
     """Measures tokens per second by batch in float32, exact on both sides, against whole weights."""
     config, params = config_of(name), params_of(name)
     in_blocks, form = _numerics_of_a_run(config, "float32", True)
-    whole_form = dataclasses.replace(in_blocks.product_form, blocks=())
-    whole = dataclasses.replace(in_blocks, measured_form=whole_form)
+    whole = dataclasses.replace(in_blocks.product_form, blocks=())
+    sides = {"blocks": in_blocks, "whole": dataclasses.replace(in_blocks, measured_form=whole)}
     rows = []
     for batch in batches:
-        ours, theirs = (_work(config, each, params, batch, most_verified=4) for each in (in_blocks, whole))
-        for what, (tokens, action) in ours.items():
-            seconds = interleave({"blocks": action, "whole": theirs[what][1]}, repeats)
-            timing, row = compare(seconds["blocks"], seconds["whole"]), f"blocks/{name}/float32/{what}"
+        for what, (tokens, seconds) in _timed_passes(
+            config, sides, params, batch, batch <= 4, repeats
+        ).items():
+            timing, row = compare(*seconds.values()), f"blocks/{name}/float32/{what}"
             rows.append(speed_row(row, tokens, timing, "whole weights", numerics=form))
     return rows
 
@@ -168,9 +141,8 @@ def self_draft_rows(name: str, batches: Sequence[int], repeats: int) -> list[Row
     """
     rows, config = [], config_of(name)
     for dtype in _DTYPES:
-        buckets = make_buckets(max(batches), PROMPT_TOKENS + _DRAFTS + 2, True, max_drafts=_DRAFTS)
-        numerics, _ = measured_numerics(config, Numerics(True, dtype), buckets)
-        engine = DecodeEngine(config, numerics, SamplingParams(), buckets, eos_token_ids=())
+        length = PROMPT_TOKENS + _DRAFTS + 2
+        engine = make_engine(config, True, max(batches), length, dtype=dtype, max_drafts=_DRAFTS)
         params = engine.load_params(params_of(name))
         own_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         drafters, of_bytes = {}, []
@@ -200,9 +172,8 @@ def self_draft_rows(name: str, batches: Sequence[int], repeats: int) -> list[Row
 def _draft_rows(
     name: str, engine: DecodeEngine, params: Params, drafters: Mapping[str, Params], batch: int, repeats: int
 ) -> list[Row]:
-    prefix = engine.prefill(params, random_prompts(batch, engine.config.vocab_size))
-    state = engine.init_state(batch, PROMPT_TOKENS + _DRAFTS + 2)
-    held = [engine.bulk_insert(prefix, state, assignments(batch, 2 * _DRAFTS))]
+    prompts = random_prompts(batch, engine.config.vocab_size)
+    held = [begun(engine, params, prompts, 2 * _DRAFTS, _DRAFTS + 2)]
 
     def draft(weights: Params) -> np.ndarray:
         held[0], drafted = engine.draft(weights, held[0], _DRAFTS)
@@ -214,17 +185,12 @@ def _draft_rows(
     truth = draft(params)
     agreement = {label: float((draft(weights) == truth).mean()) for label, weights in drafters.items()}
     sides = {**drafters, "policy": params}
-    seconds = interleave(
-        {label: functools.partial(draft, weights) for label, weights in sides.items()}, repeats
-    )
-    rows = []
-    for label in drafters:
+    actions = {label: functools.partial(draft, weights) for label, weights in sides.items()}
+    seconds, rows = interleave(actions, repeats), []
+    for label, same in agreement.items():
         timing = compare(seconds[label], seconds["policy"])
-        details = {
-            "time_ratio": 1.0 / timing.ratio,
-            "computed_rows": engine.buckets.batch_for(batch),
-            "same_tokens_as_policy": agreement[label],
-        }
+        details = {"computed_rows": engine.buckets.batch_for(batch), "same_tokens_as_policy": same}
+        details["time_ratio"] = 1.0 / timing.ratio
         own, scale = "the policy's own weights", 1e3 / _DRAFTS
         rows.append(timed_row(f"{name}/{label}", timing, own, "ms/step", scale, **details))
     return rows
@@ -238,9 +204,7 @@ _CHAIN = 7
 def companion_rows(name: str, layers: int, batches: Sequence[int], repeats: int) -> list[Row]:
     """Measures milliseconds by batch of a companion with the policy's widths and fewer layers."""
     config, length = config_of(name), PROMPT_TOKENS + (repeats + 2) * _CHAIN + 2
-    buckets = make_buckets(max(batches), length, True, max_drafts=_CHAIN)
-    numerics, _ = measured_numerics(config, Numerics(), buckets)
-    engine = DecodeEngine(config, numerics, SamplingParams(), buckets, eos_token_ids=())
+    engine = make_engine(config, True, max(batches), length, max_drafts=_CHAIN)
     params = engine.load_params(params_of(name))
     small = dataclasses.replace(config, num_layers=layers)
     companion = Companion(engine, small, init_params(small, seed=1))
@@ -261,12 +225,7 @@ def _companion_actions(
 ) -> dict[str, Callable[[], None]]:
     """Returns the timed actions: `_CHAIN` draft steps, passes that catch up, `_CHAIN` steps of the policy."""
     prompts = random_prompts(batch, engine.config.vocab_size)
-    prefix = engine.prefill(params, prompts)
-    idle, decoding = (
-        engine.bulk_insert(prefix, engine.init_state(batch, length), assignments(batch, length))
-        for _ in range(2)
-    )
-    held = [decoding]
+    idle, *held = (begun(engine, params, prompts, length, length - PROMPT_TOKENS) for _ in range(2))
     companion.begin(idle.batch, idle.cache.length)
     companion.enter(range(batch), prompts)
     caches = [companion.engine.init_state(batch, length).cache]
@@ -315,20 +274,13 @@ def sampling_rows(
     buckets = make_buckets(batch, PROMPT_TOKENS + new_tokens, True)
     params = params_of(name)
 
-    def decoding(
-        sampling: SamplingParams, settings: Sequence[SamplingParams | None]
-    ) -> Callable[[], np.ndarray]:
+    def decoding(sampling: SamplingParams, own: Sequence[SamplingParams | None]) -> Callable[[], np.ndarray]:
         """Returns a function that samples `new_tokens` after each prompt."""
-        by_slot = settings[0] is not None
-        engine = DecodeEngine(
-            config, Numerics(), sampling, buckets, (), new_tokens, pool, per_slot_sampling=by_slot
-        )
+        options = {"per_slot_sampling": own[0] is not None}
+        engine = DecodeEngine(config, Numerics(), sampling, buckets, (), new_tokens, pool, **options)
         loaded = engine.load_params(params)
-        prefix = engine.prefill(loaded, prompts)
-        plain = assignments(batch, new_tokens)
-        requests = [
-            dataclasses.replace(each, sampling=own) for each, own in zip(plain, settings, strict=True)
-        ]
+        prefix, plain = engine.prefill(loaded, prompts), assignments(batch, new_tokens)
+        requests = [dataclasses.replace(each, sampling=one) for each, one in zip(plain, own, strict=True)]
 
         def decode() -> np.ndarray:
             state = engine.init_state(batch, PROMPT_TOKENS + new_tokens)
@@ -355,16 +307,10 @@ def sampling_rows(
             on_cores[side].append(1e3 * (time.process_time() - start) / new_tokens)
 
         seconds = interleave({side: functools.partial(timed, side) for side in sides}, repeats, warmups=0)
-        rows.append(
-            speed_row(
-                f"sampling/{name}/batch {batch}/{mix}",
-                batch * new_tokens,
-                compare(seconds["by slot"], seconds["inside"]),
-                "the same settings inside" if len(settings) == 1 else "temperature 0.7 inside",
-                params=num_params(config),
-                vocab_size=config.vocab_size,
-                core_ms_a_step=min(on_cores["by slot"]),
-                baseline_core_ms_a_step=min(on_cores["inside"]),
-            )
-        )
+        least = [min(of_side) for of_side in on_cores.values()]
+        details = {"params": num_params(config), "vocab_size": config.vocab_size}
+        details |= {"core_ms_a_step": least[0], "baseline_core_ms_a_step": least[1]}
+        baseline = f"{'the same settings' if len(settings) == 1 else 'temperature 0.7'} inside"
+        row, timing = f"sampling/{name}/batch {batch}/{mix}", compare(*seconds.values())
+        rows.append(speed_row(row, batch * new_tokens, timing, baseline, **details))
     return rows

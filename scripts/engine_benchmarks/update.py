@@ -1,7 +1,7 @@
 """Tokens per second through an update, against the same update in PyTorch."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,12 +11,19 @@ from rljax.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import TrainingSequence, build_batch, pack_groups, pack_sequences
+from rljax.learning.packing import (
+    PackedBatch,
+    Packing,
+    TrainingSequence,
+    build_batch,
+    pack_groups,
+    pack_sequences,
+)
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.timing import compare, interleave
+from rljax.timing import Comparison, compare, interleave
 from rljax.training.update import Recipe, Trainer
 from workloads import PROMPT_TOKENS, SWITCH, config_of, import_reference, make_reference
 
@@ -34,28 +41,34 @@ SMALL = ("2M", "25M")
 """Policies whose updates have 64 sequences, or 4 groups: those of others have 16, or one."""
 
 
-def random_sequence(
-    rng: np.random.Generator, prompt: np.ndarray, length: int, vocab_size: int, weight: float
-) -> TrainingSequence:
-    """Returns a response of random tokens, with logprobs about those of random weights: ratios are on both
-    sides of the clip range, near it with such weights, and far from it with trained ones.
+def random_groups(
+    rng: np.random.Generator, lengths: np.ndarray, prompt: int, vocab_size: int
+) -> list[TrainingSequence]:
+    """Returns groups of responses of random tokens, lengths [groups, responses], to a random prompt each.
+
+    Logprobs are about those of random weights: ratios are on both sides of the clip range, near it with such
+    weights, and far from it with trained ones.
     """
-    return TrainingSequence(
-        prompt_ids=prompt,
-        response_ids=rng.integers(0, vocab_size, length),
-        rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
-        advantage=float(rng.normal()),
-        weight=float(weight),
-    )
-
-
-def equal_sequences(count: int, length: int, prompt: int, vocab_size: int) -> list[TrainingSequence]:
-    """Returns sequences of one length, which begin with a prompt: those that fill rows of a micro-batch."""
-    rng, weight = np.random.default_rng(0), 1 / (count * (length - prompt))
+    weights = aggregation_weights(lengths.reshape(-1), GRPO.aggregation).reshape(lengths.shape)
+    prompts = rng.integers(0, vocab_size, (len(lengths), prompt))
     return [
-        random_sequence(rng, rng.integers(0, vocab_size, prompt), length - prompt, vocab_size, weight)
-        for _ in range(count)
+        TrainingSequence(
+            prompt_ids=prompts[group],
+            response_ids=rng.integers(0, vocab_size, length),
+            rollout_logprobs=rng.normal(-np.log(vocab_size), 0.2, length),
+            advantage=float(rng.normal()),
+            weight=float(weights[group, number]),
+        )
+        for (group, number), length in np.ndenumerate(lengths)
     ]
+
+
+def equal_batch(count: int, length: int, prompt: int, vocab_size: int, pack_length: int) -> PackedBatch:
+    """Returns a micro-batch of sequences of one length, which begin with a prompt and fill its rows."""
+    lengths = np.full((count, 1), length - prompt)
+    sequences = random_groups(np.random.default_rng(0), lengths, prompt, vocab_size)
+    packing = pack_sequences([length] * count, pack_length)
+    return build_batch(sequences, packing, range(packing.num_rows))
 
 
 def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]:
@@ -64,151 +77,107 @@ def long_tailed_sequences(count: int, vocab_size: int) -> list[TrainingSequence]
     """
     rng = np.random.default_rng(0)
     longest = UPDATE.pack_length - PROMPT_TOKENS
-    lengths = np.clip(rng.lognormal(np.log(longest / 7), 0.9, count).astype(int), 8, longest)
-    weights = aggregation_weights(lengths, GRPO.aggregation)
-    return [
-        random_sequence(rng, rng.integers(0, vocab_size, PROMPT_TOKENS), length, vocab_size, weight)
-        for length, weight in zip(lengths, weights, strict=True)
-    ]
+    lengths = np.clip(rng.lognormal(np.log(longest / 7), 0.9, (count, 1)).astype(int), 8, longest)
+    return random_groups(rng, lengths, PROMPT_TOKENS, vocab_size)
 
 
-def grouped_sequences(num_groups: int, vocab_size: int) -> list[TrainingSequence]:
-    """Returns groups of `GROUP_SIZE` responses of 50 to 150 random tokens to a prompt of 512."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(50, 151, (num_groups, GROUP_SIZE))
-    weights = aggregation_weights(lengths.reshape(-1), GRPO.aggregation).reshape(lengths.shape)
-    sequences = []
-    for group_lengths, group_weights in zip(lengths, weights, strict=True):
-        prompt = rng.integers(0, vocab_size, LONG_PROMPT_TOKENS)
-        sequences += [
-            random_sequence(rng, prompt, length, vocab_size, weight)
-            for length, weight in zip(group_lengths, group_weights, strict=True)
-        ]
-    return sequences
+Update = Callable[[], tuple[float, float]]
+"""One update: the loss, and the norm of its gradients before clipping."""
 
 
-class PackedUpdates:
-    """Our side: packs the sequences and updates the policy at every call.
-
-    Args:
-      params: weights to start from.
-      sequences: sequences of the mini-batch.
-      numerics: numerics; None for float32.
-      training: pack_length and rows_per_microbatch; None for `UPDATE`.
-      share_prompts: whether to compute equal prompts once.
+def packed_updates(
+    config: ModelConfig,
+    params: Params,
+    sequences: Sequence[TrainingSequence],
+    numerics: Numerics,
+    training: TrainingConfig,
+    share_prompts: bool = False,
+) -> tuple[Update, float]:
+    """Our side: packs the sequences and updates the policy at every call. Equal prompts may be computed once.
+    Also returns the share of padding.
     """
+    recipe = Recipe(SamplingParams(), GRPO, training, make_optimizer(OPTIMIZER, 1))
+    trainer = Trainer(config, numerics, recipe, ExecutablePool(numerics.row_invariant))
+    held, num_rows = [trainer.init(params)], training.rows_per_microbatch
+    lengths, prompts = zip(*((each.length, each.prompt_ids) for each in sequences), strict=True)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: Params,
-        sequences: Sequence[TrainingSequence],
-        row_invariant: bool,
-        numerics: Numerics | None = None,
-        training: TrainingConfig | None = None,
-        share_prompts: bool = False,
-    ) -> None:
-        self._sequences = sequences
-        self._training = training or UPDATE
-        self._share_prompts = share_prompts
-        optimizer = make_optimizer(OPTIMIZER, 1)
-        self._trainer = Trainer(
-            config,
-            numerics or Numerics(row_invariant, "float32"),
-            Recipe(SamplingParams(), GRPO, self._training, optimizer),
-            ExecutablePool(row_invariant),
-        )
-        self._state = self._trainer.init(params)
-        self.padding = 0.0
-
-    def __call__(self) -> tuple[float, float]:
-        """One update: the loss, and the norm of its gradients before clipping."""
-        pack_length, num_rows = self._training.pack_length, self._training.rows_per_microbatch
-        lengths = [sequence.length for sequence in self._sequences]
-        if self._share_prompts:
-            prompts = [sequence.prompt_ids for sequence in self._sequences]
-            packing = pack_groups(lengths, prompts, pack_length, num_rows)
+    def pack() -> tuple[Packing, list[range]]:
+        if share_prompts:
+            packing = pack_groups(lengths, prompts, training.pack_length, num_rows)
         else:
-            packing = pack_sequences(lengths, pack_length)
-        ranges = packing.microbatches(num_rows)
-        self.padding = packing.padding_fraction(ranges[-1].stop)
-        batches = [build_batch(self._sequences, packing, rows, self._share_prompts) for rows in ranges]
-        self._state, metrics = self._trainer.update(self._state, batches)
+            packing = pack_sequences(lengths, training.pack_length)
+        return packing, packing.microbatches(num_rows)
+
+    def update() -> tuple[float, float]:
+        packing, ranges = pack()
+        batches = [build_batch(sequences, packing, rows, share_prompts) for rows in ranges]
+        held[0], metrics = trainer.update(held[0], batches)
         return metrics["loss/policy"], metrics["gradient_norm"]
 
+    packing, ranges = pack()
+    return update, packing.padding_fraction(ranges[-1].stop)
 
-class PaddedUpdates:
-    """The other side, in the usual form: sorted by length, padded on the right, AdamW on autograd.
 
-    Micro-batches hold as many padded tokens as ours hold packed ones, so sorting leaves little padding.
+def padded_updates(
+    model: "transformers.PreTrainedModel", sequences: Sequence[TrainingSequence], training: TrainingConfig
+) -> tuple[Update, float]:
+    """The other side, in the usual form: sorted by length, padded on the right, AdamW on autograd; and its
+    share of padding. Micro-batches hold as many padded tokens as ours hold packed ones, so that is little.
     """
+    import torch
 
-    def __init__(
-        self,
-        model: "transformers.PreTrainedModel",
-        sequences: Sequence[TrainingSequence],
-        training: TrainingConfig | None = None,
-    ) -> None:
-        import torch
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=OPTIMIZER.learning_rate,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.epsilon,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
+    microbatches: list[list[TrainingSequence]] = []
+    budget = training.rows_per_microbatch * training.pack_length
+    for sequence in sorted(sequences, key=lambda sequence: -sequence.length):
+        if not microbatches or (len(microbatches[-1]) + 1) * microbatches[-1][0].length > budget:
+            microbatches.append([])
+        microbatches[-1].append(sequence)
 
-        training = training or UPDATE
-
-        self._model = model.train()
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=OPTIMIZER.learning_rate,
-            betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
-            eps=OPTIMIZER.epsilon,
-            weight_decay=OPTIMIZER.weight_decay,
-            fused=True,
-        )
-        self._microbatches: list[list[TrainingSequence]] = []
-        budget = training.rows_per_microbatch * training.pack_length
-        longest = 0
-        for sequence in sorted(sequences, key=lambda sequence: -sequence.length):
-            if not longest or (len(self._microbatches[-1]) + 1) * longest > budget:
-                self._microbatches.append([])
-                longest = sequence.length
-            self._microbatches[-1].append(sequence)
-        padded = sum(len(batch) * batch[0].length for batch in self._microbatches)
-        self.padding = 1.0 - sum(sequence.length for sequence in sequences) / padded
-
-    def __call__(self) -> tuple[float, float]:
-        """One update: the loss, and the norm of its gradients before clipping."""
-        import torch
-
+    def update() -> tuple[float, float]:
         total = 0.0
-        for batch in self._microbatches:
-            loss = self._loss(batch)
+        for batch in microbatches:
+            loss = _loss(model, batch)
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), OPTIMIZER.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
         return total, norm.item()
 
-    def _loss(self, batch: Sequence[TrainingSequence]) -> "torch.Tensor":
-        import torch
+    padded = sum(len(batch) * batch[0].length for batch in microbatches)
+    return update, 1.0 - sum(sequence.length for sequence in sequences) / padded
 
-        shape = (len(batch), batch[0].length)
-        ids, attended = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        rollout_logprobs, advantages, weights = (torch.zeros(shape) for _ in range(3))
-        for row, sequence in enumerate(batch):
-            ids[row, : sequence.length] = torch.as_tensor(
-                np.concatenate([sequence.prompt_ids, sequence.response_ids])
-            )
-            attended[row, : sequence.length] = 1
-            response = slice(len(sequence.prompt_ids), sequence.length)
-            rollout_logprobs[row, response] = torch.as_tensor(sequence.rollout_logprobs, dtype=torch.float32)
-            advantages[row, response] = sequence.advantage
-            weights[row, response] = sequence.weight  # 0 elsewhere, which masks
-        logits = self._model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
-        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        log_ratio = torch.where(weights[:, 1:] > 0, -nll.view(len(batch), -1) - rollout_logprobs[:, 1:], 0.0)
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - GRPO.clip_low, 1 + GRPO.clip_high)
-        surrogate = torch.minimum(ratio * advantages[:, 1:], clipped * advantages[:, 1:])
-        return -(weights[:, 1:] * surrogate).sum()
+
+def _loss(model: "transformers.PreTrainedModel", batch: Sequence[TrainingSequence]) -> "torch.Tensor":
+    import torch
+
+    shape = (len(batch), batch[0].length)
+    ids, attended = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    rollout_logprobs, advantages, weights = (torch.zeros(shape) for _ in range(3))
+    for row, sequence in enumerate(batch):
+        tokens = np.concatenate([sequence.prompt_ids, sequence.response_ids])
+        ids[row, : sequence.length] = torch.as_tensor(tokens)
+        attended[row, : sequence.length] = 1
+        response = slice(len(sequence.prompt_ids), sequence.length)
+        rollout_logprobs[row, response] = torch.as_tensor(sequence.rollout_logprobs, dtype=torch.float32)
+        advantages[row, response] = sequence.advantage
+        weights[row, response] = sequence.weight  # 0 elsewhere, which masks
+    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    log_ratio = torch.where(weights[:, 1:] > 0, -nll.view(len(batch), -1) - rollout_logprobs[:, 1:], 0.0)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - GRPO.clip_low, 1 + GRPO.clip_high)
+    surrogate = torch.minimum(ratio * advantages[:, 1:], clipped * advantages[:, 1:])
+    return -(weights[:, 1:] * surrogate).sum()
 
 
 def check_same_update(ours: tuple[float, float], reference: tuple[float, float], side: str) -> None:
@@ -220,9 +189,7 @@ def check_same_update(ours: tuple[float, float], reference: tuple[float, float],
         )
 
 
-def timed_updates(
-    ours: dict[str, PackedUpdates], theirs: PaddedUpdates, repeats: int
-) -> dict[str, list[float]]:
+def timed_updates(ours: dict[str, Update], theirs: Update, repeats: int) -> dict[str, list[float]]:
     """Returns the seconds of every side's updates, once the first one is the same on all."""
     reference = theirs()
     for side, update in ours.items():
@@ -236,27 +203,28 @@ def update_rows(name: str, repeats: int) -> list[Row]:
     config, num_sequences = config_of(name), 64 if name in SMALL else 16
     model, params = make_reference(name)
     sequences = long_tailed_sequences(num_sequences, config.vocab_size)
-    sides = {SWITCH[on]: PackedUpdates(config, params, sequences, on) for on in (True, False)}
-    reference = PaddedUpdates(model, sequences)
-    seconds = timed_updates(sides, reference, repeats)
+    sides = {
+        SWITCH[on]: packed_updates(config, params, sequences, Numerics(on, "float32"), UPDATE)
+        for on in (True, False)
+    }
+    reference, baseline_padding = padded_updates(model, sequences, UPDATE)
+    seconds = timed_updates({switch: update for switch, (update, _) in sides.items()}, reference, repeats)
+    lengths, rows = [len(sequence.response_ids) for sequence in sequences], []
+    shared = {"response_length_p75": float(np.percentile(lengths, 75)), "response_length_max": max(lengths)}
+    for switch, (_, padding) in sides.items():
+        padding = {"padding": padding, "baseline_padding": baseline_padding}
+        row, timing = f"update/{name}/row_invariant {switch}", compare(seconds[switch], seconds["PyTorch"])
+        rows.append(_row(row, config, sequences, timing, "PyTorch, transformers", **shared, **padding))
+    return rows
+
+
+def _row(
+    name: str, config: ModelConfig, sequences: Sequence[TrainingSequence], timing: Comparison, baseline: str,
+    **more: Any,
+) -> Row:  # fmt: skip
     tokens = sum(sequence.length for sequence in sequences)
-    lengths = [len(sequence.response_ids) for sequence in sequences]
-    return [
-        speed_row(
-            f"update/{name}/row_invariant {switch}",
-            tokens,
-            compare(seconds[switch], seconds["PyTorch"]),
-            "PyTorch, transformers",
-            params=num_params(config),
-            sequences=num_sequences,
-            tokens=tokens,
-            response_length_p75=float(np.percentile(lengths, 75)),
-            response_length_max=max(lengths),
-            padding=side.padding,
-            baseline_padding=reference.padding,
-        )
-        for switch, side in sides.items()
-    ]
+    details = {"params": num_params(config), "sequences": len(sequences), "tokens": tokens}
+    return speed_row(name, tokens, timing, baseline, **details, **more)
 
 
 def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
@@ -266,25 +234,19 @@ def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
     import_reference()
     config = config_of(name)
     model, params = make_reference(name)
-    sequences = grouped_sequences(4 if name in SMALL else 1, config.vocab_size)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(50, 151, (4 if name in SMALL else 1, GROUP_SIZE))
+    sequences = random_groups(rng, lengths, LONG_PROMPT_TOKENS, config.vocab_size)
+    numerics, theirs = Numerics(True, "float32"), padded_updates(model, sequences, LONG_PROMPTS)[0]
     sides = {
-        side: PackedUpdates(config, params, sequences, True, training=LONG_PROMPTS, share_prompts=share)
+        side: packed_updates(config, params, sequences, numerics, LONG_PROMPTS, share)[0]
         for side, share in (("shared", True), ("every", False))
     }
-    seconds = timed_updates(sides, PaddedUpdates(model, sequences, LONG_PROMPTS), repeats)
-    tokens = sum(sequence.length for sequence in sequences)
-    baselines = {"PyTorch": "PyTorch, transformers", "every": "every prompt computed"}
-    return [
-        speed_row(
-            f"update/{name}/shared prompts, against {baseline}",
-            tokens,
-            compare(seconds["shared"], seconds[baseline]),
-            label,
-            params=num_params(config),
-            sequences=len(sequences),
-            group_size=GROUP_SIZE,
-            prompt_tokens=LONG_PROMPT_TOKENS,
-            tokens=tokens,
-        )
-        for baseline, label in baselines.items()
-    ]
+    seconds = timed_updates(sides, theirs, repeats)
+    more = {"group_size": GROUP_SIZE, "prompt_tokens": LONG_PROMPT_TOKENS}
+    rows = []
+    for side, baseline in (("PyTorch", "PyTorch, transformers"), ("every", "every prompt computed")):
+        row = f"update/{name}/shared prompts, against {side}"
+        timing = compare(seconds["shared"], seconds[side])
+        rows.append(_row(row, config, sequences, timing, baseline, **more))
+    return rows

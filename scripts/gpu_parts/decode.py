@@ -1,5 +1,6 @@
 """The decode loop: milliseconds a step, the share of the memory's bandwidth, and the kernels it starts."""
 
+import functools
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -34,12 +35,9 @@ def measure(part: Part) -> None:
         _measure_policy(part, "tiny", (2,), bandwidth)
         return
     for name in ("Qwen3-1.7B", "Qwen3-8B"):
-        if part.left() < _PER_POLICY:
-            part.note(f"{name} left out: {part.left():.0f} s are left")
-            continue
         config = config_of(name)
         weights = 2 * num_params(config)
-        if not part.has_room(name, weights):
+        if not part.has_time(name, _PER_POLICY) or not part.has_room(name, weights):
             continue
         batches = []
         for sizes in _BATCHES:
@@ -55,11 +53,12 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
     length = 128 if part.quick else _LENGTH
     engines = [make_engine(config, numerics, pool, batch, length) for batch in batches]
     params = engines[0].load_params(random_params(config))
+    shapes = [(engine.buckets.batch[0], length) for engine in engines]
+    pairs = zip(engines, shapes, strict=True)
     together = compile_together(
-        [lambda engine=engine: engine.compile_plain(params, *_shape(engine)) for engine in engines]
+        [functools.partial(engine.compile_plain, params, *shape) for engine, shape in pairs]
     )
-    for batch, engine in zip(batches, engines, strict=True):
-        slots, length = _shape(engine)
+    for batch, engine, (slots, length) in zip(batches, engines, shapes, strict=True):
         program, compile_seconds = pool.find("generate", slots, length)
         counts = counts_of_loop(text_of(program))
         repeats = 1 if part.quick else _REPEATS
@@ -84,10 +83,6 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
             computed_slots=slots,
             filled_positions=length // 2,
         )
-
-
-def _shape(engine) -> tuple[int, int]:
-    return engine.buckets.batch[0], engine.buckets.cache[0]
 
 
 if __name__ == "__main__":

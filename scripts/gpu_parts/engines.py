@@ -3,9 +3,9 @@ seconds that compiling their programs took.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from rljax import target
 from rljax.assembly.decoding import unmeasured_numerics
 from rljax.config import ExperimentConfig, load_config
+from rljax.config.decoding import KernelsConfig
+from rljax.engine.background import compile_all
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
@@ -25,9 +27,6 @@ from rljax.sampling.distribution import SamplingParams
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen2.5-1.5b.yaml"
 _MOST_DRAFTS = 8  # draft steps in sequence, where nothing is verified
-_OPERATIONS = (
-    "noisy_argmax", "token_logprobs", "tree_attention", "quantized_product", "round_to_nearest", "compaction",
-)  # fmt: skip
 
 
 # --- engines ---------------------------------------------------------------------------------------------
@@ -43,7 +42,7 @@ def kernel_keys(quick: bool) -> list[str]:
     refuse; `quick` names no kernels, for a CPU.
     """
     own = [] if quick else [mosaic()]
-    names = {op: [*own, "xla"] for op in _OPERATIONS}
+    names = {op: [*own, "xla"] for op in KernelsConfig.model_fields}
     if own == ["mosaic_gpu"]:
         names["compaction"] = ["xla"]  # a scatter writes the layout of Mosaic attention's cache in place
     return [f"kernels.{op}=[{','.join(chosen)}]" for op, chosen in names.items()]
@@ -66,18 +65,15 @@ def random_params(config: ModelConfig) -> Params:
     def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return config.hidden_size**-0.5 * jax.random.normal(key, shape, jnp.bfloat16)
 
-    shapes = jax.tree_util.tree_leaves_with_path(param_shapes(config), is_leaf=_is_shape)
-    leaves = []
-    for index, (path, shape) in enumerate(shapes):
+    keys = itertools.count()
+
+    def make(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
         if len(shape) > 1:
-            leaves.append(normal(jax.random.key(index), shape))
-        else:
-            leaves.append(jnp.full(shape, 1.0 if path[-1].key.endswith("norm") else 0.0, jnp.float32))
-    return jax.tree.unflatten(jax.tree.structure(param_shapes(config), is_leaf=_is_shape), leaves)
+            return normal(jax.random.key(next(keys)), shape)
+        return jnp.full(shape, 1.0 if path[-1].key.endswith("norm") else 0.0, jnp.float32)
 
-
-def _is_shape(node: object) -> bool:
-    return isinstance(node, tuple)
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(make, param_shapes(config), is_leaf=is_shape)
 
 
 def read_bytes(params: Params) -> int:
@@ -144,9 +140,7 @@ class TimedPool(ExecutablePool):
 
 
 def compile_together(calls: list[Callable[[], object]]) -> float:
-    """Makes calls that compile, each in a thread of its own; returns the seconds until the last is done."""
+    """Makes calls that compile, side by side; returns the seconds until the last is done."""
     start = time.perf_counter()
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for done in [threads.submit(call) for call in calls]:
-            done.result()
+    compile_all(calls)
     return time.perf_counter() - start

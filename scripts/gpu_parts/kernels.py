@@ -18,7 +18,7 @@ from jax import Array, lax
 import bench_kernels
 from gpu_parts.engines import mosaic
 from gpu_parts.part import Part, run
-from kernel_benchmarks.case import Case
+from kernel_benchmarks.cases import Case
 from rljax.kernels.compaction import compaction
 from rljax.kernels.round_to_nearest import round_to_nearest
 from rljax.numerics.attention import KEY_BLOCK
@@ -59,17 +59,14 @@ def measure(part: Part) -> None:
             write_errors(part, check, case)
             timed.append((check.op, case))
     for op, case in timed if not part.quick else timed[:1]:
-        if part.left() < _LEAST_SECONDS and not part.quick:
-            part.note(f"{op}, {case.name}: not timed, {part.left():.0f} s are left")
+        if not part.has_time(f"times of {op}, {case.name}", _LEAST_SECONDS):
             continue
-        start = time.perf_counter()
         for row in bench_kernels.case_rows(op, case, [mosaic()], part.quick):
             figures = row.as_json()
             name, value, unit = (figures.pop(key) for key in ("name", "value", "unit"))
             part.row(
                 f"time/{name}", value, unit, compile_seconds=None, repeats=figures.pop("rounds"), **figures
             )
-        print(f"{op}: timed in {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def write_errors(part: Part, check: Check, case: Case) -> None:
@@ -129,16 +126,9 @@ def _first_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 # -- references --------------------------------------------------------------------------------------------
 
 
-def _attention(
-    queries: Array,
-    keys: Array,
-    values: Array,
-    lengths: Array,
-    node_keys: Array,
-    node_values: Array,
-    *tree: Array,
-) -> tuple[Array]:
+def _attention(*arguments: Array) -> tuple[Array]:
     """Attention of the nodes, and of decoding where there is no tree, slot by slot."""
+    queries, keys, values, lengths, node_keys, node_values, *tree = arguments
     _, nodes, heads, dim = queries.shape
     kv_heads, capacity = values.shape[1:3]
 
@@ -159,16 +149,9 @@ def _attention(
     return (lax.map(of_slot, (queries, keys, values, node_keys, node_values, lengths, ancestors)),)
 
 
-def _compacted(
-    keys: Array,
-    values: Array,
-    node_keys: Array,
-    node_values: Array,
-    path: Array,
-    count: Array,
-    lengths: Array,
-) -> tuple[Array, Array]:
+def _compacted(*arguments: Array) -> tuple[Array, Array]:
     """Every position takes its node, where it has one: a gather, in place of a scatter."""
+    keys, values, node_keys, node_values, path, count, lengths = arguments
     batch, kv_heads, capacity, dim = values.shape
     depth = jnp.arange(capacity) - lengths[:, None]
     node = jnp.take_along_axis(path, jnp.clip(depth, 0, path.shape[1] - 1), axis=1)

@@ -33,11 +33,8 @@ _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "libtpu", "flax", "optax", "numpy", 
 
 
 class Part:
-    """One start of one part.
-
-    Attributes:
-      quick: whether only tiny shapes are wanted: a look at a CPU, where kernels are interpreted.
-      variant: which of the part's variants this start is; empty where it has none.
+    """One start of one part; `variant` says which, if it has several, and `quick` that only tiny shapes are
+    wanted: a look at a CPU, where kernels are interpreted.
     """
 
     def __init__(self, name: str, output: Path, seconds: float, quick: bool, variant: str) -> None:
@@ -63,13 +60,8 @@ class Part:
     ) -> None:
         """Adds a figure to the file, at once.
 
-        Args:
-          name: what was measured, such as "tree_attention/Qwen2.5-7B, 16 slots of 4096/mosaic_gpu".
-          value: NaN and infinities become null.
-          unit: of `value`, such as "ms".
-          compile_seconds: what the program took to compile, if one was compiled for this figure.
-          repeats: how often it was timed, if it was.
-          details: more figures of the row, by name; arrays and NumPy's numbers are no JSON.
+        `value` may be NaN, which becomes null; `compile_seconds` and `repeats` say how long its program took
+        to compile and how often it was timed, if at all; details are neither arrays nor NumPy's numbers.
         """
         row = {
             "name": name,
@@ -95,6 +87,13 @@ class Part:
         self._notes.append(f"{self.variant}: {text}" if self.variant else text)
         print(f"{self.name}: {text}", flush=True)
         self._write()
+
+    def has_time(self, name: str, seconds: float) -> bool:
+        """Whether so many seconds are left; notes what is left out if not. A look may take what it takes."""
+        if self.quick or self.left() >= seconds:
+            return True
+        self.note(f"{name} left out: {self.left():.0f} s are left")
+        return False
 
     def has_room(self, name: str, needed: float) -> bool:
         """Whether the device has so many bytes free, and an eighth more for what programs take beside; notes

@@ -1,7 +1,7 @@
 """A rollout with a long tail and a slot for every response: plain, and with three kinds of drafts.
 
-The policy is the one in the folder that `REPORT_POLICY` names (`gpu_parts/carry.py`). Without a folder it is
-the long-tail benchmark's, trained here for a few seconds and grown to 95 million parameters.
+The policy is the one that `REPORT_POLICY` names, as `policy.path` would. Without one it is the long-tail
+benchmark's, trained here for a few seconds and grown to 95 million parameters.
 """
 
 import dataclasses
@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.base import Outcome
 from drafters.registry import make_drafters, rehearse_drafters
-from gpu_parts.carry import joined
 from gpu_parts.engines import compile_together, kernel_keys
 from gpu_parts.part import Part, run
 from rljax.assembly.decoding import make_scheduler, unmeasured_numerics, warm_up
@@ -35,6 +33,7 @@ from rljax.sampling.noise import request_key
 from rljax.training.interruption import StopRequest
 from rljax.training.warm_start import warm_start
 from rollout_benchmarks.equality import Count
+from rollout_benchmarks.variants import unrewarded, with_keys
 
 _CONFIG = Path(__file__).resolve().parents[2] / "configs" / "bench_long_tail.yaml"
 _EPOCHS = 2
@@ -43,46 +42,24 @@ _PER_VARIANT = 15.0  # seconds that compiling and two rollouts take at least
 
 # 64 responses, each in a slot of its own, and few programs: in the tail, 512 rows take the largest trees.
 _RUN = (
-    "policy.compute_dtype=bfloat16",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=8",
-    "rollout.max_prompt_length=64",
-    "engine.max_slots=64",
-    "engine.batch_buckets=[64]",
-    "engine.cache_buckets=[512]",
-    "engine.row_invariant=warn",
-    "engine.compilation_cache=null",
-    "speculation.verify_buckets=[128,512]",
-    "speculation.max_drafts=15",
-    "speculation.max_batch=64",
-)
+    "policy.compute_dtype=bfloat16", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8",
+    "rollout.max_prompt_length=64", "engine.max_slots=64", "engine.batch_buckets=[64]",
+    "engine.cache_buckets=[512]", "engine.row_invariant=warn", "engine.compilation_cache=null",
+    "speculation.verify_buckets=[128,512]", "speculation.max_drafts=15", "speculation.max_batch=64",
+)  # fmt: skip
 _WARM_START = ("warm_start.steps=300",)
-_REAL = (
-    "policy.shape=null",
-    "policy.growth=null",
-    "warm_start=null",
-    "rollout.max_response_length=896",
-    "engine.cache_buckets=[1024]",
-    "training.pack_length=1024",  # nothing is trained, but a config's rows hold its responses
-)
+_REAL = (  # nothing is trained, but a config's rows hold its responses
+    "policy.shape=null", "policy.growth=null", "warm_start=null", "rollout.max_response_length=896",
+    "engine.cache_buckets=[1024]", "training.pack_length=1024",
+)  # fmt: skip
 _QUICK = (
-    "policy.growth=null",
-    "policy.shape.hidden_size=64",
-    "policy.shape.num_layers=1",
-    "policy.shape.num_heads=2",
-    "policy.shape.num_kv_heads=1",
-    "policy.shape.mlp_size=64",
-    "warm_start=null",
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_prompt_length=16",
-    "rollout.max_response_length=32",
-    "engine.max_slots=4",
-    "engine.batch_buckets=[4]",
-    "engine.cache_buckets=[256]",
-    "speculation.verify_buckets=[16]",
+    "policy.growth=null", "policy.shape.hidden_size=64", "policy.shape.num_layers=1",
+    "policy.shape.num_heads=2", "policy.shape.num_kv_heads=1", "policy.shape.mlp_size=64",
+    "warm_start=null", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
+    "rollout.max_prompt_length=16", "rollout.max_response_length=32", "engine.max_slots=4",
+    "engine.batch_buckets=[4]", "engine.cache_buckets=[256]", "speculation.verify_buckets=[16]",
     "speculation.max_drafts=7",
-)
+)  # fmt: skip
 
 # The head is new: it learns from the first epoch's responses, all at once behind the rollout.
 _HEAD = {"variant": "eagle", "depths": [4], "learning_rate": 3e-3, "train_below": 0, "slices": 128, "rows": 8}
@@ -139,22 +116,14 @@ class _Bench:
         scheduler = make_scheduler(config, self.policy, drafters, self.numerics, self.pool, None)
         engine, start = scheduler.engine, time.perf_counter()
         params = engine.load_params(self.policy.params)
-        batch, length = engine.buckets.batch[0], engine.buckets.cache[0]
+        shape = engine.buckets.batch[0], engine.buckets.cache[0]
         longest = engine.prefill_length(config.rollout.max_prompt_length)
-        compile_together(
-            [
-                functools.partial(engine.compile_plain, params, batch, length),
-                *(
-                    functools.partial(engine.compile_prefill, params, batch, padded)
-                    for padded in engine.prefill_lengths
-                    if padded <= longest
-                ),
-                *(
-                    functools.partial(engine.compile_verify, params, batch, length, *each)
-                    for each in engine.buckets.passes(batch)
-                ),
-            ]
-        )
+        lengths = [padded for padded in engine.prefill_lengths if padded <= longest]
+        calls = [functools.partial(engine.compile_plain, params, *shape)]
+        calls += [functools.partial(engine.compile_prefill, params, shape[0], padded) for padded in lengths]
+        for each in engine.buckets.passes(shape[0]):
+            calls.append(functools.partial(engine.compile_verify, params, *shape, *each))
+        compile_together(calls)
         warm_up(scheduler, params, config, wait=True)
         # What is loaded or allocated when it first runs is not timed either. Drafters learn nothing of this.
         short = [
@@ -168,69 +137,51 @@ class _Bench:
 def measure(part: Part) -> None:
     """Rolls out plainly, and then with one drafter after another; counts what differs from plain decoding."""
     with ThreadPoolExecutor(1) as beside, tempfile.TemporaryDirectory() as directory:
-        folder = None if part.quick else os.environ.get("REPORT_POLICY")
-        config = _config(part.quick, folder)
+        path = None if part.quick else os.environ.get("REPORT_POLICY")
+        of_policy = _QUICK if part.quick else (*_REAL, f"policy.path={path}") if path else _WARM_START
+        config = load_config(_CONFIG, [*_RUN, *kernel_keys(part.quick), *of_policy])
         speculation = config.speculation.model_copy(update=_DRAFTERS["SRT"])
         rehearsed = beside.submit(rehearse_drafters, speculation)  # numba's loops, while XLA compiles
-        bench = _make_bench(part, config, folder, Path(directory))
+        bench = _make_bench(part, config, path, Path(directory))
         baseline = _plain(bench)
         rehearsed.result()
         for name, keys in _DRAFTERS.items():
             if part.quick and name == "EAGLE":
                 part.note("EAGLE left out: its many programs take a CPU too long for a look")
                 continue
-            if part.left() < _PER_VARIANT:
-                part.note(f"{name} left out: {part.left():.0f} s are left")
-                continue
-            _drafted(bench, name, keys, baseline)
+            if part.has_time(name, _PER_VARIANT):
+                _drafted(bench, name, keys, baseline)
 
 
-def _config(quick: bool, folder: str | None) -> ExperimentConfig:
-    keys = [*_RUN, *kernel_keys(quick)]
-    if folder is not None:
-        path = joined(Path(folder))
-        return load_config(_CONFIG, [*keys, *_REAL, f"policy.path={path}"])
-    return load_config(_CONFIG, [*keys, *(_QUICK if quick else _WARM_START)])
-
-
-def _make_bench(part: Part, config: ExperimentConfig, folder: str | None, directory: Path) -> _Bench:
-    task = checked_task(config)
-    policy = make_policy(config, task, directory / "tokenizer")
-    pool, start = ExecutablePool(), time.perf_counter()
+def _make_bench(part: Part, config: ExperimentConfig, path: str | None, directory: Path) -> _Bench:
+    task, rollout, pool = checked_task(config), config.rollout, ExecutablePool()
+    policy, start = make_policy(config, task, directory / "tokenizer"), time.perf_counter()
     if config.warm_start is not None:
         # Trained in float32, and rolled out in bfloat16 like larger ones.
-        trained_in = config.model_copy(
-            update={"policy": config.policy.model_copy(update={"compute_dtype": "float32"})}
-        )
+        trained_in = with_keys(config, policy={"compute_dtype": "float32"})
         numerics = unmeasured_numerics(trained_in, policy.config, None)
         with Progress() as progress:
-            stop = StopRequest(progress.message)
-            shared = (numerics, pool, None, progress, directory / "warm_start", stop)
+            shared = (numerics, pool, None, progress, directory / "warm_start", StopRequest(progress.message))
             policy = warm_start(trained_in, policy, task, *shared)
         part.note(f"the policy's warm start took {time.perf_counter() - start:.0f} s")
     if config.policy.growth is not None:
         policy = grown_policy(policy, config.policy.growth, config.seed)
-    rollout = config.rollout
-    if folder is not None:
+    if path is not None:
         prompts = _questions(policy, rollout.prompts_per_step)
     else:
         source = Prompts(task, policy.tokenizer, rollout.max_prompt_length, leave_out=True)
         indices, _ = source.next_problems("train", 0, rollout.prompts_per_step)
         prompts = [source.tokens(task.problem("train", index)) for index in indices]
+    samples, length = range(rollout.samples_per_prompt), rollout.max_response_length
     epochs = [
         [
-            Request(
-                prompt,
-                request_key(config.seed, epoch, index, sample),
-                rollout.max_response_length,
-                step=epoch,
-            )
+            Request(prompt, request_key(config.seed, epoch, index, sample), length, step=epoch)
             for index, prompt in enumerate(prompts)
-            for sample in range(rollout.samples_per_prompt)
+            for sample in samples
         ]
         for epoch in range(_EPOCHS)
     ]
-    name = "tiny" if part.quick else Path(folder).name if folder else "95M"
+    name = "tiny" if part.quick else Path(path).name.removesuffix(".gguf") if path else "95M"
     return _Bench(part, name, config, policy, unmeasured_numerics(config, policy.config, None), pool, epochs)
 
 
@@ -273,32 +224,24 @@ def _drafted(
 ) -> None:
     """Adds the rows of one drafter, which learns from every epoch."""
     scheduler, params, compile_seconds = bench.scheduler(keys)
-    speculator = scheduler.speculator
-    for epoch, (requests, (expected, plain_seconds)) in enumerate(
-        zip(bench.epochs, baseline, strict=True), 1
-    ):
-        start = time.perf_counter()
+    for epoch, (requests, plain) in enumerate(zip(bench.epochs, baseline, strict=True), 1):
+        (expected, plain_seconds), start = plain, time.perf_counter()
         completions, statistics = scheduler.run(params, requests)
         seconds = time.perf_counter() - start
         start = time.perf_counter()
-        speculator.learn(
-            [
-                Outcome(request.prompt_ids, completion.response_ids, 0.0)
-                for request, completion in zip(requests, completions, strict=True)
-            ]
-        )
-        learn_seconds = time.perf_counter() - start
-        count = Count()
+        scheduler.speculator.learn(unrewarded(requests, completions))
+        learn_seconds, count = time.perf_counter() - start, Count()
         for number, (one, other) in enumerate(zip(expected, completions, strict=True)):
             count.compare(one, other, {"request": number})
+        plain_rate = sum(len(each.response_ids) for each in expected) / plain_seconds
         bench.part.row(
             f"{bench.name}/{name}/epoch {epoch}",
             statistics.tokens / seconds,
             "tokens/s",
             compile_seconds=compile_seconds,
             repeats=1,
-            plain_tokens_per_second=_tokens(expected) / plain_seconds,
-            ratio=(statistics.tokens / seconds) / (_tokens(expected) / plain_seconds),
+            plain_tokens_per_second=plain_rate,
+            ratio=statistics.tokens / seconds / plain_rate,
             accept_length=statistics.accept_length,
             acceptance=statistics.accepted / max(statistics.drafted, 1),
             verifying_passes=statistics.verified,
@@ -312,10 +255,6 @@ def _drafted(
             draft_seconds=statistics.draft_seconds,
             **_counts(statistics, completions),
         )
-
-
-def _tokens(completions: Sequence[Completion]) -> int:
-    return sum(len(each.response_ids) for each in completions)
 
 
 def _counts(statistics: DecodeStatistics, completions: Sequence[Completion]) -> dict[str, float]:

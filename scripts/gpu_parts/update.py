@@ -5,13 +5,12 @@ import time
 
 import jax
 
-from engine_benchmarks.update import GRPO, equal_sequences
+from engine_benchmarks.update import GRPO, equal_batch
 from gpu_parts.engines import TimedPool, random_params, run_config, run_numerics
 from gpu_parts.part import Part, run
 from rljax.config import OptimizerConfig
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import build_batch, pack_sequences
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import num_params
 from rljax.planning.command import present_topology
@@ -47,18 +46,15 @@ def measure(part: Part) -> None:
     state = trainer.init(params)
     del params
     length = tokens // _SEQUENCES
-    sequences = equal_sequences(_SEQUENCES, length, min(_PROMPT, length // 2), config.vocab_size)
-    lengths = [sequence.length for sequence in sequences]
-    batch = build_batch(sequences, pack_sequences(lengths, tokens), range(1))
-    state, metrics = trainer.update(state, [batch])  # compiles
-    compile_seconds = sum(seconds for _, seconds in pool.by_key.values())
+    batch = equal_batch(_SEQUENCES, length, min(_PROMPT, length // 2), config.vocab_size, tokens)
     taken = []
-    for _ in range(repeats):
+    for _ in range(1 + repeats):  # the first compiles
         start = time.perf_counter()
         state, metrics = trainer.update(state, [batch])
         jax.block_until_ready(state.params)
         taken.append(time.perf_counter() - start)
-    seconds, flops = statistics.median(taken), _flops(config, lengths)
+    taken, compile_seconds = taken[1:], sum(seconds for _, seconds in pool.by_key.values())
+    seconds, flops = statistics.median(taken), _flops(config, [length] * _SEQUENCES)
     part.row(
         f"{name}/{tokens} tokens",
         tokens / seconds,
@@ -88,14 +84,15 @@ def _flops(config: ModelConfig, lengths: list[int]) -> float:
 def _utilization(part: Part, flops: float, seconds: float) -> dict[str, float]:
     """Figures of MFU against the data sheet's dense bfloat16 FLOP/s (`rljax/planning/hardware.py`)."""
     rate = flops / seconds
+    figures = {"flops": flops, "flops_per_second": rate}
     if part.quick:
-        return {"flops": flops, "flops_per_second": rate}
+        return figures
     try:
         peak = hardware_of(parse_topology(present_topology()), "bfloat16").flops["bfloat16"]
     except UserError as error:
         part.note(f"no MFU: {error}")
-        return {"flops": flops, "flops_per_second": rate}
-    return {"flops": flops, "flops_per_second": rate, "peak": peak, "mfu": rate / peak}
+        return figures
+    return figures | {"peak": peak, "mfu": rate / peak}
 
 
 if __name__ == "__main__":

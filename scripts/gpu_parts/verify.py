@@ -40,20 +40,16 @@ def measure(part: Part) -> None:
     pool, params = TimedPool(), None
     length, repeats = (128, 1) if part.quick else (_LENGTH, _REPEATS)
     for batch, rows in ({2: (16,)} if part.quick else _ROWS).items():
-        if part.left() < _PER_BATCH:
-            part.note(f"batch {batch} left out: {part.left():.0f} s are left")
-            continue
         needed = cache_bytes(config, batch * length) + (0 if params else 2 * num_params(config))
-        if not part.has_room(f"batch {batch}", needed):
+        what = f"batch {batch}"
+        if not part.has_time(what, _PER_BATCH) or not part.has_room(what, needed):
             continue
         engine = make_engine(config, numerics, pool, batch, length, rows)
         params = engine.load_params(random_params(config)) if params is None else params
-        _verify_rows(part, f"{name}/batch {batch}", engine, pool, params, repeats)
-    if part.left() < _PER_BATCH:
-        part.note(f"steps of the quantized drafter left out: {part.left():.0f} s are left")
-        return
-    engine = make_engine(config, numerics, pool, 2 if part.quick else 8, length)
-    _draft_row(part, name, engine, pool, params, repeats)
+        _verify_rows(part, f"{name}/{what}", engine, pool, params, repeats)
+    if part.has_time("steps of the quantized drafter", _PER_BATCH):
+        engine = make_engine(config, numerics, pool, 2 if part.quick else 8, length)
+        _draft_row(part, name, engine, pool, params, repeats)
 
 
 def _verify_rows(
@@ -62,12 +58,9 @@ def _verify_rows(
     """Adds the rows of one batch."""
     slots, length = engine.buckets.batch[0], engine.buckets.cache[0]
     passes = engine.buckets.passes(slots)
-    together = compile_together(
-        [
-            functools.partial(engine.compile_plain, params, slots, length),
-            *(functools.partial(engine.compile_verify, params, slots, length, *each) for each in passes),
-        ]
-    )
+    verify = functools.partial(engine.compile_verify, params, slots, length)
+    calls = [functools.partial(engine.compile_plain, params, slots, length)]
+    together = compile_together(calls + [functools.partial(verify, *each) for each in passes])
     seconds = time_passes(engine, params, slots, length, repeats, _PASSES)
     for rows, nodes in passes:
         program, compile_seconds = pool.find("verify", slots, length, nodes, rows)

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ def copy_bandwidth(megabytes: int) -> float:
     """Returns the bytes per second of a copy; reads and writes both count."""
     x = jax.random.normal(jax.random.key(0), (megabytes * 2**20 // 4,))
     copied = jax.jit(lambda x: x + 1.0)
-    return 2 * x.nbytes / _seconds(copied, x)
+    return 2 * x.nbytes / median_seconds(copied, x)
 
 
 def matrix_rate(size: int) -> float:
@@ -25,16 +26,19 @@ def matrix_rate(size: int) -> float:
     def product(a: Array, b: Array) -> Array:
         return jnp.dot(a, b, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
 
-    return 2 * size**3 / _seconds(jax.jit(product), a, b)
+    return 2 * size**3 / median_seconds(jax.jit(product), a, b)
 
 
-def _seconds(function: Callable[..., Array], *args: Array, calls: int = 10, repeats: int = 7) -> float:
-    function(*args).block_until_ready()
+def median_seconds(function: Callable[..., Any], *args: Any, calls: int = 10, repeats: int = 7) -> float:
+    """Returns the seconds of a call among so many that are started one after another, after one for warming
+    up: the median of the repeats.
+    """
+    jax.block_until_ready(function(*args))
     taken = []
     for _ in range(repeats):
         start = time.perf_counter()
         for _ in range(calls):
             out = function(*args)
-        out.block_until_ready()
+        jax.block_until_ready(out)
         taken.append((time.perf_counter() - start) / calls)
     return statistics.median(taken)

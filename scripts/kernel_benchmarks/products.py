@@ -7,7 +7,6 @@ size are multiplied by one kernel, one slab after another.
 
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,44 +15,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from rljax.numerics.products import dot
+from kernel_benchmarks.ceilings import median_seconds
+from rljax.numerics.products import ProductForm, dot, padded_dot
 
 _WEIGHT_BYTES = 96 * 2**20  # of all matrices together, so that the device's cache does not hold them
-_CALLS, REPEATS = 10, 5
+REPEATS = 5
 _THREADS = 8  # that compile
 
 
-@dataclasses.dataclass(frozen=True)
-class Formulation:
-    """One way to multiply rows.
-
-    Attributes:
-      multiple: the number of rows is padded to a multiple of this.
-      slab: rows that are multiplied at a time; 0 for all.
-    """
-
-    name: str
-    multiple: int = 1
-    slab: int = 0
-
-    def padded(self, rows: int) -> int:
-        """Returns the number of rows that are multiplied for so many."""
-        return -(-rows // self.multiple) * self.multiple
-
-    def program(self, rows: int) -> tuple[int, int]:
-        """Returns (rows that are multiplied, rows of a slab): programs of equal pairs are the same."""
-        padded = self.padded(rows)
-        return padded, self.slab if 0 < self.slab < padded else padded
+FORMULATIONS = {
+    "rows as they are": ProductForm(1),
+    "multiples of 64": ProductForm(64, 64),
+    "slabs of 64": ProductForm(64, 64, slabs=True),
+    "slabs of 256": ProductForm(256, 256, slabs=True),
+}
+_Program = tuple[int, int]
+"""Rows that are multiplied, and rows of a slab; 0 where all of them are multiplied at a time."""
 
 
-FORMULATIONS = (
-    Formulation("rows as they are"),
-    Formulation("multiples of 64", 64),
-    Formulation("slabs of 64", 64, 64),
-    Formulation("slabs of 256", 256, 256),
-)
+def _program(form: ProductForm, rows: int) -> _Program:
+    return form.padded(rows), form.multiple if form.slabs else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,36 +56,21 @@ class Result:
     price: dict[int, float]
 
 
-def multiply(rows: Array, weight: Array, slab: int) -> Array:
-    """Multiplies rows [n * slab, in] by weight [out, in], a slab at a time: float32 [n * slab, out]."""
-    if rows.shape[0] == slab:
-        return dot(rows, weight)
-    slabs = rows.reshape(-1, slab, rows.shape[1])
-    return lax.map(lambda each: dot(each, weight), slabs).reshape(rows.shape[0], -1)
-
-
 def compare_rows(
     inputs: int, outputs: int, counts: Sequence[int], options: Mapping[str, Any]
 ) -> tuple[dict[str, Result], float]:
-    """Compares the formulations of a bfloat16 product [inputs -> outputs] over numbers of rows.
-
-    Args:
-      inputs, outputs: sizes of the weights.
-      counts: numbers of rows, ascending.
-      options: compiler options.
-
-    Returns:
-      Results by the name of the formulation, and the seconds that compiling all programs took.
+    """Compares the formulations of a bfloat16 product [inputs -> outputs] over ascending numbers of rows,
+    compiled with these options. Returns results by the name of the formulation, and the seconds that
+    compiling all programs took.
     """
     matrices = max(min(_WEIGHT_BYTES // (2 * inputs * outputs), 8), 1)
     keys = jax.random.split(jax.random.key(0), matrices)
     weights = [jax.random.normal(key, (outputs, inputs), jnp.bfloat16) for key in keys]
-    most = max(each.padded(counts[-1]) for each in FORMULATIONS)
+    most = max(form.padded(counts[-1]) for form in FORMULATIONS.values())
     # On the host, where neither cutting them nor comparing results compiles anything.
-    all_rows = (
-        np.random.default_rng(0).standard_normal((matrices, most, inputs), np.float32).astype(jnp.bfloat16)
-    )
-    pairs = sorted({each.program(count) for each in FORMULATIONS for count in counts})
+    normals = np.random.default_rng(0).standard_normal((matrices, most, inputs), np.float32)
+    all_rows = normals.astype(jnp.bfloat16)
+    pairs = sorted({_program(form, count) for form in FORMULATIONS.values() for count in counts})
     start = time.perf_counter()
     compiled = functools.partial(_compiled, weights, dict(options))
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -112,18 +80,17 @@ def compare_rows(
     for pair in pairs:
         rows = [jnp.asarray(each[: pair[0]]) for each in all_rows]
         computed[pair] = jax.device_get(programs[pair](rows, weights))
-        seconds[pair] = _seconds(programs[pair], rows, weights) / matrices
-    plain = {count: seconds[FORMULATIONS[0].program(count)] for count in counts}
-    results = {}
-    for each in FORMULATIONS:
-        shares = {
-            count: _share_that_differs(
-                computed[each.program(count)], computed[each.program(counts[-1])], count
-            )
-            for count in counts
-        }
-        taken = {count: seconds[each.program(count)] for count in counts}
-        results[each.name] = Result(
+        taken = median_seconds(programs[pair], rows, weights, repeats=REPEATS)
+        seconds[pair] = taken / matrices
+    results, plain = {}, {}
+    for name, form in FORMULATIONS.items():
+        taken = {count: seconds[_program(form, count)] for count in counts}
+        plain = plain or taken
+        many, shares = computed[_program(form, counts[-1])], {}
+        for count in counts:
+            pairs = zip(computed[_program(form, count)], many, strict=True)
+            shares[count] = max(float(np.mean(a[:count] != b[:count])) for a, b in pairs)
+        results[name] = Result(
             tuple(count for count, share in shares.items() if share),
             max(shares.values()),
             {count: 1e6 * time for count, time in taken.items()},
@@ -141,29 +108,14 @@ def float32_error(inputs: int, outputs: int, rows: int) -> float:
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
-def _compiled(
-    weights: list[Array], options: dict[str, Any], pair: tuple[int, int]
-) -> Callable[..., list[Array]]:
+def _compiled(weights: list[Array], options: dict[str, Any], program: _Program) -> Callable[..., list[Array]]:
     """Compiles a program that multiplies by one matrix after another, as many rows each time."""
+    (count, slab), form = program, ProductForm(1)
+    if slab:
+        form = ProductForm(slab, slab, slabs=True)
 
     def products(rows: list[Array], weights: list[Array]) -> list[Array]:
-        return [multiply(x, weight, pair[1]) for x, weight in zip(rows, weights, strict=True)]
+        return [padded_dot(x, weight, form) for x, weight in zip(rows, weights, strict=True)]
 
-    rows = [jax.ShapeDtypeStruct((pair[0], weight.shape[1]), weight.dtype) for weight in weights]
+    rows = [jax.ShapeDtypeStruct((count, weight.shape[1]), weight.dtype) for weight in weights]
     return jax.jit(products).lower(rows, weights).compile(compiler_options=options)
-
-
-def _share_that_differs(some: list[np.ndarray], most: list[np.ndarray], count: int) -> float:
-    return max(float(np.mean(a[:count] != b[:count])) for a, b in zip(some, most, strict=True))
-
-
-def _seconds(program: Callable[..., list[Array]], rows: list[Array], weights: list[Array]) -> float:
-    """Returns the median seconds of a call."""
-    taken = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            out = program(rows, weights)
-        jax.block_until_ready(out)
-        taken.append((time.perf_counter() - start) / _CALLS)
-    return statistics.median(taken)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kernel_benchmarks.case import Case
+from kernel_benchmarks.cases import Case
 from rljax.numerics.kernel_choice import Refused
 
 _MOST_BYTES = 2**30  # of all sets of arguments together
@@ -76,25 +76,19 @@ class Timed:
         """Compiles a program from the donated and the kept arguments of all sets to the results by set."""
         one = jax.jit(function)  # traced once for all sets
 
-        def of_all(donated: list[dict[int, Any]], kept: list[dict[int, Any]]) -> list[Any]:
-            sets = [a | b for a, b in zip(donated, kept, strict=True)]
-            return [one(*(arguments[i] for i in range(len(arguments)))) for arguments in sets]
+        def of_all(donated: list[tuple[Any, ...]], kept: list[tuple[Any, ...]]) -> list[Any]:
+            return [one(*first, *rest) for first, rest in zip(donated, kept, strict=True)]
 
         return jax.jit(of_all, donate_argnums=0).lower(*self._arguments()).compile()
 
-    def _arguments(self) -> tuple[list[dict[int, Any]], list[dict[int, Any]]]:
-        """Returns donated and kept arguments of every set, by position."""
-        donated = self._case.donated
-        donated_arguments = [{i: arguments[i] for i in donated} for arguments in self._sets]
-        kept = [{i: a for i, a in enumerate(arguments) if i not in donated} for arguments in self._sets]
-        return donated_arguments, kept
+    def _arguments(self) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        """Returns donated and kept arguments of every set."""
+        count = self._case.donated
+        return [arguments[:count] for arguments in self._sets], [each[count:] for each in self._sets]
 
     def seconds(self, calls: int, repeats: int) -> dict[str, list[float]]:
-        """Returns seconds per call by function, as a list over repeats, in which the functions take turns.
-
-        Args:
-          calls: least number of calls in a repeat, over all sets of arguments.
-          repeats: number of repeats. Slow functions get fewer calls and repeats.
+        """Returns seconds per call by function, as a list over so many repeats, in which the functions take
+        turns, with at least so many calls each. Slow functions get fewer calls and repeats.
         """
         most, slowest = -(-calls // len(self._sets)), 0.0
         programs = dict.fromkeys(self.functions, 1)
@@ -119,26 +113,15 @@ class Timed:
         start = time.perf_counter()
         for _ in range(programs):
             out = function(*self._arguments())
-            self._take_back(out)
+            if count := self._case.donated:
+                self._sets = [(*new, *old[count:]) for new, old in zip(out, self._sets, strict=True)]
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / programs / len(self._sets)
 
-    def _take_back(self, results: list[Any]) -> None:
-        """Replaces donated arguments by the function's results, in order."""
-        donated = self._case.donated
-        if not donated:
-            return
-        for at, out in enumerate(results):
-            back = dict(zip(donated, out if len(donated) > 1 else (out,), strict=True))
-            self._sets[at] = tuple(back.get(i, argument) for i, argument in enumerate(self._sets[at]))
-
 
 def chosen_functions(case: Case, implementations: Sequence[str], quick: bool) -> list[str]:
-    """Returns the names of functions to time: the requested ones of the case, and `xla`; none without any.
-
-    Args:
-      implementations: requested names; empty for all that are not interpreted.
-      quick: whether a CPU also interprets one kernel.
+    """Returns the names of functions to time: `xla` and the requested ones that the case has; none if it has
+    none of them. Without a request all that are not interpreted, but for one in a look at a CPU.
     """
     if not implementations:
         interpreted = ["interpret_tpu"] if quick and jax.default_backend() == "cpu" else []

@@ -25,13 +25,8 @@ Ratios = dict[str, dict[str, float]]
 
 
 def tune(files: Sequence[Path], table: Path) -> list[str]:
-    """Updates the table by the measurements of the files; other entries stay.
-
-    Returns:
-      One line for every entry that was written or left out.
-
-    Raises:
-      UserError: a file is not of this benchmark or was measured on a CPU, or the table cannot be written.
+    """Updates the table by the measurements of the files; other entries stay. Returns a line for every entry
+    that was written or left out; raises a UserError for a file that says nothing of an accelerator.
     """
     by_device = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
     measured: dict[tuple[str, str, tuple[int, ...]], Ratios] = defaultdict(lambda: defaultdict(dict))

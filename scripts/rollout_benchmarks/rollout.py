@@ -1,19 +1,29 @@
-"""Tokens per second with and without drafts, on prompts that return or (`task.problems=0`) never do."""
+"""Tokens per second with and without drafts, on prompts that return or (`task.problems=0`) never do; and what
+a verifying pass costs, and a drafter at the beginning of a run.
+"""
 
+import statistics
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from rljax.benchmarking import Row, counted_row
-from rljax.config import ExperimentConfig
+from processes import train
+from rljax.benchmarking import Row, counted_row, timed_row
+from rljax.config import ExperimentConfig, to_yaml
+from rljax.errors import UserError
 from rljax.requests import DecodeStatistics
 from rljax.rollout.collector import Group
+from rljax.speculation.warm_up import time_passes
+from rljax.timing import compare
 from rljax.training import loop
 from rljax.training.compiling import compile_programs
 from rollout_benchmarks.variants import (
+    SPECULATION_OFF,
     Variant,
     check_same,
     check_variants,
@@ -21,17 +31,15 @@ from rollout_benchmarks.variants import (
     make_variants,
     open_run,
     roll_out,
+    with_keys,
 )
 
 _BETWEEN = 3  # variants between two plain rollouts, since a machine's speed drifts over minutes
 
 
 def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[Row]:
-    """Measures tokens per second of every drafter, by epoch if there are epochs, against plain decoding of
-    the same tokens.
-
-    Args:
-      names: variants, plain decoding first; None for `default_variants`.
+    """Measures tokens per second of variants, plain decoding first, by epoch if there are epochs, against
+    plain decoding of the same tokens.
     """
     names = names or default_variants(config)
     check_variants(config, names)
@@ -73,12 +81,11 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
     rows = []
     for when, steps in stretches(config).items():
         workload = _workload(plain_statistics[steps], lengths[steps], config.engine.max_slots)
-        update = sum(updates[steps])
+        workload["compute_dtype"] = run.config.policy.compute_dtype
         for variant in variants:
-            baseline = baselines[variant.name][steps]
-            workload["compute_dtype"] = run.config.policy.compute_dtype
             workload["same_responses"] = float(np.mean(same[variant.name][steps]))
-            rows.append(_row(when, variant, baseline, steps, update, workload))
+            of_steps = baselines[variant.name][steps], steps, sum(updates[steps])
+            rows.append(_row(when, variant, *of_steps, workload))
     return rows
 
 
@@ -133,35 +140,88 @@ def _row(
     seconds, learning = variant.seconds[steps], sum(variant.learning[steps])
     total = variant.total(steps)
     ratios = [b / a for a, b in zip(seconds, baseline, strict=True)]
-    return counted_row(
-        f"rollout/{when}/{row_name(variant.name, total)}",
-        total.tokens / sum(seconds),
-        total.tokens / sum(baseline),
-        "tokens/s",
-        "plain decoding",
-        ratio_low=min(ratios),
-        ratio_high=max(ratios),
-        rounds=len(ratios),
-        seconds=sum(seconds),
-        baseline_seconds=sum(baseline),
-        learn_seconds=learning,
-        update_seconds=update,
-        step_ratio=(sum(baseline) + update) / (sum(seconds) + learning + update),
-        tokens=total.tokens,
-        accept_length=total.accept_length,
-        acceptance=total.accepted / max(total.drafted, 1),
-        verified_per_token=total.rows / total.tokens,
-        passes=total.steps,
-        verifying_passes=total.verified,
-        ahead_tokens=total.ahead_tokens,
-        ahead_share=total.ahead_seconds / (total.host_seconds + total.device_seconds),
-        ahead_seconds=total.ahead_seconds + total.ahead_pass_seconds,
-        ahead_saved_seconds=total.ahead_saved_seconds,
-        pass_seconds=total.device_seconds,
-        host_share=total.host_seconds / (total.host_seconds + total.device_seconds),
-        draft_share=total.draft_seconds / sum(seconds),
-        train_share=total.train_seconds / sum(seconds),
-        **workload,
-        **_windows(variant.windows[steps]),
-        idle_share=total.idle_seconds / (total.idle_seconds + total.device_seconds),
-    )
+    host, device, spent, saved = total.host_seconds, total.device_seconds, sum(seconds), sum(baseline)
+    details = {
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "rounds": len(ratios),
+        "seconds": spent,
+        "baseline_seconds": saved,
+        "learn_seconds": learning,
+        "update_seconds": update,
+        "step_ratio": (saved + update) / (spent + learning + update),
+        "acceptance": total.accepted / max(total.drafted, 1),
+        "verified_per_token": total.rows / total.tokens,
+        "passes": total.steps,
+        "verifying_passes": total.verified,
+        "ahead_share": total.ahead_seconds / (host + device),
+        "ahead_seconds": total.ahead_seconds + total.ahead_pass_seconds,
+        "pass_seconds": device,
+        "host_share": host / (host + device),
+        "draft_share": total.draft_seconds / spent,
+        "train_share": total.train_seconds / spent,
+        "idle_share": total.idle_seconds / (total.idle_seconds + device),
+    }
+    same = "tokens", "accept_length", "ahead_tokens", "ahead_saved_seconds"
+    details |= {name: getattr(total, name) for name in same} | workload | _windows(variant.windows[steps])
+    name, rates = row_name(variant.name, total), [total.tokens / each for each in (spent, saved)]
+    return counted_row(f"rollout/{when}/{name}", *rates, "tokens/s", "plain decoding", **details)
+
+
+def pass_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
+    """Measures a verifying pass against a plain step, by batch bucket, cache length and number of tokens."""
+    rows = []
+    with open_run(config) as (run, _):
+        params = run.engine.load_params(run.state.params)
+        buckets = run.engine.buckets
+        for batch in buckets.batch:
+            for length in (buckets.cache[0], buckets.cache[-1]):
+                seconds = time_passes(run.engine, params, batch, length, repeats)
+                plain = seconds.pop(0)
+                for size, times in seconds.items():
+                    timing, name = compare(times, plain), f"pass/batch {batch}/cache {length}/{size} tokens"
+                    even = {"tokens_to_break_even": batch / timing.ratio}
+                    rows.append(timed_row(name, timing, "plain step", "ms", 1e3, **even))
+    return rows
+
+
+def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
+    """Measures the seconds of a run until its first step begins, in fresh processes in turns, with the
+    config's drafter and without: nothing is compiled yet, then all of it is stored. The warm start is kept,
+    so that only programs make a difference.
+    """
+    drafter = config.speculation.drafter
+    if drafter is None:
+        raise UserError("speculation.drafter: set one, which is compared with none")
+    plain = with_keys(config, speculation=SPECULATION_OFF | {"run_ahead_below": 0})
+    begins, takes, stored = ({"drafted": [], "plain": []} for _ in range(3))
+    with tempfile.TemporaryDirectory() as directory:
+        _first_step(plain, Path(directory) / "warm start")  # leaves its warm start in the cache
+        for repeat in range(repeats):
+            for side, each in (("drafted", config), ("plain", plain)):
+                home = Path(directory) / f"{side} {repeat}"
+                begin, step = _first_step(each, home)
+                begins[side].append(begin)
+                takes[side].append(step)
+                stored[side].append(_first_step(each, home)[0])
+    later = [a - b for a, b in zip(begins["drafted"], begins["plain"], strict=True)]
+    details = {"later": statistics.median(later)}
+    for name, of in (("first_step_seconds", takes), ("stored", stored)):
+        details |= {
+            name: statistics.median(of["drafted"]),
+            f"baseline_{name}": statistics.median(of["plain"]),
+        }
+    timing = compare(begins["drafted"], begins["plain"])
+    return [timed_row(f"first step/begins/{drafter}", timing, "no drafter", **details)]
+
+
+def _first_step(config: ExperimentConfig, directory: Path) -> tuple[float, float]:
+    """Trains one step in a fresh process with the programs that `directory` has; returns the seconds before
+    it began, and its own.
+    """
+    directory.mkdir(exist_ok=True)
+    file, run_dir = directory / "config.yaml", Path(tempfile.mkdtemp(dir=directory)) / "run"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    keys = ["training.steps=1", "evaluation.problems=0", "checkpoint.every=0", "tracking.report=false"]
+    (*_, metrics), _ = train(file, run_dir, f"engine.compilation_cache={directory / 'compiled'}", *keys)
+    return metrics["time/elapsed"] - metrics["time/step"], metrics["time/step"]

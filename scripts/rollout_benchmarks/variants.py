@@ -55,6 +55,8 @@ SPECULATION_OFF = {
     if name in SpeculationConfig.model_fields
 }
 """Keys of the config's section `speculation` with which nothing drafts."""
+_ALL: dict[str, Any] = {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}}
+_SMALL: dict[str, Any] = {"drafter": "small_model"}
 _WINDOW = 4
 
 # By name: keys of the config's section `speculation`; None decodes plainly. Papers' keys need `rljax/papers`.
@@ -72,28 +74,19 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "quantized": {"drafter": "quantized"},
     "quantized always": {"drafter": "quantized", "choice": "fixed", "strategies": [_ALWAYS]},
     "quantized by the roofline": {"drafter": "quantized", "choice": "roofline"},
-    "small model": {"drafter": "small_model"},
-    "small model always coupled": {
-        "drafter": "small_model",
-        "decoupled": {"window": _WINDOW, "modes": ("coupled",)},
-    },
-    "small model always decoupled": {
-        "drafter": "small_model",
-        "decoupled": {"window": _WINDOW, "modes": ("decoupled",)},
-    },
-    "small model by Algorithm 1": {"drafter": "small_model", "decoupled": {"window": _WINDOW}},
+    "small model": _SMALL,
+    "small model always coupled": _SMALL | {"decoupled": {"window": _WINDOW, "modes": ("coupled",)}},
+    "small model always decoupled": _SMALL | {"decoupled": {"window": _WINDOW, "modes": ("decoupled",)}},
+    "small model by Algorithm 1": _SMALL | {"decoupled": {"window": _WINDOW}},
     "EAGLE": {"drafter": "eagle", "args": {"variant": "eagle", **_EAGLE}},
     "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
     "EAGLE-3 frozen": {"drafter": "eagle", "args": {**_EAGLE, "train": False}},
     "SRT and a small model": {"drafter": "srt", "others": {"small_model": {}}},
-    "all": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}},
-    "all and a small model": {
-        "drafter": "srt",
-        "others": {"eagle": _EAGLE, "quantized": {}, "small_model": {}},
-    },
-    "all mixed": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "mix": True},
-    "all by the bandit": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "bandit"},
-    "all by the ladder": {"drafter": "srt", "others": {"eagle": _EAGLE, "quantized": {}}, "choice": "ladder"},
+    "all": _ALL,
+    "all and a small model": _ALL | {"others": {**_ALL["others"], "small_model": {}}},
+    "all mixed": _ALL | {"mix": True},
+    "all by the bandit": _ALL | {"choice": "bandit"},
+    "all by the ladder": _ALL | {"choice": "ladder"},
 }
 CONFIGURED: dict[str, dict[str, Any]] = {
     "configured": {},
@@ -152,13 +145,9 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
     with tempfile.TemporaryDirectory() as directory, Progress() as progress:
         config = config.model_copy(update={"run_dir": directory})
         checkpoints = RunCheckpoints(Path(directory) / "checkpoints", config.checkpoint.keep)
-        try:
-            yield (
-                make_run(config, RunDirectory(directory), checkpoints, progress, time.perf_counter()),
-                progress,
-            )
-        finally:
-            checkpoints.close()
+        with contextlib.closing(checkpoints):
+            started = time.perf_counter()
+            yield make_run(config, RunDirectory(directory), checkpoints, progress, started), progress
 
 
 def needs_shape(name: str) -> bool:
@@ -225,15 +214,13 @@ def make_variant(
     if keys is not None:
         below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
         update = SPECULATION_OFF | keys | {"run_ahead_below": below}
-        speculation = config.speculation.model_copy(update=update)
         if "decoupled" in keys:
-            decoupled = type(config.speculation.decoupled)(**keys["decoupled"])
-            speculation = speculation.model_copy(update={"decoupled": decoupled})
-        if speculation.drafter == "small_model":
-            speculation = speculation.model_copy(update={"args": {"path": str(small_model(run))}})
-        if "small_model" in speculation.others:
-            others = speculation.others | {"small_model": {"path": str(small_model(run))}}
-            speculation = speculation.model_copy(update={"others": others})
+            update["decoupled"] = type(config.speculation.decoupled)(**keys["decoupled"])
+        if update["drafter"] == "small_model":
+            update["args"] = {"path": str(small_model(run))}
+        if "small_model" in update["others"]:
+            update["others"] = update["others"] | {"small_model": {"path": str(small_model(run))}}
+        speculation = config.speculation.model_copy(update=update)
         drafters = make_drafters(speculation)
         engine = with_hidden_layers(engine, states_read(drafters, engine.config))
         overlap, make = speculation.overlap, None
@@ -252,24 +239,13 @@ def make_variant(
             times.setdefault((engine.hidden_layers, "decoupled" in keys), PassTimes()),
             StrategyChoice(speculation, config.seed, engine, make),
         )
-    scheduler = Scheduler(
-        engine,
-        config.engine.max_slots,
-        run.collector.scheduler.stop_strings,
-        speculator,
-        overlap,
-        run.collector.scheduler.tools,
-    )
+    own, rollout, slots = run.collector, config.rollout, config.engine.max_slots
+    stop, tools = own.scheduler.stop_strings, own.scheduler.tools
+    scheduler = Scheduler(engine, slots, stop, speculator, overlap, tools)
     if keys is not None:
         warm_up(scheduler, params, config.model_copy(update={"speculation": speculation}), wait=True)
-    collector = Collector(
-        run.collector.task,
-        run.collector.tokenizer,
-        scheduler,
-        config.seed,
-        run.prompts,
-        config.rollout.max_response_length,
-    )
+    longest = rollout.max_response_length
+    collector = Collector(own.task, own.tokenizer, scheduler, config.seed, run.prompts, longest)
     return Variant(name, collector, scheduler.speculator)
 
 
@@ -301,7 +277,7 @@ def small_model(run: TrainingRun) -> Path:
     if directory.exists():
         return directory
     shape = config.policy.shape.model_copy(update={"num_layers": max(config.policy.shape.num_layers // 2, 1)})
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"shape": shape})})
+    config = with_keys(config, policy={"shape": shape})
     task, partial = run.collector.task, run.directory.path / "small_warm_start"
     policy = make_policy(config, task, run.directory.path / "tokenizer")
     if config.warm_start is not None:
@@ -311,24 +287,21 @@ def small_model(run: TrainingRun) -> Path:
     return directory
 
 
-def step_indices(run: TrainingRun, step: int) -> range:
-    """Returns the indices of a step's problems."""
-    prompts = run.config.rollout.prompts_per_step
-    return range(step * prompts, (step + 1) * prompts)
+def _wanted(run: TrainingRun, step: int) -> WantedGroups:
+    prompts, samples = run.config.rollout.prompts_per_step, run.config.rollout.samples_per_prompt
+    return WantedGroups("train", range(step * prompts, (step + 1) * prompts), samples, TRAINING, step)
 
 
-def step_requests(run: TrainingRun, step: int, purpose: int = TRAINING) -> list[Request]:
-    """Returns the requests of a step, with the noise of a purpose."""
-    samples = run.config.rollout.samples_per_prompt
-    return run.collector.requests(WantedGroups("train", step_indices(run, step), samples, purpose, step))
+def step_requests(run: TrainingRun, step: int) -> list[Request]:
+    """Returns the requests of a step."""
+    return run.collector.requests(_wanted(run, step))
 
 
 def collect_step(
     run: TrainingRun, collector: Collector, step: int
 ) -> tuple[list[Group], DecodeStatistics, Timing]:
     """Returns a step's groups by the current policy."""
-    params, samples = run.engine.load_params(run.state.params), run.config.rollout.samples_per_prompt
-    return collector.collect(params, WantedGroups("train", step_indices(run, step), samples, TRAINING, step))
+    return collector.collect(run.engine.load_params(run.state.params), _wanted(run, step))
 
 
 def unrewarded(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Outcome]:

@@ -8,8 +8,7 @@ from tests.scripts import load_script
 from tests.test_bench_rollout import TINY
 from tests.training.tiny_run import write_config
 
-draft_lengths = load_script("rollout_benchmarks.draft_lengths")
-races = load_script("rollout_benchmarks.races")
+counts = load_script("rollout_benchmarks.counts")
 rollout = load_script("rollout_benchmarks.rollout")
 variants = load_script("rollout_benchmarks.variants")
 
@@ -22,7 +21,7 @@ def config(tmp_path):
 @pytest.mark.long
 def test_rows_of_races(config):
     """Passes are counted where tokens and logprobs are those of plain decoding."""
-    ladder, expected = races.race_rows(config, seeds=1)
+    ladder, expected = counts.race_rows(config, seeds=1)
     assert (ladder.name, expected.name) == ("races/ladder", "races/expected")
     assert ladder.details["tokens"] == expected.details["tokens"] > ladder.details["verifying_passes"] > 0
 
@@ -77,11 +76,11 @@ def test_rows_of_draft_lengths(config, tmp_path):
     """Every length samples what plain decoding does, and the figure can be drawn of the rows."""
     toggle = config.speculation.toggle.model_copy(update={"lengths": (2, 4), "patience": 1})
     speculation = {"drafter": "quantized", "toggle": toggle, "args": {"bits": 4}}
-    rows = draft_lengths.draft_length_rows(variants.with_keys(config, speculation=speculation))
+    rows = counts.draft_length_rows(variants.with_keys(config, speculation=speculation))
     assert [row.baseline for row in rows] == ["2 drafts throughout"] * 2 + ["4 drafts throughout"] * 2
     assert rows[0].details["length_by_step"][0] == 2
     assert len(rows[0].details["entropy_by_step"]) == config.training.steps
-    draft_lengths.plot([row.as_json() for row in rows], tmp_path / "plot.png")
+    counts.plot([row.as_json() for row in rows], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
     with pytest.raises(UserError, match=r"^--plot: the results have no draft lengths"):
-        draft_lengths.plot([rows[1].as_json()], tmp_path / "plot.png")
+        counts.plot([rows[1].as_json()], tmp_path / "plot.png")

@@ -9,7 +9,7 @@ from tests.scripts import load_script
 from tests.training.tiny_run import train
 
 ascending = load_script("rollout_benchmarks.ascending").ascending
-always_pays = load_script("rollout_benchmarks.draft_lengths").always_pays
+always_pays = load_script("rollout_benchmarks.counts").always_pays
 
 STEPS = 16
 HOW = ("time/", "speculation/", "engine/", "rollout/")  # what may differ, but for the tokens

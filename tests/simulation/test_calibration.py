@@ -1,6 +1,6 @@
 """Real runs predicted by the simulator: by hand, and in the order of what was recorded.
 
-`recorded_runs.json` has six steps of `scripts/bench_simulation.py` with one, two and three workers, on two
+`recorded_runs.json` has six steps of the quickstart with one, two and three workers, on two
 cores that many other processes used as well: its seconds are chance, who waits longer is not.
 """
 

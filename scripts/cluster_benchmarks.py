@@ -1,29 +1,69 @@
-"""What sharing what was decoded is worth, and drafters that are trained in idle time: workers take turns in
-this process and every pass verifies, so all of it are counts.
+"""Runs with workers that `bench_cluster.py` measures: a few steps of a config; and what sharing what was
+decoded and drafters that are trained in idle time are worth, where workers take turns in this process and
+every pass verifies, so that all of it are counts.
 """
 
 import contextlib
 import dataclasses
 import pickle
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from cluster_benchmarks.runs import in_turns, most_rows, step_metrics
 from drafters import small_model
 from rljax.benchmarking import Row, counted_row
 from rljax.cluster.decoder import ClusterDecoder
+from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.messages import Load, Weights
+from rljax.cluster.worker import RolloutWorker
+from rljax.config import ExperimentConfig, load_config
 from rljax.models.config import ModelConfig
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
+from rljax.run_directory import RunDirectory
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.draft_length import WorthStarting
 from rljax.speculation.managers import expected as expected_manager
 from rljax.training import session
+
+
+@contextlib.contextmanager
+def experiment(*overrides: str, file: str = "configs/quickstart.yaml") -> Iterator[ExperimentConfig]:
+    """A few steps of a config in a directory of their own."""
+    programs = Path(tempfile.gettempdir()) / "rljax-bench-cluster" / "programs"
+    keys = ["training.steps=4", "evaluation.problems=0", "tracking.report=false", "engine.compile=before"]
+    with tempfile.TemporaryDirectory() as directory:
+        places = f"run_dir={directory}/run", f"engine.compilation_cache={programs}"
+        yield load_config(file, [*places, *keys, *overrides])
+
+
+def in_turns(kind: type[ClusterDecoder]) -> Callable[..., Any]:
+    """Returns what takes the place of `session.cluster_of`: workers that take turns in this process."""
+
+    @contextlib.contextmanager
+    def cluster_of(config: ExperimentConfig, say: Any, directory: Any = None) -> Iterator[ClusterDecoder]:
+        with contextlib.closing(kind(LocalFabric(RolloutWorker), config.cluster, say)) as cluster:
+            cluster.start_workers()
+            yield cluster
+
+    return cluster_of
+
+
+def most_rows(candidates: Any, buckets: Any, times: Any, batch: int, length: int) -> int:
+    """In the place of `expected.best_rows`: every pass verifies, whatever it costs."""
+    return [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)][-1]
+
+
+def step_metrics(*overrides: str, **experiment_of: str) -> list[dict[str, Any]]:
+    """Runs an experiment, and returns the metrics of its steps."""
+    with experiment(*overrides, **experiment_of) as config:
+        session.run(config)
+        return [line for line in RunDirectory(config.run_dir).read_metrics() if "rollout/tokens" in line]
+
 
 # --- all workers' drafters learn what all of them decoded ------------------------------------------------
 
@@ -97,12 +137,7 @@ _SMALL = ModelConfig("qwen3", 320, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_
 
 @dataclasses.dataclass(frozen=True)
 class DraftedRun:
-    """A run with a drafter on the device.
-
-    Attributes:
-      metrics: of every step.
-      turns: of the rollouts, by step.
-    """
+    """A run with a drafter on the device: metrics of every step, and turns of the rollouts, by step."""
 
     metrics: list[dict[str, Any]]
     turns: list[int]
@@ -112,19 +147,9 @@ class DraftedRun:
         """Tokens that a verifying pass yields per response, by step."""
         return [line["speculation/accept_length"] for line in self.metrics]
 
-    def sum(self, name: str) -> float:
-        """Returns the sum of a metric over the steps."""
-        return float(sum(line[name] for line in self.metrics))
-
 
 def drafted_run(steps: int, drafter: str, arguments: str, *overrides: str) -> DraftedRun:
-    """Runs three workers in turns.
-
-    Args:
-      drafter: its name.
-      arguments: its arguments.
-      overrides: of the config.
-    """
+    """Runs three workers in turns with a drafter, its arguments, and keys of the config."""
     turns: list[int] = []
 
     class Counting(ClusterDecoder):
@@ -150,11 +175,7 @@ def drafted_run(steps: int, drafter: str, arguments: str, *overrides: str) -> Dr
 
 def spot_rows(steps: int, updates: int) -> list[Row]:
     """Compares a head that workers train, one that the training process trains behind rollouts, and one that
-    nobody does.
-
-    Args:
-      steps: of each run; its second half counts.
-      updates: of the head, at most, in a step.
+    nobody does, over the second half of the steps, with at most so many updates of the head in each.
     """
     trained = f"{_HEAD}, slices: {updates}, train_share: 1.0"
     return _compared(steps, "spot", "eagle", f"{_HEAD}, train: false", trained, ["prepare"])
@@ -193,7 +214,8 @@ def _compared(
         }
         if "idle" in name:
             details |= {
-                each: run.sum(f"cluster/spot_{each}") for each in ("sessions", "updates", "samples", "joined")
+                each: float(sum(line[f"cluster/spot_{each}"] for line in run.metrics))
+                for each in ("sessions", "updates", "samples", "joined")
             }
         rows.append(counted_row(f"{section}/{name}", value, base, "tokens a pass", "not trained", **details))
     return rows

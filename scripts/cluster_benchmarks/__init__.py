@@ -1,1 +1,0 @@
-"""Sections of `scripts/bench_cluster.py`; `runs` is shared."""

@@ -1,1 +1,0 @@
-"""What a plan predicts, against what is measured."""
