@@ -179,7 +179,7 @@ def _write_job(config: ExperimentConfig, micro_batch: int, job: Path) -> int:
             "eos_token_ids": list(run.engine.eos_token_ids),
             "learning_rate": config.optimizer.learning_rate,
             "beta2": config.optimizer.beta2,
-            "dtype": config.policy.compute_dtype,
+            "dtype": run.config.policy.compute_dtype,
             "seed": config.seed,
         }
     of_rollouts = "prompts_per_step", "samples_per_prompt", "max_response_length", "temperature"
