@@ -66,14 +66,15 @@ class _Compiled(ExecutablePool):
 
 def variants(numerics: Numerics) -> Iterator[tuple[str, Numerics]]:
     """Yields name and numerics of what is compared: products that may have other bits for other numbers of
-    rows, products of padded rows, and those of slabs, whose kernel is the same for all.
+    rows, products of padded rows, and those of slabs, whose kernel is the same for all; the latter with plain
+    sums, and with sums as products with ones.
     """
     yield "fast", dataclasses.replace(numerics, row_invariant=False)
-    yield "padded", numerics
-    yield (
-        f"slabs of {_SLAB}",
-        dataclasses.replace(numerics, measured_form=ProductForm(_SLAB, _SLAB, slabs=True)),
-    )
+    forms = {"padded": numerics.product_form, f"slabs of {_SLAB}": ProductForm(_SLAB, _SLAB, slabs=True)}
+    for plain_sums, sums in ((True, ""), (False, ", sums with ones")):
+        for name, form in forms.items():
+            form = dataclasses.replace(form, plain_sums=plain_sums)
+            yield name + sums, dataclasses.replace(numerics, measured_form=form)
 
 
 def measure(

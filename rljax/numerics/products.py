@@ -33,6 +33,7 @@ class ProductForm:
       multiple: number of rows to pad to a multiple of, with zeros.
       float32: multiply in float32 where the compute dtype is bfloat16: slower, but exact on more machines.
       slabs: multiply `multiple` rows at a time, with one kernel for all of them (`slab_dot`).
+      plain_sums: sums over a last axis are plain reductions, not products with ones (`rows.row_sum`).
       blocks: (inputs, outputs, rows) of the weights that a decoder multiplies with up to so many rows in
         blocks (`rljax/numerics/blocked_weights.py`).
     """
@@ -41,6 +42,7 @@ class ProductForm:
     multiple: int = 1
     float32: bool = False
     slabs: bool = False
+    plain_sums: bool = False
     blocks: tuple[tuple[int, int, int], ...] = ()
 
     def padded(self, rows: int) -> int:
@@ -55,6 +57,8 @@ class ProductForm:
             text = f"{kind} of rows in multiples of {self.multiple}"
         else:
             text = f"{kind} of at least {self.smallest} rows"
+        if self.plain_sums:
+            text += ", plain sums"
         if not self.blocks:
             return text
         return f"{text}, in blocks of weights up to {max(rows for *_, rows in self.blocks)} rows"
