@@ -245,14 +245,23 @@ def _product_failures(
     config: ModelConfig, numerics: Numerics, counts: RowCounts, form: ProductForm
 ) -> list[str]:
     """One phrase per product whose bits depend on the number of rows in this form."""
-    shapes, dtype = _product_shapes(config), numerics.dtype
+    shapes: list[tuple[int, Sequence[int]]] = [(inputs, (out,)) for inputs, out in _product_shapes(config)]
+    if form.joined:
+        layer = transformer.param_shapes(config)["layers"][0]
+        shapes += [(layer["q"][1], [layer[name][0] for name in names]) for names in ("qkv", ("gate", "up"))]
+    dtype = numerics.dtype
     # Compared with a count that no program has to use: 64 more than the largest.
     padded = sorted({form.padded(count) for count in counts.products} | {form.padded(_LARGEST + 64)})
-    weights = [_normal(1, outputs, inputs).astype(dtype) for inputs, outputs in shapes]
+    weights = [[_normal(1, out, inputs).astype(dtype) for out in outputs] for inputs, outputs in shapes]
     rows = [_normal(2, padded[-1], inputs).astype(dtype) for inputs, _ in shapes]
 
-    def multiply(rows: list[Array], weights: list[Array]) -> list[Array]:
-        return [products.padded_dot(x, weight, form) for x, weight in zip(rows, weights, strict=True)]
+    def multiply(rows: list[Array], weights: list[list[Array]]) -> list[Array]:
+        return [
+            jnp.concatenate(products.joined_dots(x, few, form), axis=1)
+            if few[1:]
+            else products.padded_dot(x, few[0], form)
+            for x, few in zip(rows, weights, strict=True)
+        ]
 
     results = {count: _compiled(multiply, [x[:count] for x in rows], weights) for count in padded}
     failures = []
@@ -260,7 +269,7 @@ def _product_failures(
         differing = _differing({count: result[index] for count, result in results.items()})
         if differing:
             failures.append(
-                f"a {numerics.compute_dtype} product [{inputs} -> {outputs}] of"
+                f"a {numerics.compute_dtype} product [{inputs} -> {sum(outputs)}] of"
                 f" {_counts_phrase(list(differing))} has other bits than one of {padded[-1]}"
             )
     return failures
