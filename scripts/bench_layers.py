@@ -28,7 +28,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.errors import exit_status
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import num_params, param_shapes
-from rljax.numerics.products import ProductForm
+from rljax.numerics import products
 from rljax.numerics.rows import Numerics
 from rljax.planning.topologies import compile_devices, parse_topology, platform_of
 from rljax.provenance import command_line, write_figures
@@ -36,7 +36,6 @@ from workloads import REAL, SHAPES, config_of
 
 DEPTHS = (4, 8)
 ROWS = 64  # of a verifying pass
-_SLAB = 64
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
@@ -66,14 +65,18 @@ class _Compiled(ExecutablePool):
 
 def variants(numerics: Numerics) -> Iterator[tuple[str, Numerics]]:
     """Yields name and numerics of what is compared: products that may have other bits for other numbers of
-    rows, products of padded rows, and those of slabs, whose kernel is the same for all.
+    rows; products of padded rows with plain sums, and with sums that are products with ones; and products of
+    slabs, whose kernel is the same for all rows, with plain sums.
     """
     yield "fast", dataclasses.replace(numerics, row_invariant=False)
-    yield "padded", numerics
-    yield (
-        f"slabs of {_SLAB}",
-        dataclasses.replace(numerics, measured_form=ProductForm(_SLAB, _SLAB, slabs=True)),
-    )
+    padded, slabs = numerics.product_form, products.forms(numerics.compute_dtype)[-1]
+    forms = {
+        "padded": dataclasses.replace(padded, plain_sums=True),
+        "padded, sums with ones": padded,
+        f"slabs of {slabs.multiple}": dataclasses.replace(slabs, plain_sums=True),
+    }
+    for name, form in forms.items():
+        yield name, dataclasses.replace(numerics, measured_form=form)
 
 
 def measure(

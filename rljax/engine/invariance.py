@@ -3,8 +3,8 @@
 A token's bits must not depend on how many rows are computed beside it (`docs/row-invariance.md`). No compiler
 promises that, and processors differ. So before a policy is used, its products, sums, and attention scores are
 computed over the row counts that its programs use, and compared bit for bit. From that follows the form in
-which its products are computed, or that nothing is exact here. Which weights are multiplied in blocks, the
-form says, too (`rljax/engine/weight_blocks.py`).
+which its products are computed, or that nothing is exact here. Whether sums are plain reductions on an
+accelerator, and which weights are multiplied in blocks (`rljax/engine/weight_blocks.py`), the form says, too.
 
 A result is kept in a file, since it depends only on the processor, the library versions, the number type, the
 shapes and the row counts.
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from rljax import target
 from rljax.durable_files import write_durably
 from rljax.engine import appending, kv_cache
 from rljax.engine.buckets import Buckets
@@ -73,7 +74,7 @@ class Invariance:
     Attributes:
       form: the form of products under which nothing failed, or the first one if all failed.
       failures: per computation that is not exact under that form, one phrase.
-      rejected: per cheaper form, one phrase that says what failed.
+      rejected: per cheaper form, one phrase that says what failed; the last may be of its plain sums.
       fingerprint: eight hexadecimal digits: the bits of a fixed tiny policy at every row count. Equal
         fingerprints, equal numerics.
       seconds: time that measuring took.
@@ -92,16 +93,11 @@ class Invariance:
     def summary(self, compute_dtype: str) -> str:
         """One line for the user."""
         device = jax.devices()[0].device_kind if jax.default_backend() != "cpu" else "this processor"
+        because = f" ({self.rejected[-1]})" if self.rejected else ""
+        where = f"in {compute_dtype} on {device}, {self.form}"
         if self.exact:
-            because = f" ({self.rejected[-1]})" if self.rejected else ""
-            return (
-                f"numerics: exact in {compute_dtype} on {device}, {self.form}{because};"
-                f" fingerprint {self.fingerprint}"
-            )
-        return (
-            f"numerics: not exact in {compute_dtype} on {device}: {'; '.join(self.failures)};"
-            f" fingerprint {self.fingerprint}"
-        )
+            return f"numerics: exact {where}{because}; fingerprint {self.fingerprint}"
+        return f"numerics: not exact {where}: {'; '.join(self.failures)}; fingerprint {self.fingerprint}"
 
 
 def row_counts(buckets: Buckets, others: Sequence[int] = ()) -> RowCounts:
@@ -132,14 +128,19 @@ def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invar
         form = dataclasses.replace(form, blocks=_blocks(config, numerics, counts, form))
         return Invariance(form, (), (), "", time.perf_counter() - start)
     rejected: list[str] = []
-    shared = [*_sum_failures(config, numerics, counts), *_attention_failures(config, numerics, counts)]
     for form in products.forms(numerics.compute_dtype, counts.most):
         failures = _product_failures(config, numerics, counts, form)
         if not failures:
             break
         rejected.append(failures[0])
-    else:
-        form, shared = products.unmeasured_form(numerics.compute_dtype), [rejected[-1], *shared]
+    shared = failures[:1]
+    if failures:
+        form = products.unmeasured_form(numerics.compute_dtype)
+    elif target.platform() != "cpu":
+        form, refused = _form_of_sums(config, numerics, counts, form)
+        rejected += refused
+    numerics = dataclasses.replace(numerics, measured_form=form)
+    shared += [*_sum_failures(config, numerics, counts), *_attention_failures(config, numerics, counts)]
     form = dataclasses.replace(form, blocks=_blocks(config, numerics, counts, form))
     numerics = dataclasses.replace(numerics, measured_form=form)
     crc, same = _tiny_policy(numerics, counts)
@@ -244,14 +245,23 @@ def _product_failures(
     config: ModelConfig, numerics: Numerics, counts: RowCounts, form: ProductForm
 ) -> list[str]:
     """One phrase per product whose bits depend on the number of rows in this form."""
-    shapes, dtype = _product_shapes(config), numerics.dtype
+    shapes: list[tuple[int, Sequence[int]]] = [(inputs, (out,)) for inputs, out in _product_shapes(config)]
+    if form.joined:
+        layer = transformer.param_shapes(config)["layers"][0]
+        shapes += [(layer["q"][1], [layer[name][0] for name in names]) for names in ("qkv", ("gate", "up"))]
+    dtype = numerics.dtype
     # Compared with a count that no program has to use: 64 more than the largest.
     padded = sorted({form.padded(count) for count in counts.products} | {form.padded(_LARGEST + 64)})
-    weights = [_normal(1, outputs, inputs).astype(dtype) for inputs, outputs in shapes]
+    weights = [[_normal(1, out, inputs).astype(dtype) for out in outputs] for inputs, outputs in shapes]
     rows = [_normal(2, padded[-1], inputs).astype(dtype) for inputs, _ in shapes]
 
-    def multiply(rows: list[Array], weights: list[Array]) -> list[Array]:
-        return [products.padded_dot(x, weight, form) for x, weight in zip(rows, weights, strict=True)]
+    def multiply(rows: list[Array], weights: list[list[Array]]) -> list[Array]:
+        return [
+            jnp.concatenate(products.joined_dots(x, few, form), axis=1)
+            if few[1:]
+            else products.padded_dot(x, few[0], form)
+            for x, few in zip(rows, weights, strict=True)
+        ]
 
     results = {count: _compiled(multiply, [x[:count] for x in rows], weights) for count in padded}
     failures = []
@@ -259,7 +269,7 @@ def _product_failures(
         differing = _differing({count: result[index] for count, result in results.items()})
         if differing:
             failures.append(
-                f"a {numerics.compute_dtype} product [{inputs} -> {outputs}] of"
+                f"a {numerics.compute_dtype} product [{inputs} -> {sum(outputs)}] of"
                 f" {_counts_phrase(list(differing))} has other bits than one of {padded[-1]}"
             )
     return failures
@@ -285,6 +295,43 @@ def _sum_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) ->
                 f" {sizes[-1]}"
             )
     return failures
+
+
+def _form_of_sums(
+    config: ModelConfig, numerics: Numerics, counts: RowCounts, form: ProductForm
+) -> tuple[ProductForm, list[str]]:
+    """Returns the form with plain sums where these are exact, otherwise as it is, and a phrase why.
+
+    A compiler fuses a plain sum with what is around it, and may add in another order there. So they are also
+    measured within a layer of this policy, and where its gradient is computed.
+    """
+    plain = dataclasses.replace(form, plain_sums=True)
+    numerics = dataclasses.replace(numerics, measured_form=plain)
+    failures = _sum_failures(config, numerics, counts)
+    if not failures:
+        gemma = config.gemma and dataclasses.replace(config.gemma, local_layers=config.gemma.local_layers[:1])
+        vocab_size = min(config.vocab_size, WIDEST_HEAD)
+        layer = dataclasses.replace(config, num_layers=1, vocab_size=vocab_size, gemma=gemma)
+        failures = [*_layer_failures(layer, numerics, counts), *_layer_failures(_TINY, numerics, counts)]
+    return (form, [f"plain sums: {failures[0]}"]) if failures else (plain, [])
+
+
+def _layer_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> list[str]:
+    """One phrase if the logits of a policy of one layer depend on the number of rows or on their gradient."""
+    params, sizes, compute = _random_policy(config, numerics, counts)
+
+    def with_gradients(params: transformer.Params, tokens: Array) -> tuple[Array, list[Array]]:
+        logits, backward = jax.vjp(lambda params: compute(params, tokens), params)
+        return logits, [leaf for leaf in jax.tree.leaves(backward(logits)) if leaf.ndim == 1]
+
+    results = {len(tokens): _compiled(compute, params, tokens) for tokens in sizes}
+    where = f"the logits of a layer of {config.hidden_size} in"
+    if differing := _differing(results):
+        return [f"{where} {_counts_phrase(list(differing))} have other bits than in {max(results)}"]
+    last = sizes[-1]
+    if not np.array_equal(_compiled(with_gradients, params, last)[0], results[len(last)]):
+        return [f"{where} {len(last)} rows have other bits beside their gradient"]
+    return []
 
 
 def _attention_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> list[str]:
@@ -358,25 +405,32 @@ def _attention_failures(config: ModelConfig, numerics: Numerics, counts: RowCoun
 
 def _tiny_policy(numerics: Numerics, counts: RowCounts) -> tuple[int, bool]:
     """The CRC-32 of the logits of `_TINY` at every row count, and whether they are equal between counts."""
-    params = cast_matrices(transformer.init_params(_TINY, seed=0), numerics.dtype)
-    rope = jnp.asarray(rope_table(_TINY, 1))
+    params, sizes, compute = _random_policy(_TINY, numerics, counts)
+    batches = {len(tokens): tokens for tokens in sizes}
+    results = _compiled(
+        lambda params, batches: {n: compute(params, each) for n, each in batches.items()}, params, batches
+    )
+    crc = 0
+    for count in batches:
+        crc = zlib.crc32(results[count].tobytes(), crc)
+    return crc, not _differing(results)
+
+
+def _random_policy(
+    config: ModelConfig, numerics: Numerics, counts: RowCounts
+) -> tuple[transformer.Params, list[np.ndarray], Callable[[transformer.Params, Array], Array]]:
+    """Returns weights, tokens [count, 1] for every number of rows, and the logits [count, V] of tokens."""
+    params = cast_matrices(transformer.init_params(config, seed=0), numerics.dtype)
+    rope = jnp.asarray(rope_table(config, 1))
 
     def itself(cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """Attention of a token that sees only itself; `_attention_failures` measures the rest."""
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), None
 
-    def logits(params: transformer.Params, batches: dict[int, Array]) -> dict[int, Array]:
-        out = {}
-        for count, tokens in batches.items():
-            positions = jnp.zeros((count, 1), jnp.int32)
-            hidden, _ = transformer.forward(params, _TINY, tokens, positions, itself, rope, numerics)
-            out[count] = transformer.logits(params, _TINY, hidden[:, 0], numerics)
-        return out
+    def logits(params: transformer.Params, tokens: Array) -> Array:
+        positions = jnp.zeros_like(tokens)
+        hidden, _ = transformer.forward(params, config, tokens, positions, itself, rope, numerics)
+        return transformer.logits(params, config, hidden[:, 0], numerics)
 
-    tokens = np.arange(_LARGEST, dtype=np.int32)[:, None] % _TINY.vocab_size
-    sizes = sorted({max(count, 2) for count in counts.products})
-    results = _compiled(logits, params, {count: tokens[:count] for count in sizes})
-    crc = 0
-    for count in sizes:
-        crc = zlib.crc32(results[count].tobytes(), crc)
-    return crc, not _differing(results)
+    tokens = np.arange(_LARGEST, dtype=np.int32)[:, None] % config.vocab_size
+    return params, [tokens[:count] for count in sorted({max(count, 2) for count in counts.products})], logits

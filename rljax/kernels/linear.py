@@ -1,5 +1,7 @@
 """Products of activations with weights: whole, in blocks, quantized, or merged from a base and an adapter."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,10 +18,36 @@ Weight = Array | QuantizedWeight | AdaptedWeight | BlockedWeight
 
 def linear(x: Array, weight: Weight, numerics: Numerics, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in] (+ bias [out]): [..., out] in x's dtype, accumulated in float32."""
-    y = product(x, weight, numerics, rounded=True)
+    return _biased(product(x, weight, numerics, rounded=True), bias, x.dtype)
+
+
+def linears(
+    x: Array, weights: Sequence[Weight], numerics: Numerics, biases: Sequence[Array | None]
+) -> list[Array]:
+    """`linear` of one x by several weights, as one product where the form of products says so."""
+    form = numerics.product_form
+    apart = any(isinstance(weight, QuantizedWeight | BlockedWeight) for weight in weights)
+    if apart or not (numerics.row_invariant and form.joined):
+        return [linear(x, weight, numerics, bias) for weight, bias in zip(weights, biases, strict=True)]
+    rows = x.reshape(-1, x.shape[-1])
+    merged = [
+        lax.stop_gradient(weight.merged) if isinstance(weight, AdaptedWeight) else weight
+        for weight in weights
+    ]
+    found = []
+    ys = products.joined_dots(rows, merged, form, rounded=True)
+    for y, weight, bias in zip(ys, weights, biases, strict=True):
+        if isinstance(weight, AdaptedWeight):
+            y = with_factor_gradients(y, rows, weight.a, weight.b, weight.scale)
+        found.append(_biased(y.reshape(*x.shape[:-1], -1), bias, x.dtype))
+    return found
+
+
+def _biased(y: Array, bias: Array | None, dtype: jnp.dtype) -> Array:
+    """Returns float32 y [..., out] (+ bias [out]) in `dtype`."""
     if bias is not None:
-        y = y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(x.ndim - 1)))
-    return y.astype(x.dtype)
+        y = y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - 1)))
+    return y.astype(dtype)
 
 
 def product(x: Array, weight: Weight, numerics: Numerics, rounded: bool = False) -> Array:

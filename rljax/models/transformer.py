@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, lax
 
 from rljax import target
-from rljax.kernels.linear import linear, product
+from rljax.kernels.linear import linear, linears, product
 from rljax.models.config import ModelConfig
 from rljax.models.outlining import traced_once
 from rljax.models.rope import apply_rope
@@ -144,9 +144,8 @@ def decoder_layer(
     if h is None:
         h = _norm(x, layer["attention_norm"], config, numerics)
     heads = (batch, length, -1, config.head_dim)
-    q = linear(h, layer["q"], numerics, layer.get("q_bias")).reshape(heads)
-    k = linear(h, layer["k"], numerics, layer.get("k_bias")).reshape(heads)
-    v = linear(h, layer["v"], numerics, layer.get("v_bias")).reshape(heads)
+    biases = [layer.get(f"{name}_bias") for name in "qkv"]
+    q, k, v = (y.reshape(heads) for y in linears(h, [layer[name] for name in "qkv"], numerics, biases))
     if config.qk_norm:
         q = _norm(q, layer["q_norm"], config, numerics)
         k = _norm(k, layer["k_norm"], config, numerics)
@@ -157,8 +156,8 @@ def decoder_layer(
     x = x + attended
     h = _norm(x, layer["mlp_norm"], config, numerics)
     activation = jax.nn.silu if config.gemma is None else jax.nn.gelu  # approximated by tanh
-    gated = activation(linear(h, layer["gate"], numerics)) * linear(h, layer["up"], numerics)
-    h = linear(gated, layer["down"], numerics)
+    gate, up = linears(h, [layer["gate"], layer["up"]], numerics, [None, None])
+    h = linear(activation(gate) * up, layer["down"], numerics)
     if config.gemma is not None:
         h = _norm(h, layer["mlp_post_norm"], config, numerics)
     return x + h, kept

@@ -5,15 +5,17 @@ multiplied as a vector on every processor measured so far. In bfloat16, an Intel
 one or two rows, and one or two rows beyond a multiple of 16, by another kernel than the rest
 (`docs/row-invariance.md`). Rows of zeros, added up to a multiple of a few rows, avoid those kernels. An
 accelerator may have another kernel for every number of rows. There one kernel multiplies a fixed number of
-rows, a slab, as often as it takes (`slab_dot`). Which form is exact is measured on the machine that runs the
+rows, a slab, as often as it takes (`slab_dots`). Which form is exact is measured on the machine that runs the
 program (`rljax/engine/invariance.py`).
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from rljax import target
@@ -32,7 +34,9 @@ class ProductForm:
       smallest: the smallest number of rows to multiply; fewer are padded with rows of zeros.
       multiple: number of rows to pad to a multiple of, with zeros.
       float32: multiply in float32 where the compute dtype is bfloat16: slower, but exact on more machines.
-      slabs: multiply `multiple` rows at a time, with one kernel for all of them (`slab_dot`).
+      slabs: multiply `multiple` rows at a time, with one kernel for all of them (`slab_dots`).
+      joined: in slabs, multiply weights that share their rows as one matrix.
+      plain_sums: sums over a last axis are plain reductions, not products with ones (`rows.row_sum`).
       blocks: (inputs, outputs, rows) of the weights that a decoder multiplies with up to so many rows in
         blocks (`rljax/numerics/blocked_weights.py`).
     """
@@ -41,6 +45,8 @@ class ProductForm:
     multiple: int = 1
     float32: bool = False
     slabs: bool = False
+    joined: bool = False
+    plain_sums: bool = False
     blocks: tuple[tuple[int, int, int], ...] = ()
 
     def padded(self, rows: int) -> int:
@@ -50,11 +56,13 @@ class ProductForm:
     def __str__(self) -> str:
         kind = "float32 products" if self.float32 else "products"
         if self.slabs:
-            text = f"{kind} of {self.multiple} rows at a time"
+            text = f"{'joined ' * self.joined}{kind} of {self.multiple} rows at a time"
         elif self.multiple > 1:
             text = f"{kind} of rows in multiples of {self.multiple}"
         else:
             text = f"{kind} of at least {self.smallest} rows"
+        if self.plain_sums:
+            text += ", plain sums"
         if not self.blocks:
             return text
         return f"{text}, in blocks of weights up to {max(rows for *_, rows in self.blocks)} rows"
@@ -70,7 +78,7 @@ def forms(compute_dtype: str, most_rows: int = 0) -> tuple[ProductForm, ...]:
     padded = (ProductForm(2, 1), ProductForm(4, 4), ProductForm(16, 16), ProductForm(64, 64))
     on_cpu = target.platform() == "cpu"
     size = SLABS[0] if on_cpu else next((size for size in SLABS if size >= most_rows), SLABS[-1])
-    in_slabs = ProductForm(size, size, slabs=True)
+    in_slabs = ProductForm(size, size, slabs=True, joined=target.platform() == "gpu")
     if compute_dtype == "float32" or not on_cpu:  # there slabs are faster than float32
         return (*padded, in_slabs)
     return (*padded, *(dataclasses.replace(form, float32=True) for form in padded), in_slabs)
@@ -157,14 +165,28 @@ def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = Fa
         rows, weight = rows.astype(jnp.float32), weight.astype(rows.dtype).astype(jnp.float32)
     rows = jnp.pad(rows, ((0, form.padded(count) - count), (0, 0)))
     if form.slabs:
-        return slab_dot(rows, weight, form.multiple, rounded)[:count]
+        return slab_dots(rows, (weight,), form.multiple, rounded)[0][:count]
     return chosen_dot(rows, weight, rounded)[:count]
 
 
+def joined_dots(
+    rows: Array, weights: Sequence[Array], form: ProductForm, rounded: bool = False
+) -> list[Array]:
+    """Computes `dot` for several weights [out, in] as one product, in a form with slabs. Arguments as in
+    `padded_dot`; float32 [R, out] of each weight.
+    """
+    count = rows.shape[0]
+    rows = jnp.pad(rows, ((0, form.padded(count) - count), (0, 0)))
+    return [y[:count] for y in slab_dots(rows, tuple(weights), form.multiple, rounded)]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def slab_dot(rows: Array, weight: Array, size: int, rounded: bool) -> Array:
+def slab_dots(rows: Array, weights: tuple[Array, ...], size: int, rounded: bool) -> list[Array]:
     """Computes `dot` for `size` rows at a time, with bits that do not depend on how many there are: whatever
     kernel the compiler or its library has for a product of this shape, it computes all rows.
+
+    Several weights are one matrix in the product. A GPU's compiler reads them where they are; their
+    concatenation is not written.
 
     Barriers make the product the same to an accelerator's compiler everywhere: nothing else is fused with it,
     and it is not merged with another that shares a factor. A CPU's, which drops barriers before it fuses,
@@ -172,31 +194,35 @@ def slab_dot(rows: Array, weight: Array, size: int, rounded: bool) -> Array:
 
     Args:
       rows: [R, in], R a multiple of `size`.
-      weight: [out, in], any float dtype; cast to that of `rows`.
+      weights: [out, in] each, any float dtype; cast to that of `rows`.
 
     Returns:
-      float32 [R, out].
+      float32 [R, out] of each weight.
     """
-    weight = weight.astype(rows.dtype)
+    factors = tuple(weight.astype(rows.dtype) for weight in weights)
 
     def of_slab(slab: Array) -> Array:
-        return lax.optimization_barrier(dot(*lax.optimization_barrier((slab, weight))))
+        slab, *joined = lax.optimization_barrier((slab, *factors))
+        return lax.optimization_barrier(dot(slab, jnp.concatenate(joined) if joined[1:] else joined[0]))
 
     slabs = rows.reshape(-1, size, rows.shape[1])
     y = of_slab(slabs[0]) if len(slabs) == 1 else lax.map(of_slab, slabs)
-    return y.reshape(len(rows), -1)
+    ends = np.cumsum([len(weight) for weight in weights])[:-1]
+    return jnp.split(y.reshape(len(rows), -1), ends, axis=1)
 
 
-def _slab_dot_backward(
-    size: int, rounded: bool, factors: tuple[Array, Array], cotangent: Array
-) -> tuple[Array, Array]:
-    _, backward = jax.vjp(functools.partial(chosen_dot, rounded=rounded), *factors)
-    return backward(cotangent)
+def _slab_dots_backward(
+    size: int, rounded: bool, factors: tuple[Array, tuple[Array, ...]], cotangents: list[Array]
+) -> tuple[Array, tuple[Array, ...]]:
+    def separate(rows: Array, weights: tuple[Array, ...]) -> list[Array]:
+        return [chosen_dot(rows, weight, rounded) for weight in weights]
+
+    return jax.vjp(separate, *factors)[1](cotangents)
 
 
-slab_dot.defvjp(
-    lambda rows, weight, size, rounded: (slab_dot(rows, weight, size, rounded), (rows, weight)),
-    _slab_dot_backward,
+slab_dots.defvjp(
+    lambda rows, weights, size, rounded: (slab_dots(rows, weights, size, rounded), (rows, weights)),
+    _slab_dots_backward,
 )
 
 

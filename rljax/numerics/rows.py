@@ -7,9 +7,9 @@ keep the bits the same on a CPU (measured in `docs/row-invariance.md`, checked b
 
 - weights are stored [out, in], and rows are padded to a number for which the kernel was measured to be the
   same (`products.py`);
-- sums over the last axis are products with ones, never fused reductions, and have their factors in the order
-  of a projection: otherwise it may depend on the number of rows whether the library packs the ones first, and
-  with it the order of summation;
+- sums over the last axis are products with ones, never fused reductions (but on an accelerator where these
+  are measured to be exact), and have their factors in the order of a projection: otherwise it may depend on
+  the number of rows whether the library packs the ones first, and with it the order of summation;
 - attention adds its values in chunks of `KEY_CHUNK` keys, one chunk after another, so that the start of a
   sequence in a packed row has no effect as long as the packer respects chunk boundaries
   (`rljax/learning/packing.py`).
@@ -77,9 +77,10 @@ def row_sum(x: Array, numerics: Numerics, ordered: bool = False) -> Array:
     """Sums float32 x [..., n] over the last axis: [..., 1].
 
     Args:
-      ordered: add one entry after another, so that zeros between them have no effect.
+      ordered: add one entry after another, so that zeros between them have no effect; never a plain reduction
+        where rows must be invariant.
     """
-    if not numerics.row_invariant:
+    if not numerics.row_invariant or (numerics.product_form.plain_sums and not ordered):
         return jnp.sum(x, axis=-1, keepdims=True)
     if target.platform() == "tpu":
         return _sum_of_parts(x)

@@ -17,8 +17,10 @@ from rljax.engine.invariance import RowCounts, measure, measured, row_counts
 from rljax.errors import ConfigError
 from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
+from rljax.numerics import products
+from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.products import ProductForm, forms, unmeasured_form
-from rljax.numerics.rows import Numerics
+from rljax.numerics.rows import Numerics, row_sum
 from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import check_same
 from tests.misbehaving_products import every_call, every_count, lone_rows_and_rests, replaced
@@ -44,7 +46,8 @@ def test_rows_are_padded_to_the_form():
 def test_a_slab_holds_the_largest_pass_where_rows_are_cheap(platform, most, size):
     with target.tracing_for(jax.devices()[0], 1, platform):
         for dtype in ("float32", "bfloat16"):
-            assert forms(dtype, most)[-1] == ProductForm(size, size, slabs=True)
+            joined = platform == "gpu"
+            assert forms(dtype, most)[-1] == ProductForm(size, size, slabs=True, joined=joined)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -105,6 +108,74 @@ def test_a_processor_with_a_kernel_for_every_number_of_rows_gets_slabs(dtype):
     assert found.exact and found.form == SLABS
     assert len(found.rejected) == len(forms(dtype)) - 1
     assert "products of 64 rows at a time (" in found.summary(dtype)
+
+
+def ordered_sum(x, axis=None, keepdims=False):
+    """A plain reduction that always adds in the same order, as an accelerator's may."""
+    if axis != -1:
+        return x.sum(axis, keepdims=keepdims)
+    return row_sum(x, Numerics(), ordered=True)
+
+
+def sum_by_count(x, axis=None, keepdims=False):
+    """A plain reduction with other bits for every number of rows."""
+    total = ordered_sum(x, axis, keepdims)
+    return total if axis != -1 else total * (1 + 2**-12 * x.shape[0])
+
+
+def sum_beside_a_gradient(x, axis=None, keepdims=False):
+    """A plain reduction with other bits where its gradient is taken."""
+    exact = jax.custom_vjp(lambda x: ordered_sum(x, axis, keepdims))
+    exact.defvjp(
+        lambda x: (ordered_sum(x, axis, keepdims) * (1 + 2**-12), x.shape),
+        lambda shape, gradient: (jnp.broadcast_to(gradient, shape),),
+    )
+    return exact(x)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "refused"),
+    [
+        (ordered_sum, None),
+        (sum_by_count, "plain sums: a sum over 64 entries in 2, 6, 18, 33 rows has other bits than in 576"),
+        (sum_beside_a_gradient, "plain sums: the logits of a layer of 64 in 33 rows have other bits beside"),
+    ],
+)
+def test_an_accelerator_has_plain_sums_where_they_are_exact(reduction, refused, monkeypatch):
+    numerics = Numerics(kernels=KernelChoice(tree_attention="xla"))
+    with target.tracing_for(jax.devices()[0], 1, "gpu"), monkeypatch.context() as patch:
+        patch.setattr("rljax.numerics.rows.jnp.sum", reduction)
+        jax.clear_caches()
+        found = measure(POLICY, numerics, COUNTS)
+    jax.clear_caches()
+    assert found.form.plain_sums is (refused is None)
+    said = found.summary("float32")
+    assert (", plain sums" in said) is (refused is None)
+    if refused is not None:
+        assert found.rejected[-1].startswith(refused)
+    else:
+        assert not any("sum" in each for each in (*found.rejected, *found.failures))
+
+
+def test_a_cpu_tries_no_plain_sums(monkeypatch):
+    monkeypatch.setattr(invariance, "_form_of_sums", None)
+    assert not measure(POLICY, Numerics(), COUNTS).form.plain_sums
+
+
+@pytest.mark.parametrize("width", [256 + 128 + 128, 96 + 96])
+def test_joined_products_are_measured(width, monkeypatch):
+    """Queries, keys and values; gate and up."""
+    form = ProductForm(64, 64, slabs=True, joined=True)
+    monkeypatch.setattr(products, "forms", lambda *_: (form,))
+
+    def misbehaving(dot):
+        worst = every_call(dot)
+        return lambda rows, weight: (worst if len(weight) == width else dot)(rows, weight)
+
+    with replaced(misbehaving):
+        found = measure(POLICY, Numerics(), COUNTS)
+    assert f"product [64 -> {width}]" in found.failures[0]
+    assert measure(POLICY, Numerics(), COUNTS).exact
 
 
 def test_a_processor_on_which_nothing_is_exact_is_refused(tmp_path):

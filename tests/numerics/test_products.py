@@ -10,8 +10,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from rljax import target
-from rljax.kernels.linear import linear
+from rljax.kernels.linear import linear, linears
 from rljax.numerics import products
+from rljax.numerics.adapted import AdaptedWeight
 from rljax.numerics.rows import Numerics
 from tests.kernels.compilation import HOPPER, compile_for
 
@@ -66,6 +67,48 @@ def test_products_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [3, 130])
+def test_joined_weights_are_one_matrix_with_gradients_of_their_own(rows, dtype):
+    x, weight, cotangent = factors(rows)
+    x, form = x.astype(dtype), products.ProductForm(64, 64, slabs=True, joined=True)
+    weights, cotangents = (weight[:30], weight[30:]), [cotangent[:, :30], cotangent[:, 30:]]
+
+    def apart(x, weights):
+        return [products.padded_dot(x, each, form, rounded=True) for each in weights]
+
+    def joined(x, weights):
+        return products.joined_dots(x, weights, form, rounded=True)
+
+    (found, backward), (_, theirs) = (jax.vjp(multiply, x, weights) for multiply in (joined, apart))
+    whole = products.padded_dot(x, weight, form)
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), whole)
+    jax.tree.map(np.testing.assert_array_equal, backward(cotangents), theirs(cotangents))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_joined_linears_have_biases_and_adapters(dtype):
+    """With the bits of decoding, whose weights are merged; factors get the gradients of products apart."""
+    x, weight, _ = factors(12)
+    x, weight = x.astype(dtype).reshape(3, 4, -1), weight.astype(dtype)
+    draw = np.random.default_rng(0).standard_normal
+    a, b = (jnp.asarray(draw(shape), jnp.float32) for shape in ((2, 48), (30, 2)))
+    biases = [jnp.asarray(draw(30), jnp.float32), None]
+
+    def both(a, b, joined=True, adapted=True):
+        form = products.ProductForm(64, 64, slabs=True, joined=joined)
+        first = AdaptedWeight(weight[:30], a, b, 0.5) if adapted else weight[:30]
+        return linears(x, [first, weight[30:]], Numerics(True, dtype, measured_form=form), biases)
+
+    merged = both(a, b, adapted=False)
+    assert [y.shape for y in merged] == [(3, 4, 30), (3, 4, 50)]
+    jax.tree.map(np.testing.assert_array_equal, both(a, b), merged)
+    ours, theirs = (jax.vjp(functools.partial(both, joined=joined), a, b) for joined in (True, False))
+    jax.tree.map(np.testing.assert_array_equal, ours[1](merged), theirs[1](merged))
+    for one, two in zip(ours[0], theirs[0], strict=True):  # other widths, perhaps another kernel
+        np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (one, two)), rtol=1e-2, atol=1e-5)
+
+
 def test_every_slab_is_the_same_product_to_the_compiler():
     """For any number of rows, and for products that share a factor: none is merged or fused."""
     multiply = functools.partial(products.padded_dot, form=products.ProductForm(64, 64, slabs=True))
@@ -82,6 +125,23 @@ def test_every_slab_is_the_same_product_to_the_compiler():
         assert text.count("optimization_barrier") == 4
     assert texts[2] == texts[64] == texts[192]
     assert texts[2] == ["(tensor<64x48xbf16>, tensor<80x48xbf16>) -> tensor<64x80xf32>"] * 2
+
+
+@pytest.mark.long
+def test_hopper_reads_joined_weights_where_they_are():
+    """And has one kernel for all slabs."""
+    form, found = products.ProductForm(64, 64, slabs=True, joined=True), []
+    weight = jax.ShapeDtypeStruct((8192, 1536), jnp.bfloat16)
+
+    def multiply(x, a, b):
+        return products.joined_dots(2 * x, [a, b], form)
+
+    for rows in (8, 64, 192):
+        x = jax.ShapeDtypeStruct((rows, 1536), jnp.bfloat16)
+        program = compile_for(HOPPER, multiply, x, weight, weight)
+        assert program.memory_analysis().temp_size_in_bytes < 2 * 8192 * 1536 * 2  # bytes of both
+        found.append(re.findall(r" = (\S+) dot\(", program.as_text()))
+    assert len(found[0]) == 1 and found[0] == found[1] == found[2]
 
 
 @pytest.mark.long
