@@ -72,29 +72,29 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             ],
             marks=pytest.mark.long,
         ),
-        [
-            "policy.lora={rank: 4}",
-            "algorithm.kl_coefficient=0.1",
-            "speculation.drafter=srt",
-            "speculation.verify_buckets=[8,16]",
-            "engine.cache_buckets=[64,128]",
-        ],
+        pytest.param(
+            [
+                "policy.lora={rank: 4}",
+                "algorithm.kl_coefficient=0.1",
+                "speculation.drafter=srt",
+                "speculation.verify_buckets=[8,16]",
+                "engine.cache_buckets=[64,128]",
+            ],
+            marks=pytest.mark.long,
+        ),
         [
             "speculation.drafter=eagle",
             "speculation.verify_buckets=[8]",
             "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
         ],
-        pytest.param(
-            [
-                "speculation.drafter=srt",
-                "speculation.verify_buckets=[8]",
-                "speculation.run_ahead_below=1",
-                "engine.batch_buckets=[2,4]",
-                "engine.cache_buckets=[128,256]",
-                f"tools={TOOLS}",
-            ],
-            marks=pytest.mark.long,
-        ),
+        [
+            "speculation.drafter=srt",
+            "speculation.verify_buckets=[8]",
+            "speculation.run_ahead_below=1",
+            "engine.batch_buckets=[2,4]",
+            "engine.cache_buckets=[128,256]",
+            f"tools={TOOLS}",
+        ],
         pytest.param(
             [
                 "speculation.drafter=small_model",
