@@ -232,10 +232,14 @@ def _activations(
         seen.append(x.reshape(-1, x.shape[-1])[places].astype(jnp.float32))
         return honest(x, *arguments)
 
+    def each_watched(x: Array, weights: Sequence[Array], *arguments: Any) -> list[Array]:
+        numerics, biases = arguments
+        return [watched(x, weight, numerics, bias) for weight, bias in zip(weights, biases, strict=True)]
+
     x = jnp.asarray(params["embed"])[tokens].astype(jnp.float32)
     angles = jnp.asarray(rope_table(model, length))[np.broadcast_to(np.arange(length), tokens.shape)]
     attention, found = PackedAttention(jnp.asarray(segments), numerics), []
-    with mock.patch.object(transformer, "linear", watched):
+    with mock.patch.multiple(transformer, linear=watched, linears=each_watched):
         for layer in params["layers"]:
             seen.clear()
             x, _ = transformer.decoder_layer(layer, None, x, angles, attention, model, numerics)
