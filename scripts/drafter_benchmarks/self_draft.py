@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import jax
