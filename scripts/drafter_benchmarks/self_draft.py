@@ -29,6 +29,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.errors import UserError
+from rljax.kernels import linear
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
@@ -226,20 +227,16 @@ def _activations(
     places = np.flatnonzero(segments.reshape(-1))
     places = np.random.default_rng(0).choice(places, min(_INPUTS, len(places)), replace=False)
     seen: list[Array] = []
-    honest = transformer.linear
+    honest = linear.product
 
-    def watched(x: Array, *arguments: Array) -> Array:
+    def watched(x: Array, *arguments: Any, **options: Any) -> Array:
         seen.append(x.reshape(-1, x.shape[-1])[places].astype(jnp.float32))
-        return honest(x, *arguments)
-
-    def each_watched(x: Array, weights: Sequence[Array], *arguments: Any) -> list[Array]:
-        numerics, biases = arguments
-        return [watched(x, weight, numerics, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return honest(x, *arguments, **options)
 
     x = jnp.asarray(params["embed"])[tokens].astype(jnp.float32)
     angles = jnp.asarray(rope_table(model, length))[np.broadcast_to(np.arange(length), tokens.shape)]
     attention, found = PackedAttention(jnp.asarray(segments), numerics), []
-    with mock.patch.multiple(transformer, linear=watched, linears=each_watched):
+    with mock.patch.object(linear, "product", watched):
         for layer in params["layers"]:
             seen.clear()
             x, _ = transformer.decoder_layer(layer, None, x, angles, attention, model, numerics)
