@@ -27,6 +27,8 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import numba
+
 import tests.conftest  # noqa: F401  (where the programs of tests are stored, before JAX reads it)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,5 +168,6 @@ def table(found: dict[str, list[str]]) -> str:
 
 
 if __name__ == "__main__":
+    numba.config.DISABLE_JIT = True  # from Python 3.12 on no profiler sees compiled functions
     files = default_path()
     print(json.dumps(files) if "--json" in sys.argv else table(files))

@@ -2,11 +2,12 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from tests.default_path import ROOT, lines_of
-from tests.fork_server import output_of
 
 _SAID = re.compile(r"(\d+) files and ([\d,]+) lines")
 _FILE = re.compile(r"`([\w/]+/)`|`([\w/]+\.py)` (?:\| )?(\d+)")
@@ -33,8 +34,8 @@ def readme():
 
 
 def test_the_readme_lists_what_a_step_goes_through(readme):
-    as_command = "import runpy; runpy.run_module('tests.default_path', run_name='__main__')"
-    ran = json.loads(output_of(as_command, "--json"))
+    command = [sys.executable, "-m", "tests.default_path", "--json"]
+    ran = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
     path, asked, programs = readme
     assert ran["path"] == list(path[0])
     assert sorted(ran["asked"]) == sorted(asked[0])
