@@ -29,10 +29,6 @@ def test_what_any_rule_wants_stays(retention, kept):
     assert retention.kept(scores) == kept
 
 
-def test_of_equals_the_newer_stays():
-    assert Retention(1, best=1).kept({1: 0.5, 2: 0.5, 3: 0.1}) == {2, 3}
-
-
 def test_the_newest_must_stay():
     with pytest.raises(ValueError, match="keep: 0; at least the newest checkpoint must stay"):
         Retention(0)
