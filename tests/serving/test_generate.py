@@ -17,7 +17,6 @@ import pytest
 from drafters.base import Drafter, Outcome
 from drafters.registry import make_drafter
 from rljax.assembly.saved_policy import load_saved_policy
-from rljax.commands.generate import _speed
 from rljax.config.decoding import RolloutConfig
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.executables import ExecutablePool
@@ -143,6 +142,8 @@ def test_a_drafter_changes_no_token(generate, run, tmp_path, monkeypatch):
         assert f"drafter {name}" in drafted[2] and "accept length 1.00" not in drafted[2]
     status, _, said = generate(run, PROMPT, "--drafter", "served_drafter:LastOccurence")
     assert status == 2 and said.splitlines()[-1].startswith("error: --drafter: served_drafter:LastOccurence")
+    decoded = serving_policy._config(load_saved_policy(run), serving_policy.Options(), 64, print).engine
+    assert (decoded.verification, decoded.decode_steps_per_sync) == ("coupled", 64)
 
 
 def test_the_runs_drafter_is_used_with_what_it_has_learned(run, tmp_path, monkeypatch, generate):
@@ -174,8 +175,6 @@ def test_a_hugging_face_directory(generate, run, tmp_path):
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
     assert status == 0 and "temperature 1," in said
     assert text == generate(run, PROMPT, "--tokens", "--temperature", 1, *lengths)[1]
-    shrunk = generate(path, PROMPT, "--tokens", *lengths[2:])  # the default for prompts would not fit
-    assert shrunk[1] == text and "prompts of up to " in shrunk[2]
     generation_config = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
     (path / "generation_config.json").write_text(json.dumps(generation_config))
     status, text, said = generate(path, PROMPT, "--tokens", *lengths)
@@ -230,15 +229,6 @@ def test_a_length_that_is_not_set_fits_beside_one_that_is():
             lengths(**options)
 
 
-def test_the_speed_leaves_compiling_out():
-    """And says how long that took."""
-    assert (
-        _speed(73, 46.91, 9, 45.7)
-        == "73 tokens in 1.21 s beside 45.70 s for compiling 9 programs, 60.3 tokens/s"
-    )
-    assert _speed(73, 1.25, 0, 0.0) == "73 tokens in 1.25 s, 58.4 tokens/s"
-
-
 def test_compiling_is_said_while_it_goes_on():
     said, pool = queue.SimpleQueue(), ExecutablePool()
     pool._programs["before"] = len
@@ -251,20 +241,6 @@ def test_compiling_is_said_while_it_goes_on():
     with compiling_lines(pool, quiet.put, seconds=0.001):
         time.sleep(0.02)
     assert quiet.empty()
-
-
-def test_how_a_run_is_decoded(run):
-    """No draft decides a token, and a look is as long as was asked for."""
-    saved = load_saved_policy(run)
-    engines = [
-        serving_policy._config(saved, serving_policy.Options(), steps, lambda line: None).engine
-        for steps in (1, 64)
-    ]
-    assert [engine.verification for engine in engines] == ["coupled"] * 2
-    assert [engine.decode_steps_per_sync for engine in engines] == [
-        saved.experiment.engine.decode_steps_per_sync,
-        64,
-    ]
 
 
 def test_drafters_have_the_runs_arguments_but_not_its_files():

@@ -23,16 +23,10 @@ QUESTION = [{"role": "user", "content": "47a5b8="}]
 
 
 def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
-    run = make_run(tmp_path)
+    run = make_run(tmp_path, "engine.cache_buckets=[64]", "rollout.max_prompt_length=16")
     options = ["--port", "0", "--name", "served", "--slots", "2", "--compile", "background"]
-    command = [
-        sys.executable,
-        str(SCRIPTS / "serve.py"),
-        str(run),
-        *options,
-        "--cache",
-        str(tmp_path / "cache"),
-    ]
+    options += ["--cache", str(tmp_path / "cache")]
+    command = [sys.executable, str(SCRIPTS / "serve.py"), str(run), *options]
     environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:

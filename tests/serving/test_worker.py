@@ -242,7 +242,7 @@ def test_an_idle_worker_swaps_weights_at_once(make_worker, engine, params, reque
         worker.load_params(params, 3)
 
 
-def test_a_full_queue_takes_all_of_a_request_or_nothing(make_worker):
+def test_a_full_queue_takes_all_of_a_request_or_nothing_and_closing_cancels(make_worker):
     worker = make_worker(max_waiting=2)
     collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
     worker.submit([each.job for each in collected])
@@ -254,6 +254,8 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(make_worker):
         worker.submit([Collected(endless(0)).job for _ in range(3)])
     fits = [Collected(endless(sample)) for sample in range(2)]
     worker.submit([each.job for each in fits])
+    assert worker.close(drain=False, timeout=WAIT)
+    assert {each.result()[2] for each in [*collected[2:], *fits]} == {"cancelled"}
 
 
 def test_impossible_requests_are_refused_before_the_thread(make_worker, requests):
@@ -265,14 +267,6 @@ def test_impossible_requests_are_refused_before_the_thread(make_worker, requests
         cold = dataclasses.replace(requests[0], sampling=SamplingParams(temperature=0.5))
         worker.submit([Job(cold, print)])
     assert worker.waiting == 0
-
-
-def test_closing_without_draining_cancels(make_worker):
-    worker = make_worker()
-    collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
-    worker.submit([each.job for each in collected])
-    assert worker.close(drain=False, timeout=WAIT)
-    assert {each.result()[2] for each in collected} == {"cancelled"}
 
 
 def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkeypatch):
@@ -289,7 +283,7 @@ def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkey
         worker.submit([Collected(endless(0)).job])
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "srt", "histospec", "suffix_decoding"])
+@pytest.mark.parametrize("name", ["prompt_lookup", "srt"])
 def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
     """Greedy decoding of this policy repeats itself, which every history drafter can see. Plain steps are few
     at a time, and a few answers do not drive out what was learned of a prompt.
