@@ -32,17 +32,15 @@ def rows_of(section, found):
     return {row.name: (row.value, row.baseline_value) for row in rows}, [row.as_json() for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("section", "way"),
-    [(section, way) for section, each in learning.EXPERIMENTS.items() for way in each.ways],
-)
-def test_every_way_to_train_is_a_config_with_a_run_of_its_own(section, way):
+@pytest.mark.parametrize("section", learning.EXPERIMENTS)
+def test_every_way_to_train_is_a_config_with_a_run_of_its_own(section):
     file = str(SCRIPTS.parent / learning.EXPERIMENTS[section].file)
-    config = learning.config_of(section, way, 3, file, ["training.steps=7", "run_dir=runs/x"])
-    assert (config.seed, config.training.steps) == (3, 7)  # the user's keys come last
-    assert config.run_dir == f"runs/x/{section}-{way.replace(' ', '-')}-seed3"
-    if way == "teacher":
-        assert config.algorithm.teacher == "runs/x/distillation-the-teacher-seed0"
+    for way in learning.EXPERIMENTS[section].ways:
+        config = learning.config_of(section, way, 3, file, ["training.steps=7", "run_dir=runs/x"])
+        assert (config.seed, config.training.steps) == (3, 7)  # the user's keys come last
+        assert config.run_dir == f"runs/x/{section}-{way.replace(' ', '-')}-seed3"
+        if way == "teacher":
+            assert config.algorithm.teacher == "runs/x/distillation-the-teacher-seed0"
 
 
 def test_a_row_is_of_all_seeds(run_of):

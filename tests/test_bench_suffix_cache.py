@@ -44,14 +44,6 @@ def test_responses_share_long_stretches_and_come_from_the_seed():
     assert 0.3 < np.mean([tuple(last[i : i + 10]) in seen for i in range(391)]) < 0.95
 
 
-def test_both_ways_to_insert_make_the_same_automaton():
-    responses = bench.rl_like_responses(0, 6, 100)
-    whole, stepwise = bench.insert([responses]), bench.insert([responses], stepwise=True)
-    assert whole.num_tokens == stepwise.num_tokens == responses.size
-    assert whole.used_bytes == stepwise.used_bytes
-    assert bench.insert([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
-
-
 @pytest.mark.long
 def test_insert_rows(arctic):
     rows = bench.insert_rows(4, 64, prompts=2, repeats=1)
@@ -90,12 +82,6 @@ def test_quality_counts_what_the_response_goes_on_with():
     drafts = [Proposals(tokens, parents, np.zeros((2, 4), np.float32), counts, counts)]
     assert queries.quality(bench.nodes_of(drafts)) == (2.0, 1.0)
     assert queries.quality(zip(tokens.tolist(), parents.tolist(), strict=True)) == (4.0, 3.0)
-
-
-def test_says_in_one_line_what_is_missing(arctic, capsys):
-    bench.announce(["insert"])
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == (0 if arctic else 1)
 
 
 def test_begin_rows():

@@ -48,8 +48,8 @@ def test_equal_numbers_are_one_vote():
     assert rewards.exact().vote(" Yes ") == "Yes" and rewards.exact(ignore_case=True).vote(" Yes ") == "yes"
 
 
-@pytest.mark.parametrize("text", ["1" * 10**6, "1," * 10**6, r"\boxed{" * 10**5, "-" * 10**6, "1." * 10**6])
-def test_long_texts_take_no_longer_than_they_are(text):
-    start = time.process_time()
-    last_answer(text)
-    assert time.process_time() - start < 2.0
+def test_long_texts_take_no_longer_than_they_are():
+    for text in ("1" * 10**5, "1," * 10**5, r"\boxed{" * 10**4, "-" * 10**5, "1." * 10**5):
+        start = time.process_time()
+        last_answer(text)
+        assert time.process_time() - start < 0.5

@@ -55,18 +55,13 @@ def make(tmp_path):
 RESPONSE = "So \\boxed{\\frac{1}{2}}.\n<answer> 7 </answer>\nThat is 1,234.5 #### 9 apples\n\n"
 
 
-@pytest.mark.parametrize(
-    ("place", "answer"),
-    [
-        ("response", RESPONSE.strip()),
-        ("line", "That is 1,234.5 #### 9 apples"),
-        ("number", "9"),
-        ("boxed", "\\frac{1}{2}"),
-        ("tag", "7"),
-        ("marker", "9 apples"),
-    ],
-)
-def test_where_an_answer_stands(place, answer):
+PLACES = {"response": RESPONSE.strip(), "line": "That is 1,234.5 #### 9 apples", "number": "9"}
+PLACES |= {"boxed": "\\frac{1}{2}", "tag": "7", "marker": "9 apples"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_where_an_answer_stands(place):
+    answer = PLACES[place]
     assert answer_finder(place)(RESPONSE) == answer
     assert answer_finder(place)("") is None
     twice = RESPONSE.replace("7", "8").replace("9", "3").replace("1}", "5}") + RESPONSE
@@ -77,15 +72,15 @@ def test_where_an_answer_stands(place, answer):
 
 
 def test_finding_an_answer_takes_linear_time():
-    for evil in ("1" * 200_000, "-" * 200_000, "\\boxed{" * 50_000, "<answer>" * 50_000, "1,/" * 90_000,
-                 "1" + ",22" * 90_000, "</think>" * 50_000, "\\boxed{1} " * 50_000, "= -" * 90_000,
-                 "\\boxed{1}" + " " * 200_000 + "\\boxed{1}"):  # fmt: skip
+    for evil in ("1" * 40_000, "-" * 40_000, "\\boxed{" * 10_000, "<answer>" * 10_000, "1,/" * 18_000,
+                 "1" + ",22" * 18_000, "</think>" * 10_000, "\\boxed{1} " * 10_000, "= -" * 18_000,
+                 "\\boxed{1}" + " " * 40_000 + "\\boxed{1}"):  # fmt: skip
         start = time.process_time()
         for place in ("number", "boxed", "tag", "marker", "line"):
             answer_finder(place)(evil)
         last_formula(evil)
         text.numeric()(problem("1"), evil)
-        assert time.process_time() - start < 2.0
+        assert time.process_time() - start < 0.5
 
 
 def test_code_is_the_last_closed_block():
@@ -192,9 +187,9 @@ def test_where_the_last_formula_stands(response, formula):
     assert last_formula(response) == formula
 
 
-@pytest.mark.parametrize(("characters", "value"), [(0, 1), (10, 1), (15, 0.75), (30, 0), (99, 0)])
-def test_length(characters, value):
-    assert text.length(target=10, limit=30)(problem(""), "x" * characters) == value
+def test_length():
+    for characters, value in ((0, 1), (10, 1), (15, 0.75), (30, 0), (99, 0)):
+        assert text.length(target=10, limit=30)(problem(""), "x" * characters) == value
 
 
 def test_rewards_add_up_by_weight(make):
@@ -430,14 +425,10 @@ def test_reasoning_gym(tmp_path):
 
 IMPOSSIBLE = """
 {name: exactly} -> task.rewards.0.name: unknown reward 'exactly' -> did you mean 'exact'?
-{name: exact, args: {answer: tag}} -> task.rewards.0.args.answer: -> no such argument
 {name: exact, args: {answer_in: head}} -> task.rewards.0.args.answer_in: -> 'head'
-{name: numeric, args: {tolerance: -1}} -> task.rewards.0.args.tolerance: -> -1
-{name: length, args: {target: 5}} -> task.rewards.0.args.limit: must be set
 {name: length, args: {target: 5, limit: 5}} -> task.rewards.0.args.limit: 5
 {name: format, args: {pattern: (a}} -> task.rewards.0.args.pattern: is no regular
 {name: code} -> path.jsonl:1: there is no column 'tests' -> task.rewards.0
-{name: code, args: {seconds: 0}} -> task.rewards.0.args.seconds:
 {name: task} -> task.rewards.0.name: task dataset has no reward of its own
 {name: ':f'} -> task.rewards.0.name: write a function as module:function
 {name: 'no_such_module:f'} -> task.rewards.0.name: no_such_module:f: importing -> ModuleNotFound
