@@ -121,8 +121,6 @@ ROWS = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(20))
 DATASET = "task={name: dataset, args: {path: ROWS}, rewards: [REWARD]}"
 DATA = {
     "not JSON": (ROWS + '{"prompt": \n', "{name: exact}", "rows.jsonl:21: is not valid JSON: "),
-    "nothing held out": (ROWS.splitlines()[0], "{name: exact}", "no problem is held out; give more problems"),
-    "a word": (ROWS.replace('"7"', '"seven"'), "{name: numeric}", "rows.jsonl:8: the answer 'seven' is no"),
     "another reward": (ROWS, "{name: numerc}", "task.rewards.0.name: unknown reward 'numerc'; did you mean "),
 }
 
@@ -152,10 +150,9 @@ def with_norm(norm):
     """Replaces the last norm, or takes it away."""
 
     def edit(policy):
-        tensors = safetensors.numpy.load_file(policy / "model.safetensors")
-        tensors = {name: tensor for name, tensor in tensors.items() if name != NORM}
-        tensors |= {} if norm is None else {NORM: norm}
-        safetensors.numpy.save_file(tensors, policy / "model.safetensors")
+        tensors = safetensors.numpy.load_file(policy / WEIGHTS) | {NORM: norm}
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        safetensors.numpy.save_file(kept, policy / WEIGHTS)
 
     return edit
 
@@ -166,12 +163,6 @@ def cut(name):
 
 def gone(name):
     return lambda of: (of / name).unlink()
-
-
-def no_eos(policy):
-    edit_json("config.json", eos_token_id=None)(policy)
-    edit_json("tokenizer_config.json", eos_token=None)(policy)
-    (policy / "generation_config.json").unlink(missing_ok=True)
 
 
 def larger_vocabulary(policy):
@@ -190,24 +181,11 @@ POLICIES = {
     "no weights": (gone(WEIGHTS), WEIGHTS),
     "cut weights": (cut(WEIGHTS), WEIGHTS),
     "a missing tensor": (with_norm(None), f"missing tensor {NORM} [32]"),
-    "a misshapen tensor": (
-        with_norm(np.zeros(31, np.float32)),
-        f"tensor {NORM} has shape [31], but config.json asks for [32]",
-    ),
+    "a misshapen tensor": (with_norm(np.zeros(31, np.float32)), f"{NORM} has shape [31], but config.json"),
     "another vocabulary": (edit_json("config.json", vocab_size=448), "embed_tokens"),
-    "short positions": (
-        edit_json("config.json", max_position_embeddings=64),
-        "policy: it is made for sequences of 64 tokens, less than rollout.max_prompt_length + max_",
-    ),
+    "short positions": (edit_json("config.json", max_position_embeddings=64), "made for sequences of 64 tok"),
     "cut tokenizer": (cut(TOKENIZER), "tokenizer.json cannot be read"),
-    "no chat template": (edit_json(CHAT, chat_template=None), "has no chat template"),
     "a broken template": (edit_json(CHAT, chat_template="{% for %}"), "template, line 1: not valid jinja"),
-    "a template that refuses": (
-        edit_json(CHAT, chat_template="{{ raise_exception('only in French') }}"),
-        "the chat template refuses these messages: only in French",
-    ),
-    "an unknown eos": (edit_json(CHAT, eos_token="<|no|>"), "eos_token is '<|no|>'"),
-    "no eos": (no_eos, "no EOS token"),
     "a tokenizer larger than the embedding": (larger_vocabulary, "has id 999, but the policy's vocab_size"),
 }
 
@@ -258,8 +236,8 @@ def edit_seal(**changes):
     return edit
 
 
-def garbage_lines(name, line=b"garbage\n"):
-    return lambda run: (run / name).write_bytes(line + (run / name).read_bytes())
+def garbage_line(name):
+    return lambda run: (run / name).write_bytes(b"garbage\n" + (run / name).read_bytes())
 
 
 def nothing(run):
@@ -278,15 +256,11 @@ RUNS = {  # what is done to the run, what is said, and arguments of the resuming
     "another, allowed": (nothing, OF_ANOTHER, "policy.shape.hidden_size=32", "--allow-changes"),
     "an unreadable config": (lambda run: (run / "config.yaml").write_text("nonsense: 1\n"), UNREADABLE),
     "a flipped bit": (lambda run: flip(array_file(run)), "differs from what was saved (CRC-32)"),
-    "a missing host file": (
-        gone("checkpoints/2/host_arrays.npz"),
-        "host_arrays.npz: cannot be read (No such file or directory)",
-    ),
+    "a missing host file": (gone("checkpoints/2/host_arrays.npz"), "cannot be read (No such file or direct"),
     "a cut seal": (cut("checkpoints/2/checkpoint.json"), "checkpoint.json: damaged; delete "),
     "no data position": (edit_seal(host_state={}), "data_position"),
-    "garbage metrics": (garbage_lines("metrics.jsonl"), NO_METRICS),
-    "garbage decisions": (garbage_lines("decisions.jsonl"), "decisions.jsonl:1: not a decisions line"),
-    "garbage sessions": (garbage_lines("sessions.jsonl"), "sessions.jsonl:1: not a line of JSON"),
+    "garbage metrics": (garbage_line("metrics.jsonl"), NO_METRICS),
+    "garbage sessions": (garbage_line("sessions.jsonl"), "sessions.jsonl:1: not a line of JSON"),
     "a cut tokenizer": (cut("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
 }
 

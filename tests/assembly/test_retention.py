@@ -42,7 +42,7 @@ def test_scores_are_remembered_by_later_processes(tmp_path):
         checkpoints = RunCheckpoints(tmp_path, keep=1, keep_every=3, keep_best=2)
         checkpoints.save(step, {"weight": jnp.full(3, float(step))}, {}, score=reward)
         checkpoints.close()
-    assert checkpoints.steps() == [2, 3, 6, 7]
+    assert checkpoints.steps() == [2, 3, 6, 7] == sorted(int(path.name) for path in tmp_path.iterdir())
     assert checkpoints.restore({"weight": jnp.zeros(3)}, step=2)[1]["weight"].tolist() == [2.0] * 3
 
 

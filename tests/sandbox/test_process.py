@@ -65,4 +65,5 @@ def test_a_conversation_is_line_by_line():
         assert program.exchange(b"ab\n", 10, 100, line=True).output == b"abab\n"
         assert program.exchange(b"", 10, 100, line=True).output == b"more\n"
         assert program.exchange(b"c\n", 10, 100, line=True).output == b"cc\n"
+        assert program.exchange(b"", 10, 100, line=True).output == b"more\n"
         assert program.exchange(b"", 0.1, 100, line=True).ending == "timeout"

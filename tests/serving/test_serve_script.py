@@ -82,8 +82,7 @@ def serve(monkeypatch):
         monkeypatch.setattr(uvicorn.Server, "run", run)
         return load_script("serve").main(["policy", "--port", str(port)])
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serve.port = port
     yield serve
@@ -109,9 +108,6 @@ def test_nobody_is_let_in_before_it_can_answer(serve):
             connect()
 
     assert serve(lambda server, sockets: connect(), Served(), opening) == 0
-
-
-def test_a_port_that_is_taken():
     with _bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen"):

@@ -5,7 +5,6 @@ import concurrent.futures
 import functools
 import itertools
 import json
-import shutil
 import socket
 import threading
 import time
@@ -30,6 +29,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.models.huggingface import save_model
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
+from rljax.serving.jobs import QueueFull
 from rljax.serving.programs import JoiningPrograms
 from rljax.speculation import speculator as speculation
 from rljax.speculation.device_proposers import DeviceProposer
@@ -69,10 +69,10 @@ def wait_until(condition, seconds=60):
         time.sleep(0.01)
 
 
-def slow_down(served, monkeypatch):
-    """Every host sync takes so long that a response takes seconds."""
+def slow_down(served, monkeypatch, seconds=0.1):
+    """Every host sync takes so long that a response takes a second."""
     step = served.worker.loop.step
-    monkeypatch.setattr(served.worker.loop, "step", lambda: (time.sleep(0.2), step()))
+    monkeypatch.setattr(served.worker.loop, "step", lambda: (time.sleep(seconds), step()))
 
 
 def is_idle(served):
@@ -198,15 +198,6 @@ def test_a_stream_says_the_same(client):
     assert usage == whole.usage
 
 
-def test_logprobs_of_a_completion_are_streamed_alike(client):
-    text = client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0).choices[0]
-    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == len(text.logprobs.text_offset)
-    streamed = list(client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0, stream=True))
-    assert "".join(event.choices[0].text for event in streamed) == text.text
-    parts = [event.choices[0].logprobs.token_logprobs for event in streamed if event.choices[0].logprobs]
-    assert list(itertools.chain(*parts)) == text.logprobs.token_logprobs
-
-
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "top_p": 0.9}])
 def test_alternatives_are_of_the_distribution_that_sampled(client, server, settings):
     """The sampled token has among them the very logprob that decoding gave it."""
@@ -220,9 +211,7 @@ def test_alternatives_are_of_the_distribution_that_sampled(client, server, setti
         logprobs = [other.logprob for other in token.top_logprobs]
         assert logprobs == sorted(logprobs, reverse=True) and sum(map(np.exp, logprobs)) <= 1 + 1e-5
         assert token.logprob <= logprobs[0]
-        found += (token.token, token.logprob) in [
-            (other.token, other.logprob) for other in token.top_logprobs
-        ]
+        found += (token.token, token.logprob) in {(each.token, each.logprob) for each in token.top_logprobs}
     assert found > 2
     few = chat(client, 2, logprobs=True, top_logprobs=3, stream=True, **settings)
     few = [token for event in few for token in (event.choices[0].logprobs or NOTHING).content]
@@ -254,14 +243,8 @@ def test_a_server_compiles_in_the_background_what_requests_need(client, server, 
         return JoiningPrograms(engine, worker.params, thread, slots, server[1].max_prompt_tokens)
 
     assert programs_of(engine, SLOTS).wait() and used <= recording.keys
-    larger = DecodeEngine(
-        engine.config,
-        engine.numerics,
-        engine.sampling,
-        make_buckets(8, 300, True),
-        engine.eos_token_ids,
-        pool=(more := Recording()),
-    )
+    parts, more = (engine.config, engine.numerics, engine.sampling), Recording()
+    larger = DecodeEngine(*parts, make_buckets(8, 300, True), engine.eos_token_ids, pool=more)
     programs = programs_of(larger, 8)
     first = {key[:3] for key in more.keys}
     assert {key[0] for key in first} >= {"prefill", "insert", "generate", "free"}
@@ -360,31 +343,24 @@ def test_the_server_goes_on_while_a_prompt_is_tokenized(server, monkeypatch):
         assert asked.result().status_code == 200
 
 
-def test_sixty_four_clients_at_once(client, server):
-    """Sixteen times as many as there are slots; each gets what it gets alone."""
+def test_many_clients_at_once(client, server):
+    """Eight times as many as there are slots; each gets what it gets alone."""
     ask = lambda seed: chat(client, seed, max_tokens=8).choices[0].token_ids  # noqa: E731
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        together = list(pool.map(ask, range(64)))
-    assert together[::9] == [ask(seed) for seed in range(0, 64, 9)]
-    assert len(set(map(tuple, together))) > 60
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(ask, range(32)))
+    assert together[::9] == [ask(seed) for seed in range(0, 32, 9)]
+    assert len(set(map(tuple, together))) > 28
     wait_until(lambda: is_idle(server[1]))
 
 
-def test_a_full_queue_is_a_429(run, monkeypatch):
-    with serving(run, max_waiting=2) as (address, served):
-        slow_down(served, monkeypatch)
-        client, took = client_of(address), []
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(chat, client, seed, n=2) for seed in range(8)]
-            for each in asked:
-                try:
-                    took.append(each.result())
-                except openai.RateLimitError as error:
-                    assert "waiting" in error.message and error.response.headers["Retry-After"] == "1"
-        assert (SLOTS + 2) // 2 <= len(took) < 8
-        assert chat(client, 1).choices[0].finish_reason  # and then there is room again
-        with pytest.raises(openai.BadRequestError, match="more than can ever wait"):
-            chat(client, 1, n=7)
+def test_a_full_queue_is_a_429(client, server, monkeypatch):
+    def full(jobs):
+        raise QueueFull("8 requests are waiting")
+
+    monkeypatch.setattr(server[1].worker, "submit", full)  # when it does is in test_worker.py
+    with pytest.raises(openai.RateLimitError, match="waiting") as refused:
+        chat(client, 1)
+    assert refused.value.response.headers["Retry-After"] == "1"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -451,18 +427,12 @@ def test_what_is_no_request_at_all(server, method, path, content, status):
     assert response.status_code == status and response.json()["error"]["message"]
 
 
-def test_a_chat_needs_a_template(run, tmp_path):
+def test_a_chat_needs_a_template(client, server, monkeypatch):
     """The policy of a directory without one answers plain prompts only."""
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    settings = copy / "tokenizer" / "tokenizer_config.json"
-    content = json.loads(settings.read_text())
-    del content["chat_template"]
-    settings.write_text(json.dumps(content))
-    with serving(copy) as (address, _):
-        response = httpx2.post(f"{address}/v1/chat/completions", json={"model": MODEL, "messages": QUESTION})
-        assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
-        assert client_of(address).completions.create(model=MODEL, prompt="1a2=", max_tokens=2).choices
+    monkeypatch.setattr(server[1].tokenizer, "_chat_template", None)
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        chat(client, 1)
+    assert client.completions.create(model=MODEL, prompt="1a2=", max_tokens=2).choices
 
 
 def test_models_health_and_metrics(client, server):

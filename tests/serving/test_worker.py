@@ -17,7 +17,6 @@ from rljax.errors import PolicyError
 from rljax.requests import Request
 from rljax.rollout.decode_loop import DecodeLoop
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.jobs import Closed, Job, QueueFull
@@ -125,21 +124,6 @@ def test_requests_that_come_together_get_their_own_tokens(make_worker, requests,
         worker.submit([Collected(requests[0]).job])
 
 
-def test_requests_that_come_one_by_one_while_others_run(make_worker, requests, expected):
-    worker, joined = make_worker(), []
-
-    def join(_):  # from the worker's thread: the next request arrives with every piece
-        if len(joined) < len(requests):
-            joined.append(Collected(requests[len(joined)], on_piece=join))
-            worker.submit([joined[-1].job])
-
-    join(None)
-    for index, completion in enumerate(expected):
-        while len(joined) <= index:
-            joined[-1].result()
-        assert_same(joined[index].result(), completion)
-
-
 def test_states_widen_and_compact(make_worker, engine, requests, expected):
     worker, batches, running = make_worker(), [], threading.Event()
 
@@ -156,18 +140,6 @@ def test_states_widen_and_compact(make_worker, engine, requests, expected):
         assert_same(each.result(), completion)
     assert set(batches) == {2, 4} and batches[0] == 2
     assert {"widen", "compact"} <= {key[0] for key in engine.pool._programs}
-
-
-def test_a_stop_string_ends_a_response(make_worker, requests, expected):
-    decode = lambda ids: "".join(chr(97 + token % 26) for token in ids)  # noqa: E731
-    index = max(range(len(expected)), key=lambda i: len(expected[i].response_ids))
-    stop = StopStrings([decode(expected[index].response_ids[9:12].tolist())], decode)
-    end = stop.find(expected[index].response_ids.tolist(), 0)
-    worker = make_worker()
-    collected = Collected(requests[index], stop)
-    worker.submit([collected.job])
-    tokens, _, ending = collected.result()
-    assert ending == "stop" and tokens == expected[index].response_ids[:end].tolist()
 
 
 def test_cancelled_jobs_free_their_slots(make_worker, requests, expected):

@@ -136,26 +136,6 @@ def test_a_pass_takes_what_is_published_of_it():
     assert Scenario().replaced(["model=qwen2.5-32b", "tensor=4"]).pass_costs().fixed(1) < 0.013
 
 
-def test_what_settles_moves_less():
-    def moved(settling):
-        scenario = Scenario(mean=1000, longest=10**5, within=0, drift=0.2, settling=settling)
-        first, second, *_, sixth, last = itertools.islice(epochs(scenario, 2000), 8)
-        return [float(np.log(after / before).std()) for before, after in ((first, second), (sixth, last))]
-
-    assert moved(1.0) == pytest.approx([0.2, 0.2], rel=0.1)
-    assert moved(0.5) == pytest.approx([0.2, 0.2 * 0.5**6], rel=0.3)
-
-
-def test_withdrawn_requests_go_on_elsewhere_where_they_were():
-    one, other = SimulatedWorker("a", 4, SECOND), SimulatedWorker("b", 4, SECOND)
-    one.add([job(0, 10), job(1, 4)], 0.0)
-    (gone,) = one.remove([0], 3.0)
-    assert gone.begin == 3
-    other.add([gone], 3.0)
-    assert other.next_end() == pytest.approx(10 + other._paused - 3.0)  # after its prefill
-    assert ends_of(one) == [(1, 4)]
-
-
 def steps(*lengths):
     """Steps of responses to prompts of their own."""
     return iter([[Response(i, 0, length) for i, length in enumerate(step)] for step in lengths])

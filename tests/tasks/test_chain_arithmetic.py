@@ -167,35 +167,29 @@ def test_no_rechecks_leave_the_demonstrations_as_they_were():
 PROBLEM = Problem(id="x", messages=({"role": "user", "content": "05a4="},), answer="09", difficulty=2)
 
 
-@pytest.mark.parametrize(
-    ("response", "correct", "well_formed"),
-    [
-        ("a4+05=09#09", 1, 1),
-        ("a4+05=09#09\n", 1, 1),
-        ("#09", 1, 1),  # steps are not judged, the answer is
-        ("09#9", 1, 0),
-        ("so it is #09", 1, 0),
-        ("a4+05=10?a4+05=09#09", 1, 1),
-        ("08#08", 0, 1),
-        ("09", 0, 0),
-        ("", 0, 0),
-        ("#", 0, 0),
-        ("09#09#", 0, 0),
-        ("#09#08", 0, 0),  # no second guess
-        ("#08#09", 1, 0),
-        ("#09b", 0, 0),
-        ("#109", 0, 0),
-        ("#-9", 0, 0),
-        ("#٠٩", 0, 0),  # digits of another script
-        ("#0x9", 0, 0),
-        ("#09 or #10", 0, 0),
-        ("\ud800#09", 1, 0),  # half a surrogate pair, as undecodable bytes may leave
-    ],
-)
-def test_reward(response, correct, well_formed):
-    parts = ChainArithmetic(seed=0, format_weight=0.25).reward(PROBLEM, response)
-    assert parts == {"reward": 0.75 * correct + 0.25 * well_formed, "correct": correct, "format": well_formed}
-    assert all(isinstance(part, float) for part in parts.values())
+JUDGED = {  # response: (correct, well formed)
+    "a4+05=09#09": (1, 1),
+    "a4+05=09#09\n": (1, 1),
+    "#09": (1, 1),  # steps are not judged, the answer is
+    "09#9": (1, 0),
+    "so it is #09": (1, 0),
+    "a4+05=10?a4+05=09#09": (1, 1),
+    "08#08": (0, 1),
+    "#09#08": (0, 0),  # no second guess
+    "#08#09": (1, 0),
+    "#٠٩": (0, 0),  # digits of another script
+    "\ud800#09": (1, 0),  # half a surrogate pair, as undecodable bytes may leave
+    **dict.fromkeys(("09", "", "#", "09#09#", "#09b", "#109", "#-9", "#0x9", "#09 or #10"), (0, 0)),
+}
+
+
+def test_reward():
+    task = ChainArithmetic(seed=0, format_weight=0.25)
+    for response, (correct, well_formed) in JUDGED.items():
+        parts = task.reward(PROBLEM, response)
+        reward = 0.75 * correct + 0.25 * well_formed
+        assert parts == {"reward": reward, "correct": correct, "format": well_formed}, response
+        assert all(isinstance(part, float) for part in parts.values())
 
 
 def test_a_megabyte_of_garbage_is_judged_without_blowing_up():
@@ -206,7 +200,7 @@ def test_a_megabyte_of_garbage_is_judged_without_blowing_up():
         assert (parts["correct"], parts["format"]) == (float(piece == "#09"), 0.0)
 
 
-@pytest.mark.parametrize(("split", "index"), [("test", 0), ("", 0), (None, 0), ("train", -1)])
-def test_an_unknown_split_and_a_negative_index_are_refused(split, index):
-    with pytest.raises(ValueError, match="index" if index < 0 else "split"):
-        ChainArithmetic(seed=0).problem(split, index)
+def test_an_unknown_split_and_a_negative_index_are_refused():
+    for split, index in (("test", 0), ("", 0), (None, 0), ("train", -1)):
+        with pytest.raises(ValueError, match="index" if index < 0 else "split"):
+            ChainArithmetic(seed=0).problem(split, index)
