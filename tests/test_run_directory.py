@@ -23,12 +23,16 @@ def run(tmp_path):
     return RunDirectory(tmp_path / "runs" / "one")
 
 
-def test_config_is_written_resolved(run):
+def test_config_is_written_resolved_and_every_session_is_noted(run):
     config = make_config(seed=3)
     run.write_config(config)
     assert load_config(run.config_path) == config
     run.write_config(config)  # starting again is fine
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+    for step in (0, 7):
+        run.record_session(step)
+    assert [session["step"] for session in run.read_sessions()] == [0, 7]
+    assert all({"date", "command", "commit", "machine"} <= each.keys() for each in run.read_sessions())
 
 
 def test_metrics_round_trip(run):
@@ -147,12 +151,3 @@ def test_writing_is_atomic(run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.truncate_after(0)
     assert run.metrics_path.read_bytes() == before
-
-
-def test_every_session_is_noted(run):
-    assert run.read_sessions() == []
-    run.record_session(0)
-    run.record_session(7)
-    sessions = run.read_sessions()
-    assert [session["step"] for session in sessions] == [0, 7]
-    assert all({"date", "command", "commit", "machine"} <= session.keys() for session in sessions)

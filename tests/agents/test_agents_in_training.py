@@ -131,7 +131,7 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
 
 
 def test_agents_that_fail_are_left_out_and_the_run_goes_on(tmp_path, learned):
-    section = f"agents={{agent: '{HERE}:unreliable', parallel: 4, time_limit: 12, failures: exclude}}"
+    section = f"agents={{agent: '{HERE}:unreliable', parallel: 4, time_limit: 6, failures: exclude}}"
     lines = train(
         tmp_path, *TINY, section, "training.steps=1", "evaluation.problems=0", "rollout.prompts_per_step=1"
     )

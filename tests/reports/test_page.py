@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rljax.reports import page, write_report_of_run
-from rljax.reports.figures import COLORS, in_blocks, new_figure
+from rljax.reports.figures import COLORS, new_figure
 from rljax.reports.learning import draw_mismatch, draw_rewards
 from rljax.reports.rollouts import draw_histogram, draw_lengths
 from rljax.reports.runs import Series, colors_of, differing_keys, read_run, read_runs, series_of, t_interval
@@ -134,13 +134,15 @@ def several(tmp_path_factory):
     return read_runs([*seeds[:2], write_full_run(base / "fast$er$", steps=4, learning_rate=3e-4), seeds[2]])
 
 
-def test_seeds_are_one_series(several):
+def test_seeds_are_one_series_and_runs_of_the_same_name_are_told_apart(several, tmp_path):
     first, other = series_of(several)
     assert first.name == "chains-seed (3 seeds)" and other.name == "fast$er$"
     assert [run.name for run in first.runs] == ["chains-seed0", "chains-seed1", "chains-seed2"]
     colors = colors_of(several)
     assert [colors[run.name] for run in several] == [COLORS[0], COLORS[0], COLORS[1], COLORS[0]]
     assert differing_keys(several)["optimizer.learning_rate"] == [1e-4, 1e-4, 3e-4, 1e-4]
+    same = read_runs([write_full_run(tmp_path / side / "run", steps=1) for side in ("a", "b")])
+    assert [run.name for run in same] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
 
 
 def test_several_runs_are_on_one_page(several):
@@ -159,11 +161,6 @@ def test_the_interval_over_seeds_is_students():
         mean, half = t_interval(values)
         np.testing.assert_array_equal(mean, [(seeds - 1) / 2, 0.0])
         np.testing.assert_allclose(half, quantile * values.std(axis=0, ddof=1) / np.sqrt(seeds), rtol=2e-3)
-
-
-def test_runs_of_the_same_name_are_told_apart(tmp_path):
-    runs = read_runs([write_full_run(tmp_path / side / "run", steps=1) for side in ("a", "b")])
-    assert [run.name for run in runs] == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
 
 
 def test_a_run_that_lacks_almost_everything(tmp_path):
@@ -196,9 +193,3 @@ def test_lengths_of_other_bins_have_their_places(tmp_path):
     shares = axes.images[0].get_array()[..., 3]
     assert shares.shape == (2, 2) and axes.images[0].get_extent()[3] == 24
     np.testing.assert_array_equal(shares[:, 0], shares[:, 1])
-
-
-def test_blocks_keep_what_they_are_asked_to_keep():
-    values = np.asarray([1.0, 5.0, np.nan, 2.0, np.nan, np.nan, 7.0])
-    np.testing.assert_array_equal(in_blocks(values, 4, np.nanmax), [5.0, 2.0, np.nan, 7.0])
-    np.testing.assert_array_equal(in_blocks(values, 7), values)

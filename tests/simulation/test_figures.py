@@ -111,25 +111,24 @@ def test_values_by_hand():
     assert "| step | at most 40 | 24 |" in as_rows(result)
 
 
-@pytest.mark.parametrize(
-    ("value", "said", "verdict"),
-    [
-        (1.40, {"published": 1.5}, "agrees"),  # a gain of 0.4, where it is 0.5
-        (1.37, {"published": 1.5}, "in the band"),  # within 15 % of the ratio, and a quarter less gain
-        (1.37, {"published": 1.5, "unit": "seconds"}, "agrees"),
-        (1.10, {"published": 1.03}, "in the band"),
-        (0.92, {"published": 0.9}, "agrees"),
-        (1.95, {"published": [1.8, 2.0]}, "agrees"),
-        (1.50, {"published": [1.8, 2.0]}, "outside"),
-        (1.50, {"published": [1.4, 1.41], "fitted": True}, "fitted"),
-        (1.02, {"above": 1}, "agrees"),
-        (0.99, {"above": 1}, "in the band"),
-        (1.5, {}, ""),
-    ],
-)
-def test_a_gain_is_judged_and_not_a_ratio(value, said, verdict):
-    high = 1.6 if "published" not in said or said["published"] != [1.8, 2.0] else 1.7
-    assert verdict_of({"unit": "speed-up", "value": value, "low": 0.8, "high": high} | said) == verdict
+JUDGED = [
+    (1.40, {"published": 1.5}, "agrees"),  # a gain of 0.4, where it is 0.5
+    (1.37, {"published": 1.5}, "in the band"),  # within 15 % of the ratio, and a quarter less gain
+    (1.37, {"published": 1.5, "unit": "seconds"}, "agrees"),
+    (1.10, {"published": 1.03}, "in the band"),
+    (0.92, {"published": 0.9}, "agrees"),
+    (1.95, {"published": [1.8, 2.0], "high": 1.7}, "agrees"),
+    (1.50, {"published": [1.8, 2.0], "high": 1.7}, "outside"),
+    (1.50, {"published": [1.4, 1.41], "fitted": True}, "fitted"),
+    (1.02, {"above": 1}, "agrees"),
+    (0.99, {"above": 1}, "in the band"),
+    (1.5, {}, ""),
+]
+
+
+def test_a_gain_is_judged_and_not_a_ratio():
+    for value, said, verdict in JUDGED:
+        assert verdict_of({"unit": "speed-up", "value": value, "low": 0.8, "high": 1.6} | said) == verdict
 
 
 def test_the_page_has_the_results_and_counts_what_agrees():

@@ -223,18 +223,6 @@ def test_a_failed_workers_requests_are_decoded_by_the_other_one():
     assert step.tokens == 20
 
 
-def test_a_further_drafter_leaves_the_first_ones_acceptances_as_they_are():
-    """So what a race brings is not what other acceptances do."""
-
-    def levels(drafters):
-        steps = Workload(Scenario(prompts_per_step=4, drafters=drafters)).steps()
-        return [[response.levels for response in step] for step in itertools.islice(steps, 3)]
-
-    alone, both = levels("a:0.6:0.2:0"), levels("a:0.6:0.2:0,b:0.4:0.2:0")
-    assert [[(first,) for first, _ in step] for step in both] == alone
-    assert len({second for step in both for _, second in step}) > 5
-
-
 def check_every_token(scenario):
     """The ledger raises where a token is lost, and the clock where nothing happens any more."""
     steps = itertools.islice(Workload(scenario).steps(), scenario.steps)
