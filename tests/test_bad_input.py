@@ -96,8 +96,6 @@ speculation.drafter=small_model & speculation.args={path: nowhere} -> nowhere
 speculation.drafter=small_model & speculation.args={path: POLICY} -> vocab
 rollout.max_prompt_length=8 & rollout.long_prompts=stop
     -> rollout.max_prompt_length: 8, but the prompt of problem train/0
-policy={path: POLICY} & tools={names: [calcuator]}
-    -> tools.names: unknown tool 'calcuator'; did you mean 'calculator'?
 """
 
 

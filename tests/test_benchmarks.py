@@ -37,7 +37,6 @@ _SHARING = (
 # Module, function, arguments, values of the module's names, and the number of rows.
 SECTIONS = [
     ("engine_benchmarks.decode", "decode_rows", ("tiny", {2: (3, 1)}), {}, 3),
-    ("engine_benchmarks.decode", "decode_rows", ("tiny", {2: (3, 1)}, "bfloat16"), {}, 3),
     ("engine_benchmarks.update", "update_rows", ("tiny", 1), _TINY_UPDATES, 2),
     ("engine_benchmarks.update", "shared_prompt_rows", ("tiny", 1), _TINY_UPDATES, 2),
     ("engine_benchmarks.steps", "self_draft_rows", ("tiny", (1,), 1), {}, 12),

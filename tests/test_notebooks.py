@@ -23,7 +23,7 @@ from tests.test_smollm2 import FEW
 NOTEBOOKS = sorted((SCRIPTS.parent / "colab").glob("*.ipynb"))
 SIZES = {
     "quickstart": {"STEPS": 4},
-    "smollm2": {"STEPS": 1, "PROBLEMS": 8, "OVERRIDES": FEW},
+    "smollm2": {"STEPS": 1, "PROBLEMS": 2, "OVERRIDES": FEW},
     "speculation": {"WARM_UP": 60, "PROMPTS": 4},
     "tools": {"STEPS": 4, "WARM_UP": 80},
     "tpu_report": {"PARTS": '"ceilings,verify"', "BUDGET": 240},
