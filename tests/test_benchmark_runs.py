@@ -49,6 +49,11 @@ class _BusyMachine:
         pass
 
 
+@pytest.fixture(autouse=True)
+def _garbage_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark_runs.gc, "collect", lambda: None)  # slow among so many objects
+
+
 def run(*arguments: object, benchmark: Benchmark = BENCHMARK) -> int:
     return benchmark.main([str(argument) for argument in arguments])
 
