@@ -41,6 +41,7 @@ def encode(tokenizer, text):
 def test_texts_come_back_and_every_character_of_the_task_is_a_token_of_its_own(tokenizer):
     for text in SAMPLES:
         assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=False) == text
+    assert tokenizer.decode(encode(tokenizer, "<|im_start|>53#53<|im_end|><|endoftext|>")) == "53#53"
     for text in task_texts():
         assert len(encode(tokenizer, text)) == len(text)
 
@@ -61,12 +62,8 @@ def test_the_roles_are_merged_when_the_texts_would_fill_the_vocabulary(tmp_path)
     tokenizer = train_tokenizer(words, 320, tmp_path)
     assert tokenizer.get_vocab_size() == 320
     assert tokenizer.encode("user\n").tokens == ["userĊ"]
-
-
-def test_special_tokens_vanish_when_skipped(tokenizer):
-    ids = encode(tokenizer, "<|im_start|>53#53<|im_end|><|endoftext|>")
-    assert len(ids) == 8
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "53#53"
+    with pytest.raises(ConfigError, match="vocab_size: must be at least 259"):
+        train_tokenizer(["1"], 258, tmp_path)
 
 
 def test_the_vocabulary_is_small_and_training_repeats_exactly(tokenizer, directory, tmp_path):
@@ -75,11 +72,6 @@ def test_the_vocabulary_is_small_and_training_repeats_exactly(tokenizer, directo
     train_tokenizer(task_texts(), 512, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
-
-
-def test_a_vocabulary_too_small_for_the_bytes_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="vocab_size: must be at least 259"):
-        train_tokenizer(["1"], 258, tmp_path)
 
 
 def test_transformers_loads_it_and_agrees(directory, tokenizer):
