@@ -77,14 +77,19 @@ def _server() -> ForkServer:
     return server
 
 
-def output_of(code: str, *arguments: object, **environment: str) -> str:
-    """Returns what a process prints that has to end well; see `ForkServer.start`."""
+def run(code: str, *arguments: object, **environment: str) -> tuple[int, str, str]:
+    """Returns the exit status of a process, its output and its errors; see `ForkServer.start`."""
     with tempfile.TemporaryDirectory() as directory:
         output, errors = Path(directory, "output"), Path(directory, "errors")
         _server().start(code, arguments, output, errors, environment)
-        status = _server().wait()
-        assert status == 0, errors.read_text()[-4000:]
-        return output.read_text()
+        return _server().wait(), output.read_text(), errors.read_text()
+
+
+def output_of(code: str, *arguments: object, **environment: str) -> str:
+    """Returns what a process prints that has to end well; see `ForkServer.start`."""
+    status, output, errors = run(code, *arguments, **environment)
+    assert status == 0, errors[-4000:]
+    return output
 
 
 def _carry_out(command: dict) -> int:

@@ -93,11 +93,8 @@ def _rollout(lengths: np.ndarray, seconds: float, response: str, step: int) -> d
     for i, end in enumerate(ends):
         running._add(float(end), min(64, len(ends) - i))
     best = SAMPLE | {"response": response, "problem": f"train/{step}", "drafted": [[3, 9], [12, 17]]}
-    worst = SAMPLE | {
-        "response": "a5+47=53#53",
-        "rewards": {"reward": 0.0, "correct": 0.0, "format": 1.0},
-        "tokens": 11,
-    }
+    failed = {"reward": 0.0, "correct": 0.0, "format": 1.0}
+    worst = SAMPLE | {"response": "a5+47=53#53", "rewards": failed, "tokens": 11}
     return {
         "lengths": {"bin": 6, "counts": np.bincount((lengths - 1) // 6).tolist()},
         "running": [[list(point) for point in running.points()]],
@@ -117,12 +114,7 @@ def _decisions(random: np.random.Generator) -> list[Decision]:
             turns = max(tokens // (1 if drafter == PLAIN else 3), 1)
             reason = "what promises most"
             accepted = [] if drafter == PLAIN else [int(share * turns) for share in (0.9, 0.6, 0.3, 0.2)]
-            depths = ([turns] * len(accepted), accepted)
-            decisions.append(
-                Decision(
-                    *(at, 16, responses, drafter, rows, reason, 3, turns, tokens, seconds),
-                    *(1.5 * plain, plain, *depths),
-                )
-            )
+            seen = (at, 16, responses, drafter, rows, reason, 3, turns, tokens, seconds)
+            decisions.append(Decision(*seen, 1.5 * plain, plain, [turns] * len(accepted), accepted))
             at += seconds + 0.02
     return decisions

@@ -45,12 +45,10 @@ def test_a_device_or_a_wish_is_left_alone(monkeypatch):
     for name in accelerators._ASKED_FOR:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(jax.config, "update", lambda *_: pytest.fail("the platform was changed"))
-    monkeypatch.setattr(accelerators, "_device_seen", lambda: True)
-    accelerators.skip_absent()
-    monkeypatch.setattr(accelerators, "_device_seen", lambda: False)
-    monkeypatch.setattr(accelerators, "_only_known_plugins", lambda: False)
-    accelerators.skip_absent()
-    assert "JAX_PLATFORMS" not in os.environ
+    for seen, known in ((True, True), (False, False)):
+        monkeypatch.setattr(accelerators, "_device_seen", lambda seen=seen: seen)
+        monkeypatch.setattr(accelerators, "_only_known_plugins", lambda known=known: known)
+        accelerators.skip_absent()
     monkeypatch.setenv("TPU_WORKER_ID", "0")
     monkeypatch.setattr(accelerators, "_only_known_plugins", lambda: True)
     accelerators.skip_absent()

@@ -85,25 +85,17 @@ def refusal(directory, monkeypatch, capsys, arguments) -> str:
 
 
 KEYS = """
-rollout.temprature=1 -> rollout.temprature: unknown key; the nearest is rollout.temperature
-checkpoint.keep=0 -> checkpoint.keep: should be greater than or equal to 1, got 0
-checkpoint.on_failure=retry -> checkpoint.on_failure: should be 'stop' or 'go_on'
-checkpoint.keep_best=1 -> checkpoint.keep_best: needs evaluation.every
 mesh.data=4096 -> mesh: data 4096 * fsdp 1 * tensor 1 = 4096 devices, but there
 task.name=chain_arithmatic -> did you mean 'chain_arithmetic'?
 task.args={max_term: 3} -> max_term
 run_dir=config.yaml -> run_dir: cannot create
 run_dir=/proc/self -> cannot be written
 speculation.drafter=str -> speculation.drafter: unknown drafter 'str'; did you mean 'srt'?
-speculation.drafter=srt & speculation.args={depth: 3} -> speculation.args
 speculation.drafter=eagle & speculation.args={path: nowhere} -> nowhere
 speculation.drafter=small_model & speculation.args={path: nowhere} -> nowhere
 speculation.drafter=small_model & speculation.args={path: POLICY} -> vocab
 rollout.max_prompt_length=8 & rollout.long_prompts=stop
     -> rollout.max_prompt_length: 8, but the prompt of problem train/0
-policy={path: POLICY} & tools={names: [calcuator]}
-    -> tools.names: unknown tool 'calcuator'; did you mean 'calculator'?
-policy={path: POLICY} & tools={names: [calculator, calculator]} -> names a tool twice
 """
 
 
@@ -125,28 +117,9 @@ def test_a_key(world, tmp_path, monkeypatch, capsys, arguments, says):
 
 ROWS = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(20))
 DATASET = "task={name: dataset, args: {path: ROWS}, rewards: [REWARD]}"
-NO_NUMBER = "rows.jsonl:8: the answer 'seven' is not a number, which task.rewards.0 needs"
 DATA = {
     "not JSON": (ROWS + '{"prompt": \n', "{name: exact}", "rows.jsonl:21: is not valid JSON: "),
-    "not an object": (ROWS + "[1]\n", "{name: exact}", "rows.jsonl:21: should be a JSON object, not a list"),
-    "no such column": (ROWS.replace("answer", "anser"), "{name: exact}", "there is no column 'answer', only"),
-    "an empty prompt": (ROWS.replace("7?", " "), "{name: exact}", "rows.jsonl:8: the prompt is empty"),
-    "an empty file": ("", "{name: exact}", "rows.jsonl has no problem"),
-    "nothing held out": (ROWS.splitlines()[0], "{name: exact}", "no problem is held out; give more problems"),
-    "a word": (
-        ROWS.replace('"7"', '"seven"'),
-        "{name: numeric}",
-        "rows.jsonl:8: the answer 'seven' is not a n",
-    ),
-    "no tests": (ROWS, "{name: code}", "there is no column 'tests', which task.rewards.0 needs"),
-    "no reward": (ROWS, "", "task.rewards: task dataset has no reward of its own; list at least one"),
     "another reward": (ROWS, "{name: numerc}", "task.rewards.0.name: unknown reward 'numerc'; did you mean "),
-    "a reward from nowhere": (ROWS, "{name: 'nowhere:judge'}", "nowhere"),
-    "another place": (
-        ROWS,
-        "{name: exact, args: {answer_in: box}}",
-        "answer_in: should be one of response, ",
-    ),
 }
 
 
@@ -175,10 +148,9 @@ def with_norm(norm):
     """Replaces the last norm, or takes it away."""
 
     def edit(policy):
-        tensors = safetensors.numpy.load_file(policy / "model.safetensors")
-        tensors = {name: tensor for name, tensor in tensors.items() if name != NORM}
-        tensors |= {} if norm is None else {NORM: norm}
-        safetensors.numpy.save_file(tensors, policy / "model.safetensors")
+        tensors = safetensors.numpy.load_file(policy / WEIGHTS) | {NORM: norm}
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        safetensors.numpy.save_file(kept, policy / WEIGHTS)
 
     return edit
 
@@ -189,12 +161,6 @@ def cut(name):
 
 def gone(name):
     return lambda of: (of / name).unlink()
-
-
-def no_eos(policy):
-    edit_json("config.json", eos_token_id=None)(policy)
-    edit_json("tokenizer_config.json", eos_token=None)(policy)
-    (policy / "generation_config.json").unlink(missing_ok=True)
 
 
 def larger_vocabulary(policy):
@@ -212,29 +178,12 @@ POLICIES = {
     "another architecture": (edit_json("config.json", model_type="gpt2"), "gpt2"),
     "no weights": (gone(WEIGHTS), WEIGHTS),
     "cut weights": (cut(WEIGHTS), WEIGHTS),
-    "empty weights": (lambda policy: os.truncate(policy / WEIGHTS, 0), "(0 bytes)"),
     "a missing tensor": (with_norm(None), f"missing tensor {NORM} [32]"),
-    "a misshapen tensor": (
-        with_norm(np.zeros(31, np.float32)),
-        f"tensor {NORM} has shape [31], but config.json asks for [32]",
-    ),
-    "integer weights": (with_norm(np.zeros(32, np.int8)), f"tensor {NORM} is stored as I8"),
+    "a misshapen tensor": (with_norm(np.zeros(31, np.float32)), f"{NORM} has shape [31], but config.json"),
     "another vocabulary": (edit_json("config.json", vocab_size=448), "embed_tokens"),
-    "short positions": (
-        edit_json("config.json", max_position_embeddings=64),
-        "policy: it is made for sequences of 64 tokens, less than rollout.max_prompt_length + max_",
-    ),
-    "no tokenizer": (gone(TOKENIZER), "tokenizer.json does not exist"),
+    "short positions": (edit_json("config.json", max_position_embeddings=64), "made for sequences of 64 tok"),
     "cut tokenizer": (cut(TOKENIZER), "tokenizer.json cannot be read"),
-    "cut tokenizer config": (cut(CHAT), "tokenizer_config.json is not readable JSON"),
-    "no chat template": (edit_json(CHAT, chat_template=None), "has no chat template"),
     "a broken template": (edit_json(CHAT, chat_template="{% for %}"), "template, line 1: not valid jinja"),
-    "a template that refuses": (
-        edit_json(CHAT, chat_template="{{ raise_exception('only in French') }}"),
-        "the chat template refuses these messages: only in French",
-    ),
-    "an unknown eos": (edit_json(CHAT, eos_token="<|no|>"), "eos_token is '<|no|>'"),
-    "no eos": (no_eos, "no EOS token"),
     "a tokenizer larger than the embedding": (larger_vocabulary, "has id 999, but the policy's vocab_size"),
 }
 
@@ -246,16 +195,6 @@ def test_a_policy(world, tmp_path, monkeypatch, capsys, case):
     write_config(tmp_path)
     damage(tmp_path / "policy")
     assert says in refusal(tmp_path, monkeypatch, capsys, ["policy={path: POLICY}"])
-
-
-def test_a_tokenizer_that_finds_no_room(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    write_config(tmp_path)
-    monkeypatch.setattr(Path, "write_text", full)
-    says = refusal(tmp_path, monkeypatch, capsys, ())
-    assert says == f"{tmp_path}/run/tokenizer: cannot be written (No space left on device)"
 
 
 def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monkeypatch, capsys):
@@ -295,13 +234,8 @@ def edit_seal(**changes):
     return edit
 
 
-def garbage_lines(name, line=b"garbage\n"):
-    return lambda run: (run / name).write_bytes(line + (run / name).read_bytes())
-
-
-def checkpoints_as_a_file(run):
-    shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints").write_text("")
+def garbage_line(name):
+    return lambda run: (run / name).write_bytes(b"garbage\n" + (run / name).read_bytes())
 
 
 def nothing(run):
@@ -316,27 +250,15 @@ SEVERAL = (
 OF_ANOTHER = "in this run; give the run the policy and optimizer it was saved with, or another run_dir"
 UNREADABLE = "holds a run with an unreadable config (nonsense: unknown key"
 RUNS = {  # what is done to the run, what is said, and arguments of the resuming command
-    "another seed": (nothing, "seed: is 5, but the run in ", "seed=5"),
     "several keys": (nothing, SEVERAL, "rollout.temperature=0.5", "optimizer.learning_rate=1e-5"),
-    "another task": (nothing, "task.args.max_terms: is 4, but the run", "task.args.max_terms=4"),
-    "another policy": (nothing, "hidden_size: is 32, but the run in ", "policy.shape.hidden_size=32"),
     "another, allowed": (nothing, OF_ANOTHER, "policy.shape.hidden_size=32", "--allow-changes"),
     "an unreadable config": (lambda run: (run / "config.yaml").write_text("nonsense: 1\n"), UNREADABLE),
-    "a missing array file": (lambda run: array_file(run).unlink(), "to go on from step 1"),
-    "a cut array file": (lambda run: os.truncate(array_file(run), 10), " were saved"),
     "a flipped bit": (lambda run: flip(array_file(run)), "differs from what was saved (CRC-32)"),
-    "a missing host file": (
-        gone("checkpoints/2/host_arrays.npz"),
-        "host_arrays.npz: cannot be read (No such file or directory)",
-    ),
+    "a missing host file": (gone("checkpoints/2/host_arrays.npz"), "cannot be read (No such file or direct"),
     "a cut seal": (cut("checkpoints/2/checkpoint.json"), "checkpoint.json: damaged; delete "),
-    "a seal of nothing": (edit_seal(files=None), "checkpoint.json: damaged; delete "),
     "no data position": (edit_seal(host_state={}), "data_position"),
-    "checkpoints as a file": (checkpoints_as_a_file, "cannot be read (Not a directory)"),
-    "garbage metrics": (garbage_lines("metrics.jsonl"), NO_METRICS),
-    "metrics without step": (garbage_lines("metrics.jsonl", b'{"reward": 1}\n'), NO_METRICS),
-    "garbage decisions": (garbage_lines("decisions.jsonl"), "decisions.jsonl:1: not a decisions line"),
-    "garbage sessions": (garbage_lines("sessions.jsonl"), "sessions.jsonl:1: not a line of JSON"),
+    "garbage metrics": (garbage_line("metrics.jsonl"), NO_METRICS),
+    "garbage sessions": (garbage_line("sessions.jsonl"), "sessions.jsonl:1: not a line of JSON"),
     "a cut tokenizer": (cut("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
 }
 

@@ -69,8 +69,3 @@ def test_the_last_number_is_the_answer(script):
     texts = ["31+6=37#37", "37 or 38", "none", "007"]
     assert rewards(texts, ["37", "37", "1", "7"]) == [1.0, 0.0, 0.0, 1.0]
     assert rewards(["5"], ["x"]) == [0.0]
-
-
-def test_jobs_can_be_read_by_programs_without_rljax(script):
-    text = script._PEER.read_text()
-    assert "import rljax" not in text and "from rljax" not in text

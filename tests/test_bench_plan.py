@@ -21,10 +21,8 @@ def test_a_pass_breaks_even_where_its_tokens_take_as_long_as_decode_steps(tmp_pa
     assert break_even.break_even(passes) == {2: [(1.0, 1.0), (2.0, 1.25), (4.0, 1.5)]}
 
     plan, picture = tmp_path / "plan.json", tmp_path / "break_even.png"
-    hardware = {"kind": "TPU v5e"}
-    plan.write_text(
-        json.dumps({"hardware": hardware, "devices": 4, "decoding": passes[1:2], "verifying": passes[:1]})
-    )
+    measured = {"decoding": passes[1:2], "verifying": passes[:1]}
+    plan.write_text(json.dumps({"hardware": {"kind": "TPU v5e"}, "devices": 4} | measured))
     assert bench_plan.main(["--break-even", str(picture), "--results", str(plan)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     plan.write_text("{}")
@@ -39,13 +37,8 @@ def test_a_plan_is_compared_with_the_run(tmp_path):
     drafts = ("speculation.drafter=srt", "speculation.verify_buckets=[8]", "speculation.max_drafts=3")
     assert bench_plan.main(["--config", config, "--output", str(output), *drafts]) == 0
     rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
-    assert {name.split(",")[0] for name in rows} == {
-        "plan/decode step",
-        "plan/verifying pass",
-        "plan/update of a micro-batch",
-        "plan/memory of the update",
-        "plan/memory of a run",
-    }
+    named = ("decode step", "verifying pass", "update of a micro-batch", "memory of the update")
+    assert {name.split(",")[0] for name in rows} == {f"plan/{name}" for name in (*named, "memory of a run")}
     run = rows["plan/memory of a run"]
     assert run["value"] > run["baseline_value"] > 0  # the process itself is more than this policy's arrays
     assert run["mismatch_logprob_abs_max"] == 0.0

@@ -4,7 +4,6 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import UserError
-from rljax.requests import DecodeStatistics
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
@@ -74,12 +73,6 @@ def test_rows_of_the_first_step(config, tmp_path, monkeypatch):
     assert (row.details["stored"], row.details["baseline_stored"]) == (3.25, 2.0)
 
 
-def test_the_first_step_is_that_of_a_drafter(config):
-    none = config.speculation.model_copy(update={"drafter": None})
-    with pytest.raises(UserError, match=r"^speculation\.drafter: set one"):
-        rollout.first_step_rows(config.model_copy(update={"speculation": none}), repeats=1)
-
-
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
@@ -94,26 +87,12 @@ def test_a_row_is_of_an_epoch_or_of_prompts_that_never_come_back(tmp_path, overr
     assert {name: list(steps[stretch]) for name, stretch in rollout.stretches(config).items()} == names
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"), [(3, "SRT with run-ahead"), (0, "SRT, nothing sampled ahead")]
-)
-def test_a_variant_that_sampled_nothing_ahead_is_not_called_run_ahead(tokens, expected):
-    assert rollout.row_name("SRT with run-ahead", DecodeStatistics(ahead_tokens=tokens)) == expected
-    assert rollout.row_name("SRT", DecodeStatistics(ahead_tokens=tokens)) == "SRT"
-
-
 def test_the_cases_by_algorithm_are_the_papers():
     """Four algorithms, of which those with a critic have one response to a prompt, and one has tools."""
     found = dict(counts.configs("configs/bench_algorithms.yaml", ["training.steps=4"]))
-    assert {name: config.rollout.samples_per_prompt for name, config in found.items()} == {
-        "PPO": 1,
-        "GRPO, 5 responses": 5,
-        "GRPO, 10 responses": 10,
-        "DAPO": 16,
-        "PPO with tools": 1,
-    }
+    samples = {"PPO": 1, "GRPO, 5 responses": 5, "GRPO, 10 responses": 10, "DAPO": 16, "PPO with tools": 1}
+    assert {name: config.rollout.samples_per_prompt for name, config in found.items()} == samples
     for name, config in found.items():
-        assert config.training.steps == 4
         assert (config.algorithm.advantage_baseline == "critic") == name.startswith("PPO")
         assert (config.tools is not None) == name.endswith("tools")
         assert config.task.problems == 2 * config.rollout.prompts_per_step

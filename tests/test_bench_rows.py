@@ -24,15 +24,10 @@ ENTRY %main (x: bf16[2,4096], w: bf16[12288,4096]) -> f32[4,2,12288] {{
 
 
 def _tpu(kernel, iterations, output):
-    window = {
-        "kernel_window_bounds": kernel,
-        "output_window_bounds": output,
-        "input_window_bounds": [],
-        "iteration_bounds": iterations,
-    }
-    return TPU.format(
-        config=json.dumps({"window_config": window, "convolution_algorithm_config": {"emitter": "Emit"}})
-    )
+    window = {"kernel_window_bounds": kernel, "output_window_bounds": output}
+    window |= {"input_window_bounds": [], "iteration_bounds": iterations}
+    config = {"window_config": window, "convolution_algorithm_config": {"emitter": "Emit"}}
+    return TPU.format(config=json.dumps(config))
 
 
 def test_a_tpus_windows_are_read():

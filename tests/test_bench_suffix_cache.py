@@ -44,40 +44,24 @@ def test_responses_share_long_stretches_and_come_from_the_seed():
     assert 0.3 < np.mean([tuple(last[i : i + 10]) in seen for i in range(391)]) < 0.95
 
 
-def test_both_ways_to_insert_make_the_same_automaton():
-    responses = bench.rl_like_responses(0, 6, 100)
-    whole, stepwise = bench.insert([responses]), bench.insert([responses], stepwise=True)
-    assert whole.num_tokens == stepwise.num_tokens == responses.size
-    assert whole.used_bytes == stepwise.used_bytes
-    assert bench.insert([responses, responses]).used_bytes > 1.9 * whole.used_bytes  # nothing is shared
-
-
-@pytest.mark.long
-def test_insert_rows(arctic):
-    rows = bench.insert_rows(4, 64, prompts=2, repeats=1)
-    assert len(rows) == 3
-    for row in rows:
+def test_rows(arctic):
+    inserted = bench.insert_rows(4, 64, prompts=2, repeats=1)
+    queried = bench.query_rows(4, 128, repeats=1)
+    assert (len(inserted), len(queried)) == (3, 2)
+    for row in inserted:
         assert row.unit == "us" and row.value > 0
         assert (row.baseline == bench.MISSING) is not arctic
         assert row.ratio == (pytest.approx(row.baseline_value / row.value) if arctic else 1.0)
-
-
-@pytest.mark.long
-def test_query_rows(arctic):
-    rows = bench.query_rows(4, 128, repeats=1)
-    assert len(rows) == 2
-    for row in rows:
+    for row in queried:
         assert 0 < row.details["accepted"] <= row.details["draft_tokens"] <= bench.BUDGET
         assert row.details.get("baseline_draft_tokens", 2.0) == 2.0
         assert row.details["amount"] == 4 * len(range(4, 112, 4))
-
-
-def test_memory_rows(arctic):
-    rows = bench.memory_rows(4, 64, prompts=2)
-    assert [row.unit for row in rows] == ["bytes/token"] * 2
-    for row in rows:
-        assert 0 < row.details["used"] <= row.value
+    for row in bench.memory_rows(4, 64, prompts=2):
+        assert row.unit == "bytes/token" and 0 < row.details["used"] <= row.value
         assert row.baseline_value == (100.0 if arctic else row.value)
+    (row,) = bench.begin_rows(3, 2, 40, repeats=2)
+    assert (row.details["prompts"], row.details["indexed_ahead"], row.details["tokens"]) == (3, 3, 240)
+    assert row.unit == "ms" and row.value > 0
 
 
 def test_quality_counts_what_the_response_goes_on_with():
@@ -90,15 +74,3 @@ def test_quality_counts_what_the_response_goes_on_with():
     drafts = [Proposals(tokens, parents, np.zeros((2, 4), np.float32), counts, counts)]
     assert queries.quality(bench.nodes_of(drafts)) == (2.0, 1.0)
     assert queries.quality(zip(tokens.tolist(), parents.tolist(), strict=True)) == (4.0, 3.0)
-
-
-def test_says_in_one_line_what_is_missing(arctic, capsys):
-    bench.announce(["insert"])
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == (0 if arctic else 1)
-
-
-def test_begin_rows():
-    (row,) = bench.begin_rows(3, 2, 40, repeats=2)
-    assert (row.details["prompts"], row.details["indexed_ahead"], row.details["tokens"]) == (3, 3, 240)
-    assert row.unit == "ms" and row.value > 0

@@ -1,7 +1,6 @@
 """The config: what is accepted, what is refused and in which words, and the command line on top of it."""
 
 import os
-import subprocess
 import sys
 import types
 import typing
@@ -14,8 +13,6 @@ from pydantic import TypeAdapter
 from rljax.config import (
     AlgorithmConfig,
     ExperimentConfig,
-    MeshConfig,
-    check_devices,
     describe_keys,
     load_config,
     to_yaml,
@@ -25,7 +22,7 @@ from rljax.config.learning import CHUNK
 from rljax.errors import ConfigError
 from rljax.numerics.rows import KEY_CHUNK
 from tests.configs import MINIMAL, table
-from tests.scripts import SCRIPTS, load_script
+from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,22 +61,20 @@ def test_rows_of_an_update_follow_from_the_lengths(config_file, overrides, pack_
     assert CHUNK == KEY_CHUNK  # the config does not import JAX, and so not the other
 
 
-@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "+1e-4", "1.e-4"])
-def test_every_spelling_of_a_float_is_one(config_file, text):
-    config_file.write_text(MINIMAL + f"optimizer:\n  learning_rate: {text}\n")
-    optimizer = load_config(config_file, [f"optimizer.weight_decay={text}"]).optimizer
-    assert optimizer.learning_rate == optimizer.weight_decay == 1e-4
+def test_every_spelling_of_a_float_is_one(config_file):
+    for text in ("1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "+1e-4", "1.e-4"):
+        config_file.write_text(MINIMAL + f"optimizer:\n  learning_rate: {text}\n")
+        optimizer = load_config(config_file, [f"optimizer.weight_decay={text}"]).optimizer
+        assert optimizer.learning_rate == optimizer.weight_decay == 1e-4
     temperature = load_config(config_file, ["rollout.temperature=1"]).rollout.temperature
     assert temperature == 1.0 and isinstance(temperature, float)  # a whole number will do
 
 
-@pytest.mark.parametrize(
-    ("text", "kernels"),
-    [("xla", ("xla",)), ("[mosaic_gpu, xla]", ("mosaic_gpu", "xla")), ("[]", None), ("null", None)],
-)
-def test_backends_of_a_kernel(config_file, text, kernels):
-    config = load_config(config_file, [f"kernels.tree_attention={text}"])
-    assert config.kernels.tree_attention == kernels and config.kernels.compaction is None
+def test_backends_of_a_kernel(config_file):
+    several = ("[mosaic_gpu, xla]", ("mosaic_gpu", "xla"))
+    for text, backends in (("xla", ("xla",)), several, ("[]", None), ("null", None)):
+        kernels = load_config(config_file, [f"kernels.tree_attention={text}"]).kernels
+        assert kernels.tree_attention == backends and kernels.compaction is None
 
 
 def test_a_home_directory_is_expanded_in_every_path(config_file):
@@ -162,42 +157,28 @@ def test_yaml_round_trip(config_file, tmp_path):
     assert to_yaml(load_config(again)) == to_yaml(config)
 
 
-def test_sections_are_immutable(config_file):
-    with pytest.raises(ValueError, match="frozen"):
-        load_config(config_file).rollout.temperature = 2.0
-
-
 # --- what is refused
 
 WRONG_VALUES = """
 seed=three -> seed: should be a whole number, got "three"
 training.steps=1.5 -> training.steps: should be a whole number, got 1.5
-training.steps=1e3 -> training.steps: should be a whole number, got 1000.0
-training.steps=true -> training.steps: should be a whole number, got true
 training.steps=0 -> training.steps: should be greater than or equal to 1, got 0
 training.steps= -> training.steps: should be a whole number, got nothing
 training.remat=1 -> training.remat: should be true or false, got 1
-rollout.temperature='1' -> rollout.temperature: should be a number, got "1"
 rollout.temperature=0 -> rollout.temperature: should be greater than 0, got 0
 rollout.temperature=.inf -> rollout.temperature: should be a finite number, got Infinity
 rollout.top_p=1.1 -> rollout.top_p: should be less than or equal to 1, got 1.1
-rollout.top_p=0 -> rollout.top_p: should be greater than 0, got 0
 rollout.stop=abc -> rollout.stop: should be a list, got "abc"
 rollout.stop=[''] -> rollout.stop.0: should be text that is not empty, got ""
 engine.batch_buckets=[1, x] -> engine.batch_buckets.1: should be a whole number, got "x"
 algorithm.name=pppo -> algorithm.name: should be 'grpo', 'dr_grpo', 'dapo',
 kernels.compaction=pallas -> kernels.compaction.0: should be 'xla', 'mosaic_gpu',
-kernels.compaction=[xla, 1] -> kernels.compaction.1: should be 'xla', 'mosaic_gpu',
 kernels.compaction=3 -> kernels.compaction: should be a list, got 3
 optimizer=3 -> optimizer: should be a section of keys, got 3
-task.args=3 -> task.args: should be a section of keys, got 3
 policy.shape.num_heads=null -> policy.shape.num_heads: should be a whole number, got nothing
-policy.shape.head_dim=-2 -> policy.shape.head_dim: should be greater than or equal to 1, got -2
 engine.verification=copied -> engine.verification: should be 'coupled',
-speculation.max_batch=0 -> speculation.max_batch: should be greater than or equal to 1
 speculation.verify_buckets=[0, 8] -> speculation.verify_buckets.0: should be greater than or equal to 1
 optimizer.lr=1 -> optimizer.lr: unknown key; optimizer has name, learning_rate, schedule
-speculation.verify_buckets=[x] -> speculation.verify_buckets.0: should be a whole number, got "x"
 """
 UNKNOWN_KEYS = """
 rollout.temprature=1 -> rollout.temprature: unknown key; the nearest is rollout.temperature
@@ -222,14 +203,6 @@ def test_an_unknown_key_names_the_nearest(config_file, override, message):
     assert refusal(config_file, override) == message
 
 
-def test_mesh_against_the_devices_there_are():
-    check_devices(MeshConfig(data=2, fsdp=2, tensor=2), 8)
-    check_devices(MeshConfig(), 8)
-    said = r"^mesh: data 2 \* fsdp 2 \* tensor 2 = 8 devices, but there are 7$"
-    with pytest.raises(ConfigError, match=said):
-        check_devices(MeshConfig(data=2, fsdp=2, tensor=2), 7)
-
-
 def test_overrides_that_are_none(config_file):
     assert refusal(config_file, "training.steps") == "training.steps: not an override; write it as key=value"
     assert refusal(config_file, "seed=[1").startswith("seed: not valid YAML: ")
@@ -251,10 +224,7 @@ def test_overrides_that_are_none(config_file):
         (b"# nothing\n", "run_dir: must be set. Directory of config, metrics"),
         (MINIMAL.encode() + b"1: x\n", "1: "),
         (MINIMAL.encode() + b"mesh: {dta: 1}\n", "mesh.dta: unknown key; the nearest is mesh.data"),
-        (
-            MINIMAL.replace("run_dir", "run_dri").encode(),
-            "run_dri: unknown key; the nearest is run_dir",
-        ),  # and missing
+        (MINIMAL.replace("run_dir", "run_dri").encode(), "run_dri: unknown key; the nearest is run_dir"),
     ],
 )
 def test_files_that_are_none(tmp_path, content, message):
@@ -289,17 +259,9 @@ def test_help_lists_every_key_with_its_reason():
     assert "[required]" in text
 
 
-def test_config_does_not_import_jax():
-    code = "import sys, rljax.config; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_configs_that_come_with_the_code_are_valid(path):
-    load_config(path)
-
-
-def test_a_packaged_config_is_found_by_its_name_from_any_directory(tmp_path, monkeypatch):
+def test_packaged_configs_are_valid_and_found_by_their_names_from_any_directory(tmp_path, monkeypatch):
+    for path in (ROOT / "configs").glob("*.yaml"):
+        load_config(path)
     monkeypatch.chdir(tmp_path)
     packaged = load_config(ROOT / "configs" / "quickstart.yaml")
     assert load_config("quickstart") == load_config("quickstart.yaml") == packaged
@@ -321,19 +283,15 @@ def test_a_missing_config_names_the_nearest_packaged_one(name, tmp_path, monkeyp
     assert "qwen2.5-0.5b" in said and "\n" not in said
 
 
-def test_command_line_from_another_directory(config_file, tmp_path):
-    def train(*arguments):
-        command = [sys.executable, str(SCRIPTS / "train.py"), *arguments]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    shown = train("seed=4", "--config", "x.yaml", "--print-config", "training.steps=3")
-    assert shown.returncode == 0, shown.stderr
-    (tmp_path / "shown.yaml").write_text(shown.stdout)
+def test_a_config_that_is_printed_can_be_read_again(config_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train = load_script("train").main
+    assert train(["seed=4", "--config", "x.yaml", "--print-config", "training.steps=3"]) == 0
+    (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
     assert load_config(tmp_path / "shown.yaml") == load_config(config_file, ["seed=4", "training.steps=3"])
-    bad = train("--config", "x.yaml", "rollout.temprature=1")
+    assert train(["--config", "x.yaml", "rollout.temprature=1"]) == 2
     said = "error: rollout.temprature: unknown key; the nearest is rollout.temperature\n"
-    assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", said)
+    assert capsys.readouterr() == ("", said)
 
 
 def test_the_command_line_runs_the_loop_and_reports_how_it_ends(config_file, monkeypatch, capsys):

@@ -30,7 +30,7 @@ engine.batch_buckets=[64] engine.decode_steps_per_sync=4 engine.compilation_cach
 engine.row_invariant=true engine.row_invariant=warn"""
 OTHERS = """seed=1 task.args.b=2 rollout.temperature=0.5 algorithm.clip_high=0.3 optimizer.learning_rate=1e-5
 engine.row_invariant=false engine.verification=target_only training.minibatches_per_step=2 mesh.data=2
-kernels.compaction=xla"""
+kernels.compaction=xla training.remat=true"""
 
 
 @pytest.mark.parametrize("override", HARMLESS.split())

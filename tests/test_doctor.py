@@ -51,9 +51,6 @@ def test_a_missing_extra_is_named_with_its_command_and_no_failure(without, monke
     assert lines["extra wandb"].text == "Weights & Biases: needs wandb; pip install 'rljax[wandb]'"
     assert lines["extra serve"].text == "rljax serve: needs starlette; pip install 'rljax[serve]'"
     assert not any(line.failed for line in lines.values())
-
-
-def test_a_module_in_a_missing_package_is_missing():
     assert doctor._missing(["surely_not_there.inside", "json"]) == ["surely_not_there.inside"]
 
 

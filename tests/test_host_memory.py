@@ -21,11 +21,11 @@ def program(x):
 
 x = jnp.ones((3000, 8))
 faults = []
-for _ in range(60):
+for _ in range(24):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     program(x).block_until_ready()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(statistics.median(faults[30:]))
+print(statistics.median(faults[12:]))
 """
 _PAGES = 4 * 3000**2 / resource.getpagesize()
 

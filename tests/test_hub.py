@@ -94,9 +94,7 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(stand_in, files, tmp_path):
                 f"{path}: does not exist; the nearest path is {near} (for the hub's model of this name give a"
                 f" revision: {path}@main)"
             )
-    with pytest.raises(
-        ConfigError, match=r"^task\.args\.hub: runs/sums: does not exist; the nearest path is"
-    ):
+    with pytest.raises(ConfigError, match=r"^task\.args\.hub: runs/sums: does not exist; the nearest path"):
         read_hub("runs/sums", None, "train", "task.args.hub")
     assert stand_in.asked == []
     commit = stand_in.push("runs/quickstat", files)
@@ -134,11 +132,8 @@ def test_only_what_is_read_is_fetched_and_only_once(stand_in, files, policy):
     stand_in.asked.clear()
     new_process()
     assert hub.local_directory(f"org/tiny@{commit}") == whole and stand_in.asked == []  # a commit stays
-
-
-def test_shards_and_adapters_are_weights(stand_in):
-    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    names = [*shards, "model.safetensors.index.json", ADAPTER, "adapter_model.safetensors"]
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    names += ["model.safetensors.index.json", ADAPTER, "adapter_model.safetensors"]  # are weights, too
     stand_in.push("org/parts", {name: name.encode() for name in names})
     hub.local_directory("org/parts")
     assert stand_in.fetched() == sorted(names)
@@ -171,6 +166,10 @@ def test_a_revision_and_a_process_that_sees_one_commit(stand_in, files):
     assert hub.local_directory("org/tiny").name == old
     new_process()
     assert hub.local_directory("org/tiny").name == new
+    at = f"org/tiny@{new}"  # a saved policy bears its name
+    saved = load_saved_policy(at)
+    assert str(saved.path) == at and saved.policy.tokenizer_directory == hub.local_directory(at)
+    assert default_output(saved.path, None, "heldout").as_posix() == f"evaluations/{at.partition('/')[2]}"
     assert [hub.pinned(f"org/tiny{at}") for at in ("", "@v1", f"@{old}")] == [
         f"org/tiny@{commit}" for commit in (new, old, old)
     ]
@@ -261,14 +260,6 @@ def test_adapters_and_drafters_have_commits_too(stand_in, files):
     assert config.speculation.others["mine"]["path"] == "org/tiny"  # means what its class says
 
 
-def test_a_saved_policy_bears_its_name(stand_in, files):
-    stand_in.push("org/tiny", files)
-    at = hub.pinned("org/tiny")
-    saved = load_saved_policy(at)
-    assert str(saved.path) == at and saved.policy.tokenizer_directory == hub.local_directory(at)
-    assert default_output(saved.path, None, "heldout").as_posix() == f"evaluations/{at.partition('/')[2]}"
-
-
 def test_a_command_reads_the_environment(stand_in, files, tmp_path):
     """The variables of the library itself, before JAX is imported."""
     stand_in.push("org/tiny", {name: content for name, content in files.items() if name != "config.json"})
@@ -304,9 +295,8 @@ def test_datasets_have_revisions_too(stand_in, tmp_path):
 
     def assert_refused(errors, reasons):
         for error, (name, reason) in zip(errors, reasons.items(), strict=True):
-            assert (
-                error.startswith(f"task.args.hub: cannot load {name!r}, split 'train': ") and reason in error
-            )
+            assert error.startswith(f"task.args.hub: cannot load {name!r}, split 'train': "), error
+            assert reason in error
 
     push = lambda name, sum, *refs: stand_in.push(  # noqa: E731
         name, {"train.jsonl": b'{"question": "%s"}\n' % sum}, *refs

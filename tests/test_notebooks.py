@@ -23,7 +23,7 @@ from tests.test_smollm2 import FEW
 NOTEBOOKS = sorted((SCRIPTS.parent / "colab").glob("*.ipynb"))
 SIZES = {
     "quickstart": {"STEPS": 4},
-    "smollm2": {"STEPS": 1, "PROBLEMS": 8, "OVERRIDES": FEW},
+    "smollm2": {"STEPS": 1, "PROBLEMS": 2, "OVERRIDES": FEW},
     "speculation": {"WARM_UP": 60, "PROMPTS": 4},
     "tools": {"STEPS": 4, "WARM_UP": 80},
     "tpu_report": {"PARTS": '"ceilings,verify"', "BUDGET": 240},
@@ -63,17 +63,13 @@ def test_there_are_notebooks():
 
 
 @BY_NAME
-def test_nothing_of_a_run_is_stored(path):
+def test_nothing_of_a_run_is_stored_and_it_opens_with_a_badge_and_the_common_installation(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [] and cell["execution_count"] is None
-
-
-@BY_NAME
-def test_a_notebook_opens_with_a_badge_and_the_common_installation(path):
     first = "".join(cells_of(path)[0]["source"])
     (install,) = tagged(path, "install")
     repository = re.search(r'REPOSITORY = "https://github\.com/([^"]+)"', install)[1]

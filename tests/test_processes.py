@@ -5,11 +5,9 @@ import concurrent.futures
 import queue
 import socket
 
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rljax import processes
 from rljax.config import check_over_processes, check_with_workers, load_config
 from rljax.config.changes import config_changes
 from rljax.config.distributed import DistributedConfig, launcher
@@ -40,18 +38,6 @@ def _meet(*places: tuple[int, int], timeout: float = 10.0) -> list[Rendezvous | 
 # -- the config --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("address", ["host", "host:99999", ":1"])
-def test_an_address_that_is_none_is_named(address):
-    with pytest.raises(ValidationError, match=f"'{address}' is not host:port"):
-        DistributedConfig(coordinator=address, processes=2, process=0)
-
-
-def test_on_and_off_are_read_as_yaml_reads_them(tmp_path):
-    for text, value in (("on", "on"), ("off", "off"), ("auto", "auto")):
-        config = load_config(write_config(tmp_path), [f"distributed.enabled={text}"])
-        assert config.distributed.enabled == value
-
-
 def test_a_launcher_is_seen_by_its_environment():
     assert launcher({}) is None
     assert launcher({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}) == "SLURM"
@@ -65,13 +51,16 @@ def test_a_launcher_is_seen_by_its_environment():
     assert not DistributedConfig(enabled="off").is_wanted(slurm)
     assert DistributedConfig(enabled="on").is_wanted({})
     assert DistributedConfig(coordinator="host:1", processes=2, process=0).is_wanted({})
+    for address in ("host", "host:99999", ":1"):
+        with pytest.raises(ValidationError, match=f"'{address}' is not host:port"):
+            DistributedConfig(coordinator=address, processes=2, process=0)
 
 
 def test_other_processes_are_the_same_experiment(tmp_path):
     file = write_config(tmp_path)
     keys = ["distributed.coordinator=host:1", "distributed.processes=2", "distributed.process=1"]
-    changes = config_changes(load_config(file), load_config(file, keys))
-    assert len(changes) == 3 and all(change.harmless for change in changes)
+    changes = config_changes(load_config(file), load_config(file, [*keys, "distributed.enabled=on"]))
+    assert len(changes) == 4 and all(change.harmless for change in changes)  # on is a word, not true
 
 
 def test_what_processes_share_and_what_they_cannot(tmp_path):
@@ -133,15 +122,3 @@ def test_an_end_is_noticed(end, expected):
     else:
         with pytest.raises(queue.Empty):
             heard.get(timeout=0.5)
-
-
-# -- one process -------------------------------------------------------------------------------------------
-
-
-def test_one_process_decides_for_itself():
-    assert not processes.several() and processes.is_first()
-    result = (1, 2)
-    assert processes.from_first(lambda: result) is result
-    assert processes.largest(3) == 3
-    assert np.array_equal(processes.to_host({"a": np.arange(3)})["a"], [0, 1, 2])
-    processes.leave(2)  # returns

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from rljax import provenance
-from rljax.provenance import command_line, git_commit, machine_facts
-from tests.scripts import SCRIPTS
+from rljax.provenance import git_commit, machine_facts
 
 
 def test_machine_facts():
@@ -49,11 +48,6 @@ def test_commit_and_whether_it_is_what_ran(tmp_path):
     assert git_commit(tmp_path) == head
     (tmp_path / "code.py").write_text("2")
     assert git_commit(tmp_path) == head + "-dirty"
-
-
-def test_the_command_can_be_run_again_and_names_no_home():
-    argv = [str(SCRIPTS / "bench_engine.py"), "--output", "a file.json"]
-    assert command_line(argv) == "python scripts/bench_engine.py --output 'a file.json'"
 
 
 def commits_of(result):
@@ -99,27 +93,22 @@ def test_a_result_of_an_unknown_commit_is_found(tmp_path):
     source.mkdir()
     results.mkdir()
     git(source, "init", "-q")
-    commits = []
-    for number in range(2):
-        git(source, "commit", "-q", "--allow-empty", "-m", str(number))
-        commits.append(provenance.git_commit(source))
+    git(source, "commit", "-q", "--allow-empty", "-m", "first")
+    first = git_commit(source)
+    git(source, "commit", "-q", "--allow-empty", "-m", "second")
+    known = {"commit": git_commit(source)}
     contents = {
-        "first": {"commit": commits[0]},
-        "dirty": {"commit": commits[1] + "-dirty"},
+        "dirty": {"commit": f"{first}-dirty"},
         "elsewhere": {"commit": "f" * 40},
-        "none": {"commit": None},
+        "short": {"commit": first[:9]},
         "without": {},
-        "short": {"commit": commits[1][:9]},
-        "row": {
-            "commit": commits[1],
-            "rows": [{"commits": [commits[0]]}, {"commits": ["e" * 40 + "-dirty"]}],
-        },
-        "part": {"commit": commits[1], "before": {"runs": [{"commit": "none"}]}},
-        "rows": {"commit": commits[1], "rows": [{"commits": [commits[0]]}, {"commit": commits[1]}]},
+        "row": known | {"rows": [{"commits": [first]}, {"commits": ["e" * 40 + "-dirty"]}]},
+        "part": known | {"before": {"runs": [{"commit": "none"}]}},
+        "rows": known | {"rows": [{"commits": [first]}, known]},
     }
     for name, content in contents.items():
         (results / f"{name}.json").write_text(json.dumps(content))
-    no_hash = ["none.json", "part.json", "short.json", "without.json"]
+    no_hash = ["part.json", "short.json", "without.json"]
     assert unknown_commits(results, source) == sorted([*no_hash, "elsewhere.json", "row.json"])
     git(tmp_path, "clone", "-q", "--depth", "1", source.as_uri(), "shallow")
     for where in (tmp_path / "shallow", tmp_path):

@@ -7,19 +7,13 @@ import numpy as np
 import pytest
 
 from rljax.config import ExperimentConfig, load_config
-from rljax.errors import ConfigError, UserError
+from rljax.errors import UserError
 from rljax.run_directory import RunDirectory
 
 
 def make_config(**sections) -> ExperimentConfig:
-    shape = {
-        "hidden_size": 8,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 4,
-        "mlp_size": 8,
-    }
+    shape = {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    shape |= {"head_dim": 4, "mlp_size": 8}
     base = {"run_dir": "runs/x", "policy": {"shape": shape}, "task": {"name": "t", "args": {"a": 1}}}
     return ExperimentConfig.model_validate({**base, **sections})
 
@@ -29,61 +23,16 @@ def run(tmp_path):
     return RunDirectory(tmp_path / "runs" / "one")
 
 
-def test_config_is_written_resolved(run):
+def test_config_is_written_resolved_and_every_session_is_noted(run):
     config = make_config(seed=3)
     run.write_config(config)
     assert load_config(run.config_path) == config
     run.write_config(config)  # starting again is fine
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"seed": 1}, "seed: is 1, but the run in "),
-        ({"rollout": {"temperature": 0.5}}, "rollout.temperature: is 0.5, but"),
-        ({"task": {"name": "t", "args": {"a": 2}}}, "task.args.a: is 2, but"),
-        ({"task": {"name": "t", "args": {}}}, "task.args.a: is None, but"),
-        ({"warm_start": {}}, "warm_start.steps: is 500, but"),
-        ({"training": {"steps": 5, "remat": True}}, "training.remat: is True, but"),
-    ],
-)
-def test_a_different_config_is_refused(run, change, named):
-    run.write_config(make_config())
-    before = run.config_path.read_text()
-    with pytest.raises(ConfigError) as error:
-        run.write_config(make_config(**change))
-    assert str(error.value).startswith(named) and str(run.path) in str(error.value)
-    assert "\n" not in str(error.value)
-    assert run.config_path.read_text() == before
-
-
-def test_keys_that_may_change_on_resume(run):
-    run.write_config(make_config())
-    changed = make_config(
-        run_dir="elsewhere",
-        training={"steps": 500},
-        checkpoint={"every": 1, "keep": 9},
-        evaluation={"every": 7, "problems": 1},
-        speculation={"drafter": "srt", "args": {"rollouts": 3}},
-    )
-    run.write_config(changed)
-    assert load_config(run.config_path) == changed
-
-
-def test_an_unreadable_config_is_refused_in_one_line(run):
-    run.config_path.write_text("nonsense: 1\n")
-    with pytest.raises(ConfigError, match=r"run_dir: .* unreadable config .*nonsense: unknown key") as error:
-        run.write_config(make_config())
-    assert "\n" not in str(error.value)
-
-
-def test_a_path_that_cannot_be_a_directory(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="run_dir: cannot create"):
-        RunDirectory(tmp_path / "file")
-    with pytest.raises(ConfigError, match="run_dir: cannot create"):
-        RunDirectory(tmp_path / "file" / "below")
+    for step in (0, 7):
+        run.record_session(step)
+    assert [session["step"] for session in run.read_sessions()] == [0, 7]
+    assert all({"date", "command", "commit", "machine"} <= each.keys() for each in run.read_sessions())
 
 
 def test_metrics_round_trip(run):
@@ -202,12 +151,3 @@ def test_writing_is_atomic(run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.truncate_after(0)
     assert run.metrics_path.read_bytes() == before
-
-
-def test_every_session_is_noted(run):
-    assert run.read_sessions() == []
-    run.record_session(0)
-    run.record_session(7)
-    sessions = run.read_sessions()
-    assert [session["step"] for session in sessions] == [0, 7]
-    assert all({"date", "command", "commit", "machine"} <= session.keys() for session in sessions)

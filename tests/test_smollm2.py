@@ -102,8 +102,9 @@ def test_an_export_says_what_transformers_says(plain, tmp_path, capsys):
 
 
 def test_an_adapter_is_trained_and_merged(tmp_path):
-    directory, metrics = trained(tmp_path / "run", "policy.lora={}", "optimizer.learning_rate=1e-3")
-    assert [line["mismatch/logprob_abs_max"] for line in metrics[1:]] == [0.0, 0.0]
+    one = ("policy.lora={}", "optimizer.learning_rate=1e-3", "training.steps=1")
+    directory, metrics = trained(tmp_path / "run", *one)
+    assert [line["mismatch/logprob_abs_max"] for line in metrics[1:]] == [0.0]
     assert metrics[-1]["gradient_norm"] > 0.0
     before, after = (load_saved_policy(path).policy.params["layers"][0]["q"] for path in (POLICY, directory))
     assert not np.array_equal(np.asarray(before, np.float32), np.asarray(after, np.float32))

@@ -6,14 +6,12 @@ import json
 import signal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from drafters.eagle.arguments import EagleArguments
 from drafters.eagle.checkpoint import load_head
-from drafters.eagle.model import head_shapes
 from drafters.eagle.objective import HeadTraining, head_training
 from drafters.eagle.spot_trainer import HeadTrainer
 from rljax.config import load_config
@@ -51,6 +49,8 @@ def test_the_head_is_where_engines_read_it(world, capsys):
     assert not directory.with_name("head.partial").exists()
     content = json.loads((directory / "config.json").read_text())
     assert content["architectures"] == ["LlamaForCausalLMEagle"] and content["hidden_size"] == 64
+    shape = (content["vocab_size"], 64, 1, 2, 1, 64, 64)
+    load_head(directory, ModelConfig("qwen3", *shape, tie_embeddings=True, qk_norm=True))
     assert warm_up(config, directory) == 2
     assert "exists and is not an empty directory" in capsys.readouterr().err
 
@@ -130,7 +130,6 @@ def test_a_run_and_a_warm_up_make_the_same_head():
     [
         (["--lk-weight", "-1"], "lk_weight: should be a finite number and not negative, got -1.0"),
         (["--variant", "eagle3", "--hidden-weight", "1"], "hidden_weight: eagle3's outputs are no hidden"),
-        (["--unrolled-steps", "0"], "unrolled_steps: should be at least 1, got 0"),
         (["--hidden-weight", "0", "--cross-entropy-weight", "0"], "cross_entropy_weight: it and all other"),
         (["--unrolled-steps", "255"], "training.pack_length: 256 is too short for 255 unrolled steps"),
     ],
@@ -147,14 +146,3 @@ def test_a_head_that_cannot_be_served_is_refused_before_training(world, tmp_path
     assert warm_up(config, tmp_path / "head", "--variant", "eagle3") == 2
     error = capsys.readouterr().err
     assert "needs three different ones" in error and error.count("\n") == 1
-
-
-def test_the_policy_loads_it(world):
-    _, directory, _ = world
-    content = json.loads((directory / "config.json").read_text())
-    policy = ModelConfig(
-        "qwen3", content["vocab_size"], 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_norm=True
-    )
-    head, params = load_head(directory, policy)
-    shapes = head_shapes(head)
-    assert jax.tree.map(jnp.shape, {name: params[name] for name in shapes}) == shapes

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import socket
 import threading
 
 import httpx
@@ -18,7 +19,6 @@ from tests.training.tiny_run import train, write_config
 
 HERE = "tests.agents.players"
 TINY = ("warm_start=null", "evaluation.problems=2", "rollout.prompts_per_step=2", "training.steps=2")
-TINY += ("engine.batch_buckets=[4]",)  # requests join at any time: each batch has many programs
 VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 VOLATILE += ("engine/", "speculation/", "agents/seconds")
 
@@ -100,7 +100,8 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
                 )
                 client.post(f"{episode['base_url']}/reward", json={"reward": reward})
 
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     threads = [threading.Thread(target=ask, args=(port,)) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -129,15 +130,8 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
                 np.testing.assert_array_equal(one.logprobs, same.logprobs)
 
 
-def free_port():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def test_agents_that_fail_are_left_out_and_the_run_goes_on(tmp_path, learned):
-    section = f"agents={{agent: '{HERE}:unreliable', parallel: 4, time_limit: 12, failures: exclude}}"
+    section = f"agents={{agent: '{HERE}:unreliable', parallel: 4, time_limit: 6, failures: exclude}}"
     lines = train(
         tmp_path, *TINY, section, "training.steps=1", "evaluation.problems=0", "rollout.prompts_per_step=1"
     )
@@ -153,14 +147,10 @@ def test_agents_that_fail_are_left_out_and_the_run_goes_on(tmp_path, learned):
         ((f"agents={{agent: '{HERE}:no_address'}}",), "agents.agent: .*takes no keyword `base_url`"),
         ((f"agents={{agent: '{HERE}:absent'}}",), "agents.agent: .*has no absent"),
         ((f"agents={{agent: '{HERE}:twice', args: {{logs: 1}}}}",), "agents.agent: .*cannot be called with"),
-        (("agents={parallels: 3}",), r"agents.parallels: .*agents\.parallel"),
-        (("agents={port: 70000}",), "agents.port: should be"),
         (
             ("agents={}", "task={name: guess_number}"),
             "task.name: guess_number is an environment, which agents",
         ),
-        (("agents={}", "tools={names: [calculator]}"), "tools: is not supported with agents"),
-        (("agents={}", "speculation.overlap=true", "speculation.drafter=srt"), "speculation.overlap: is not"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, overrides, says):

@@ -101,12 +101,7 @@ def test_one_of_several_choices_is_continued(episode, tokenizer, chat):
 
 def test_a_second_role_does_not_continue_the_first(episode, tokenizer, chat):
     reply(episode, tokenizer, chat, ASKED)
-    reply(
-        episode,
-        tokenizer,
-        chat,
-        [{"role": "system", "content": "judge"}, {"role": "user", "content": "hello"}],
-    )
+    reply(episode, tokenizer, chat, [{"role": "system", "content": "judge"}, ASKED[1]])
     assert [int(each.sampled_mask.sum()) for each in episode.completions()] == [6, 6]
 
 

@@ -29,10 +29,6 @@ def test_what_any_rule_wants_stays(retention, kept):
     assert retention.kept(scores) == kept
 
 
-def test_of_equals_the_newer_stays():
-    assert Retention(1, best=1).kept({1: 0.5, 2: 0.5, 3: 0.1}) == {2, 3}
-
-
 def test_the_newest_must_stay():
     with pytest.raises(ValueError, match="keep: 0; at least the newest checkpoint must stay"):
         Retention(0)
@@ -46,7 +42,7 @@ def test_scores_are_remembered_by_later_processes(tmp_path):
         checkpoints = RunCheckpoints(tmp_path, keep=1, keep_every=3, keep_best=2)
         checkpoints.save(step, {"weight": jnp.full(3, float(step))}, {}, score=reward)
         checkpoints.close()
-    assert checkpoints.steps() == [2, 3, 6, 7]
+    assert checkpoints.steps() == [2, 3, 6, 7] == sorted(int(path.name) for path in tmp_path.iterdir())
     assert checkpoints.restore({"weight": jnp.zeros(3)}, step=2)[1]["weight"].tolist() == [2.0] * 3
 
 

@@ -141,13 +141,8 @@ class Walk:
         assert action in (0, 1)
         self.place += 2 * action - 1
         self.steps += 1
-        return (
-            f"at {self.place}",
-            float(self.place == 3),
-            self.place == 3,
-            self.steps == 9,
-            {"steps": self.steps},
-        )
+        done = self.place == 3
+        return f"at {self.place}", float(done), done, self.steps == 9, {"steps": self.steps}
 
 
 class Forgetful(Walk):

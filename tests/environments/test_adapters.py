@@ -51,10 +51,7 @@ def test_openenv(name):
     assert problem.messages[0]["content"].startswith("say something")
     closed = stand_ins.EchoClient.closed, stand_ins.EchoServer.closed
     steps = play(environment, problem, ["ab", "1", "xyz"])
-    assert (
-        stand_ins.EchoClient.closed,
-        stand_ins.EchoServer.closed,
-    ) != closed  # its resources are given back
+    assert (stand_ins.EchoClient.closed, stand_ins.EchoServer.closed) != closed  # resources are given back
     assert rewards(steps) == [2.0, 0.0, 3.0]
     assert contents(steps)[:2] == [["AB"], ["letters"]] and steps[2]["done"]
 

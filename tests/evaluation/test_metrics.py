@@ -35,6 +35,8 @@ def test_metrics_of_a_problem_by_hand():
         "maj@2": pytest.approx((1 + 2 * 0.5 + 2) / 6),
         "maj@4": 1.0,
     }
+    sometimes = problem_metrics(judged((1, "7"), (0, "7")), (2,), "correct")
+    assert sometimes["maj@2"] == 0.5  # an answer that passes sometimes is worth its mean
 
 
 def test_responses_that_are_left_out_count_in_nothing():
@@ -51,11 +53,6 @@ def test_responses_that_are_left_out_count_in_nothing():
     }
     nothing = ScoredProblem(1, [{"reward": None}] * 2, ["7", "8"])
     assert problem_metrics(nothing, (2,), None) == {}
-
-
-def test_an_answer_that_passes_only_sometimes_is_worth_its_mean():
-    metrics = problem_metrics(judged((1, "7"), (0, "7")), (2,), "correct")
-    assert metrics["maj@2"] == 0.5
 
 
 def test_what_passes():
@@ -77,7 +74,7 @@ def test_few_difficulties_stay_by_themselves():
     assert [(group.name, group.members) for group in groups] == [("1", (1,)), ("2", (3,)), ("3", (0, 2))]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_many_difficulties_are_grouped_without_losing_a_problem(seed):
     rng = np.random.default_rng(seed)
     difficulties = np.minimum(rng.zipf(1.6, 200), 40).tolist()
@@ -97,12 +94,6 @@ def test_groups_of_an_even_spread_are_alike():
     assert {len(group.members) for group in groups} == {25}
 
 
-def test_parts_that_only_some_tasks_of_a_mixture_have():
-    estimated = estimates([{"reward": 1.0, "tests": 0.5}, {"reward": 0.0}, {"reward": 0.5, "tests": 1.0}])
-    assert (estimated["reward"].value, estimated["tests"].value) == (0.5, 0.75)
-    assert 0.5 <= estimated["tests"].low <= estimated["tests"].high <= 1.0
-
-
 def test_estimates_are_means_inside_their_intervals():
     estimated = estimates([{"reward": float(i % 2), "mean@1": 1.0} for i in range(40)])
     assert estimated["reward"].value == 0.5
@@ -110,3 +101,5 @@ def test_estimates_are_means_inside_their_intervals():
     assert (estimated["mean@1"].low, estimated["mean@1"].high) == (1.0, 1.0)
     alone = estimates([{"reward": 0.25}])["reward"]
     assert (alone.value, alone.low, alone.high) == (0.25, None, None)
+    some = estimates([{"reward": 1.0, "tests": 0.5}, {"reward": 0.0}, {"reward": 0.5, "tests": 1.0}])
+    assert (some["reward"].value, some["tests"].value) == (0.5, 0.75)  # of those that have the part

@@ -47,14 +47,11 @@ def test_rewards_are_settings_of_the_judging_alone(tmp_path, monkeypatch):
         assert same == sampled and other != judged
     assert settings("task.reward_workers=3") == (sampled, judged)
     assert settings("task.args.max_terms=4")[0] != sampled
-
-
-def test_rewards_of_a_mixture_are_too(tmp_path):
-    def settings(reward):
-        mixture = f"task={{name: mixture, mixture: [{{name: chain_arithmetic, rewards: [{reward}]}}]}}"
-        return task_settings(load_config(write_config(tmp_path), [mixture]).task)
-
-    (same, one), (again, other) = settings("{name: numeric}"), settings("{name: exact}")
+    mixture = "task={name: mixture, mixture: [{name: chain_arithmetic, rewards: [{name: %s}]}]}"
+    (same, one), (again, other) = (
+        task_settings(load_config(write_config(tmp_path), [mixture % name]).task)
+        for name in ("numeric", "exact")
+    )
     assert same == again and one != other and not same.keys() & one.keys()
 
 

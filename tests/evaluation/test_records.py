@@ -33,11 +33,11 @@ def test_a_log_survives_a_kill_in_the_middle_of_a_line(tmp_path):
     assert JsonLog(tmp_path / "log").lines == again.lines
 
 
-@pytest.mark.parametrize("line", ["no JSON", '{"sample": 1}', "[1]"])
-def test_a_damaged_line_is_named(tmp_path, line):
-    (tmp_path / "log").write_text(f'{{"problem": 0, "sample": 0}}\n{line}\n')
-    with pytest.raises(UserError, match=r"log:2: not a line of an evaluation .* delete the line"):
-        JsonLog(tmp_path / "log")
+def test_a_damaged_line_is_named(tmp_path):
+    for line in ("no JSON", '{"sample": 1}', "[1]"):
+        (tmp_path / "log").write_text(f'{{"problem": 0, "sample": 0}}\n{line}\n')
+        with pytest.raises(UserError, match=r"log:2: not a line of an evaluation .* delete the line"):
+            JsonLog(tmp_path / "log")
 
 
 def test_the_same_evaluation_goes_on_and_another_is_refused(tmp_path):
@@ -50,6 +50,8 @@ def test_the_same_evaluation_goes_on_and_another_is_refused(tmp_path):
     (tmp_path / "evaluation.json").write_text("[")
     with pytest.raises(UserError, match="damaged"):
         EvaluationDirectory(tmp_path, IDENTITY)
+    with pytest.raises(ConfigError, match="--output: cannot create"):
+        EvaluationDirectory(tmp_path / "evaluation.json" / "below", IDENTITY)
 
 
 def test_one_process_at_a_time(tmp_path):
@@ -86,9 +88,3 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     for tried in (log.sort, lambda: EvaluationDirectory(tmp_path / "new", IDENTITY)):
         with pytest.raises(UserError, match=full_disk):
             tried()
-
-
-def test_an_output_that_cannot_be_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--output: cannot create"):
-        EvaluationDirectory(tmp_path / "file" / "below", IDENTITY)

@@ -14,12 +14,8 @@ def estimate(value):
 def test_nothing_is_cut_off_on_a_narrow_terminal():
     names = ["reward", "mean@4", "response_length", "truncated"]
     by_difficulty = [
-        {
-            "difficulty": str(number),
-            "problems": 10 + number,
-            "metrics": {n: estimate(number / 8) for n in names},
-        }
-        for number in range(7)
+        {"difficulty": str(i), "problems": 10 + i, "metrics": {name: estimate(i / 8) for name in names}}
+        for i in range(7)
     ]
     results = {
         "overall": {name: estimate(0.5) for name in names},

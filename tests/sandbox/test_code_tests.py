@@ -128,24 +128,27 @@ def test_a_test_that_hangs_takes_its_own_time_only():
     assert outcomes(code, tests, each=30, total=1.0) == [True, False, False]
 
 
-def test_tests_do_not_see_each_other():
+def test_tests_do_not_see_each_other_and_a_right_answer_may_be_long():
     code = "seen = []\ndef f(x):\n    seen.append(x)\n    open('mark', 'a').close()\n    return len(seen)\n"
     assert outcomes(code, parse_tests(["assert f(0) == 1", "assert f(5) == 1"])) == [True, True]
+    tests = parse_tests([{"input": "", "output": "9" * 300_000}])
+    assert outcomes("print('9' * 300_000)", tests) == [True]
 
 
-@pytest.mark.parametrize(
-    ("tests", "expected"),
-    [
+def test_forms_of_calls_and_programs():
+    for tests, expected in (
         ("assert f(1, 'a') == [2]", [("f", [1, "a"], ["l", 2])]),
         ("assert f(1)\nassert not f(-2)\n", [("f", [1], True), ("f", [-2], False)]),
         (["assert f() is None"], [("f", [], None)]),
         ('[{"call": "f", "args": [{"a": 1}], "output": 2.5}]', [("f", [["d", ["a", 1]]], 2.5)]),
         ({"inputs": [[1], [2]], "outputs": [3, 4], "fn_name": "f"}, [("f", [1], 3), ("f", [2], 4)]),
-    ],
-)
-def test_forms_of_calls(tests, expected):
-    parsed = [(test.question["call"], test.question["args"], test.answer) for test in parse_tests(tests)]
-    assert parsed == expected
+    ):
+        parsed = [(test.question["call"], test.question["args"], test.answer) for test in parse_tests(tests)]
+        assert parsed == expected
+    lists = {"inputs": ["1\n", "2\n"], "outputs": ["a", "b"]}
+    pairs = [{"input": "1\n", "output": "a"}, {"input": "2\n", "output": "b"}]
+    assert parse_tests(lists) == parse_tests(json.dumps(lists)) == parse_tests(pairs)
+    assert parse_tests(pairs)[1] == CodeTest({"input": "2\n"}, "b")
 
 
 JUDGED = {
@@ -180,11 +183,6 @@ def test_lists_of_calls_are_judged_as_their_files_mean_it():
     assert outcomes("def f(x): return (x, [x])", parse_tests(tests)) == [True, True, False, False, False]
 
 
-def test_a_right_answer_may_be_long():
-    tests = parse_tests([{"input": "", "output": "9" * 300_000}])
-    assert outcomes("print('9' * 300_000)", tests) == [True]
-
-
 @pytest.mark.parametrize(
     ("limits", "says"),
     [({"file_mb": 0}, "file_mb 0 not even a correct"), ({"memory_mb": 8}, "did not begin .*memory_mb 8")],
@@ -192,13 +190,6 @@ def test_a_right_answer_may_be_long():
 def test_limits_under_which_nothing_passes_are_an_error(limits, says):
     with pytest.raises(SandboxError, match=rf"^task\.sandbox: .*{says}"):
         check_limits(Sandbox(Limits(**limits), allow_weak=not namespaces()))
-
-
-def test_forms_of_programs():
-    lists = {"inputs": ["1\n", "2\n"], "outputs": ["a", "b"]}
-    pairs = [{"input": "1\n", "output": "a"}, {"input": "2\n", "output": "b"}]
-    assert parse_tests(lists) == parse_tests(json.dumps(lists)) == parse_tests(pairs)
-    assert parse_tests(pairs)[1] == CodeTest({"input": "2\n"}, "b")
 
 
 NO_CALLS = """
@@ -215,19 +206,19 @@ assert f(1) == set([[]])
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("tests", "says"),
-    [
-        ([], "no tests"),
-        ("", "no tests"),
-        *((call, "not of the form") for call in NO_CALLS),
-        ("assert f(" + "(" * 500 + ") == 1", "not of the form"),
-        ([{"input": "1"}], "is no test"),
-        ([{"input": 1, "output": "1"}], "is no test"),
-        (3, "is no test"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
-    ],
-)
-def test_what_is_no_test_is_said(tests, says):
-    with pytest.raises(ValueError, match=says):
-        parse_tests(tests)
+NO_TESTS = [
+    ([], "no tests"),
+    ("", "no tests"),
+    *((call, "not of the form") for call in NO_CALLS),
+    ("assert f(" + "(" * 500 + ") == 1", "not of the form"),
+    ([{"input": "1"}], "is no test"),
+    ([{"input": 1, "output": "1"}], "is no test"),
+    (3, "is no test"),
+    ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
+]
+
+
+def test_what_is_no_test_is_said():
+    for tests, says in NO_TESTS:
+        with pytest.raises(ValueError, match=says):
+            parse_tests(tests)

@@ -47,15 +47,8 @@ def test_the_weak_jail_still_bounds_accidents(no_namespaces, monkeypatch, tmp_pa
 @pytest.mark.parametrize("weak", [False, True])
 def test_an_interpreter_that_cannot_start_is_one_error(monkeypatch, weak):
     monkeypatch.setattr(process, "missing_isolation", lambda: "none" if weak else None)
-    real = process.os.path.realpath
-    missing = "/nowhere/python"
-    launched = []
-
-    def broken_after_the_launcher(path):
-        launched.append(path)
-        return real(path) if len(launched) > 1 else missing
-
-    monkeypatch.setattr(process.os.path, "realpath", broken_after_the_launcher)
+    paths, real = iter(["/nowhere/python"]), process.os.path.realpath  # as it is found before the launcher's
+    monkeypatch.setattr(process.os.path, "realpath", lambda path: next(paths, None) or real(path))
     with pytest.raises(SandboxError, match="sandbox: cannot start"):
         Sandbox(allow_weak=weak).run("print(1)", b"", 5)
 

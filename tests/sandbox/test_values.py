@@ -36,13 +36,16 @@ def test_equality_is_pythons(a, b):
 KINDS = [[1, 2], (1, 2), {1, 2}, {1: 2}, "[1, 2]", b"12", 12, 12.5, None, True, "f", ["f", "nan"], ["l", 1]]
 
 
-@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(KINDS, 2)))
-def test_kinds_are_kept_apart(a, b):
-    assert not same(encode(a), encode(b))
+def test_kinds_are_kept_apart():
+    for a, b in itertools.combinations(KINDS, 2):
+        assert not same(encode(a), encode(b)), (a, b)
 
 
 def test_numbers_are_equal_across_their_types():
     assert same(encode([1, {2: True}, {1.0}]), encode([1.0, {2.0: 1}, {True}]))
+    nan, infinity = float("nan"), float("inf")
+    assert not same(encode(nan), encode(nan)) and same(encode([infinity]), encode([infinity]))
+    assert not same(encode(infinity), encode(-infinity))
 
 
 def test_items_without_an_order_are_equal_in_any():
@@ -64,12 +67,6 @@ def test_comparing_takes_no_longer_than_reading():
     assert time.process_time() - start < 0.1
 
 
-def test_nan_equals_nothing_and_infinity_itself():
-    nan, infinity = float("nan"), float("inf")
-    assert not same(encode(nan), encode(nan)) and same(encode([infinity]), encode([infinity]))
-    assert not same(encode(infinity), encode(-infinity))
-
-
 def test_what_has_no_value_is_refused():
     class Liar:
         def __eq__(self, other):
@@ -80,10 +77,7 @@ def test_what_has_no_value_is_refused():
             encode(value)
 
 
-@pytest.mark.parametrize(
-    "forged", [[], [[]], ["x", 1], ["d", 1], ["d", [1]], ["s"], {"a": 1}, ["l", ["d", []]]]
-)
-def test_forged_encodings_equal_nothing(forged):
-    for right in ([], {}, {1: 2}, [1], set(), None):
-        if forged != encode(right):
-            assert not same(forged, encode(right))
+def test_forged_encodings_equal_nothing():
+    for forged in ([], [[]], ["x", 1], ["d", 1], ["d", [1]], ["s"], {"a": 1}, ["l", ["d", []]]):
+        for right in ([], {}, {1: 2}, [1], set(), None):
+            assert forged == encode(right) or not same(forged, encode(right))

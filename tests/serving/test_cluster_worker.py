@@ -73,9 +73,6 @@ def test_the_responses_are_those_of_one_process(served, alone):
     cold = served.requested_sampling({"temperature": 0.5})
     assert ask(served, [1], sampling=cold) == ask(alone, [1], sampling=cold) != ask(alone, [1])
     assert served.worker.statistics.tokens > 0
-
-
-def test_a_string_ends_a_response(served, alone):
     ((tokens, _, _),) = ask(alone, [2])
     string = alone.tokenizer.decode(tokens)[3:5]
     found = [ask(each, [2], stop=each.stop([string])) for each in (served, alone)]

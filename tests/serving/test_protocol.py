@@ -10,75 +10,54 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"model": "m", "prompt": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
-BAD = [
-    (CHAT, {"messages": []}, "messages"),
-    (CHAT, {"messages": "hello"}, "messages"),
-    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages"),
-    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
-    (CHAT, {"model": None}, "model"),
-    (CHAT, {"max_tokens": 0}, "max_tokens"),
-    (CHAT, {"max_completion_tokens": "many"}, "max_completion_tokens"),
-    (CHAT, {"n": 0}, "n"),
-    (CHAT, {"n": True}, "n"),
-    (CHAT, {"n": 1000}, "n"),
-    (CHAT, {"seed": 1.5}, "seed"),
-    (CHAT, {"seed": "one"}, "seed"),
-    (CHAT, {"seed": 2**64}, "seed"),
-    (CHAT, {"stop": ""}, "stop"),
-    (CHAT, {"stop": [""]}, "stop"),
-    (CHAT, {"stop": ["x"] * 17}, "stop"),
-    (CHAT, {"stream": "yes"}, "stream"),
-    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
-    (CHAT, {"temperature": "warm"}, "temperature"),
-    (CHAT, {"temperature": -0.1}, "temperature"),
-    (CHAT, {"top_p": 0}, "top_p"),
-    (CHAT, {"top_p": 1.1}, "top_p"),
-    (CHAT, {"top_k": -1}, "top_k"),
-    (CHAT, {"top_k": 1.5}, "top_k"),
-    (CHAT, {"min_p": -0.1}, "min_p"),
-    (CHAT, {"min_p": 1.5}, "min_p"),
-    (CHAT, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-    (CHAT, {"top_logprobs": 5}, "top_logprobs"),
-    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
-    (CHAT, {"messages": [{"role": "assistant", "content": None}]}, "messages"),
-    (CHAT, {"presence_penalty": "some"}, "presence_penalty"),
-    (CHAT, {"logit_bias": {"1": 5}}, "logit_bias"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"tools": []}, "tools"),
-    (CHAT, {"\ud800": 1}, "\\ud800"),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "\ud800": 1}]}, "messages"),
-    (TEXT, {"prompt": []}, "prompt"),
-    (TEXT, {"prompt": {"text": "x"}}, "prompt"),
-    (TEXT, {"prompt": ["x", 1]}, "prompt"),
-    (TEXT, {"prompt": ["x", []]}, "prompt"),
-    (TEXT, {"logprobs": 21}, "logprobs"),
-    (TEXT, {"max_tokens": 0}, "max_tokens"),
-    (TEXT, {"best_of": 4}, "best_of"),
-    (TEXT, {"suffix": "x"}, "suffix"),
-    (TEXT, {"messages": []}, "messages"),
-]
+USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant"}
+BAD_CHATS = {  # values of a field
+    "messages": [
+        *([turn] for turn in ({"role": "robot", "content": "x"}, {"role": "user"}, USER | {"\ud800": 1})),
+        *([turn] for turn in (USER | {"tool_calls": [CALL]}, ASSISTANT | {"tool_calls": []})),
+        [ASSISTANT | {"content": None}],
+    ],
+    "model": [None],
+    "max_tokens": [0],
+    "n": [0, 1000],
+    "seed": ["one", 2**64],
+    "stop": [[""], ["x"] * 17],
+    "stream_options": [{"include_usage": True}],  # without a stream
+    "temperature": [-0.1],
+    "top_p": [0, 1.1],
+    "top_k": [-1],
+    "min_p": [-0.1],
+    "top_logprobs": [5],  # without logprobs
+    "chat_template_kwargs": [{"messages": []}],
+    "presence_penalty": ["some"],
+    "logit_bias": [{"1": 5}],
+    "response_format": [{"type": "json_object"}],
+    "tools": [[]],
+    "\ud800": [1],
+}
+BAD_COMPLETIONS = {
+    "prompt": [[], {"text": "x"}, ["x", 1], ["x", []]],
+    "logprobs": [21],
+    "best_of": [4],
+    "suffix": ["x"],
+    "messages": [[]],
+}
 
 
-@pytest.mark.parametrize(
-    "base, change, param", BAD, ids=[f"{i}-{param}" for i, (_, _, param) in enumerate(BAD)]
-)
-def test_bad_bodies_are_refused_by_the_name_of_the_field(base, change, param):
+@pytest.mark.parametrize("base, table_of", [(CHAT, BAD_CHATS), (TEXT, BAD_COMPLETIONS)])
+def test_bad_bodies_are_refused_by_the_name_of_the_field(base, table_of):
     kind = ChatBody if base is CHAT else CompletionBody
     parse(kind, base)
-    with pytest.raises(RequestError) as refused:
-        parse(kind, base | change)
-    error = refused.value
-    assert (error.status, error.param) == (400, param) and error.message.startswith(param)
-    assert len(error.message) > len(param) + 5 and "\n" not in error.message
-    assert error.body()["error"]["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize("content", [[], "text", 5, None])
-def test_a_body_that_is_no_object_is_refused(content):
     with pytest.raises(RequestError, match="JSON object"):
-        parse(ChatBody, content)
+        parse(kind, [base])
+    for field, values in table_of.items():
+        for value in values:
+            with pytest.raises(RequestError) as refused:
+                parse(kind, base | {field: value})
+            error, param = refused.value, field.replace("\ud800", "\\ud800")
+            assert (error.status, error.param) == (400, param) and error.message.startswith(param)
+            assert len(error.message) > len(param) + 5 and "\n" not in error.message
+            assert error.body()["error"]["type"] == "invalid_request_error"
 
 
 def test_what_clients_send_is_taken():
@@ -90,10 +69,7 @@ def test_what_clients_send_is_taken():
     assert body.wants_usage and body.wants_logprobs
     assert not parse(ChatBody, CHAT).wants_logprobs and not parse(CompletionBody, TEXT).wants_logprobs
     assert parse(CompletionBody, TEXT | {"logprobs": 0}).wants_logprobs
-
-
-def test_null_asks_for_nothing():
-    """As clients send it that hand back a whole message of an answer."""
+    # Null asks for nothing: clients hand back a whole message of an answer.
     answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
     body = parse(ChatBody, CHAT | {"tools": None, "messages": [*CHAT["messages"], answer]})
     assert body.messages[1].for_template() == {"role": "assistant", "content": "x"}
@@ -155,9 +131,6 @@ def test_messages_of_parts_are_joined():
     assert body.messages[0].for_template() == {"role": "user", "content": "ab", "name": "x"}
 
 
-@pytest.mark.parametrize(
-    "prompt, prompts",
-    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
-)
-def test_prompts_are_one_or_several(prompt, prompts):
-    assert parse(CompletionBody, TEXT | {"prompt": prompt}).prompts == prompts
+def test_prompts_are_one_or_several():
+    for prompt, prompts in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"],) * 2, ([[1], [2, 3]],) * 2):
+        assert parse(CompletionBody, TEXT | {"prompt": prompt}).prompts == prompts

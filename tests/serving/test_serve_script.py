@@ -23,16 +23,10 @@ QUESTION = [{"role": "user", "content": "47a5b8="}]
 
 
 def test_it_serves_until_sigterm_and_finishes_what_it_has(tmp_path):
-    run = make_run(tmp_path)
+    run = make_run(tmp_path, "engine.cache_buckets=[64]", "rollout.max_prompt_length=16")
     options = ["--port", "0", "--name", "served", "--slots", "2", "--compile", "background"]
-    command = [
-        sys.executable,
-        str(SCRIPTS / "serve.py"),
-        str(run),
-        *options,
-        "--cache",
-        str(tmp_path / "cache"),
-    ]
+    options += ["--cache", str(tmp_path / "cache")]
+    command = [sys.executable, str(SCRIPTS / "serve.py"), str(run), *options]
     environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -88,8 +82,7 @@ def serve(monkeypatch):
         monkeypatch.setattr(uvicorn.Server, "run", run)
         return load_script("serve").main(["policy", "--port", str(port)])
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serve.port = port
     yield serve
@@ -115,9 +108,6 @@ def test_nobody_is_let_in_before_it_can_answer(serve):
             connect()
 
     assert serve(lambda server, sockets: connect(), Served(), opening) == 0
-
-
-def test_a_port_that_is_taken():
     with _bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(ConfigError, match="cannot listen"):

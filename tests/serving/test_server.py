@@ -5,7 +5,6 @@ import concurrent.futures
 import functools
 import itertools
 import json
-import shutil
 import socket
 import threading
 import time
@@ -30,6 +29,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.models.huggingface import save_model
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
+from rljax.serving.jobs import QueueFull
 from rljax.serving.programs import JoiningPrograms
 from rljax.speculation import speculator as speculation
 from rljax.speculation.device_proposers import DeviceProposer
@@ -69,10 +69,10 @@ def wait_until(condition, seconds=60):
         time.sleep(0.01)
 
 
-def slow_down(served, monkeypatch):
-    """Every host sync takes so long that a response takes seconds."""
+def slow_down(served, monkeypatch, seconds=0.1):
+    """Every host sync takes so long that a response takes a second."""
     step = served.worker.loop.step
-    monkeypatch.setattr(served.worker.loop, "step", lambda: (time.sleep(0.2), step()))
+    monkeypatch.setattr(served.worker.loop, "step", lambda: (time.sleep(seconds), step()))
 
 
 def is_idle(served):
@@ -146,14 +146,9 @@ def test_seeds(client):
     assert len({choice.text for choice in same}) == 3
 
 
-def test_max_tokens_cuts_and_says_so(client):
+def test_max_tokens_and_a_stop_string_end_the_text(client):
     whole, cut = chat(client, 5).choices[0], chat(client, 5, max_completion_tokens=7).choices[0]
-    assert cut.token_ids == whole.token_ids[:7] and cut.finish_reason == "length"
-    assert len(whole.token_ids) > 7
-
-
-def test_a_stop_string_ends_the_text_before_itself(client):
-    whole = chat(client, 5).choices[0]
+    assert cut.token_ids == whole.token_ids[:7] != whole.token_ids and cut.finish_reason == "length"
     stop = whole.message.content[6:8]
     cut = chat(client, 5, stop=["never there", stop]).choices[0]
     assert cut.message.content == whole.message.content[: whole.message.content.index(stop)]
@@ -181,8 +176,8 @@ def test_a_stop_string_may_be_a_special_token(client, server):
     assert found, "random weights should have sampled it"
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_says_the_same(client, n):
+def test_a_stream_says_the_same(client):
+    n = 3
     whole = chat(client, 21, n=n, logprobs=True)
     texts, tokens, logprobs = [""] * n, [[] for _ in range(n)], [[] for _ in range(n)]
     reasons, usage, events = [None] * n, None, 0
@@ -203,24 +198,12 @@ def test_a_stream_says_the_same(client, n):
     assert usage == whole.usage
 
 
-def test_logprobs_are_those_of_the_tokens(client, server):
-    choice = chat(client, 2, logprobs=True).choices[0]
-    content = choice.logprobs.content
-    decode = server[1].tokenizer.decode
-    assert [each.token for each in content] == [decode([token]) for token in choice.token_ids]
-    assert all(each.logprob < 0 for each in content)
-    text = client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0).choices[0]
-    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == len(text.logprobs.text_offset)
-    streamed = list(client.completions.create(model=MODEL, prompt="12a3=", seed=2, logprobs=0, stream=True))
-    assert "".join(event.choices[0].text for event in streamed) == text.text
-    parts = [event.choices[0].logprobs.token_logprobs for event in streamed if event.choices[0].logprobs]
-    assert list(itertools.chain(*parts)) == text.logprobs.token_logprobs
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9}])
-def test_alternatives_are_of_the_distribution_that_sampled(client, settings):
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.5, "top_p": 0.9}])
+def test_alternatives_are_of_the_distribution_that_sampled(client, server, settings):
     """The sampled token has among them the very logprob that decoding gave it."""
-    content = chat(client, 2, logprobs=True, top_logprobs=20, **settings).choices[0].logprobs.content
+    choice = chat(client, 2, logprobs=True, top_logprobs=20, **settings).choices[0]
+    content, decode = choice.logprobs.content, server[1].tokenizer.decode
+    assert [each.token for each in content] == [decode([token]) for token in choice.token_ids]
     plain = chat(client, 2, logprobs=True, **settings).choices[0].logprobs.content
     assert [each.logprob for each in content] == [each.logprob for each in plain]
     found = 0
@@ -228,9 +211,7 @@ def test_alternatives_are_of_the_distribution_that_sampled(client, settings):
         logprobs = [other.logprob for other in token.top_logprobs]
         assert logprobs == sorted(logprobs, reverse=True) and sum(map(np.exp, logprobs)) <= 1 + 1e-5
         assert token.logprob <= logprobs[0]
-        found += (token.token, token.logprob) in [
-            (other.token, other.logprob) for other in token.top_logprobs
-        ]
+        found += (token.token, token.logprob) in {(each.token, each.logprob) for each in token.top_logprobs}
     assert found > 2
     few = chat(client, 2, logprobs=True, top_logprobs=3, stream=True, **settings)
     few = [token for event in few for token in (event.choices[0].logprobs or NOTHING).content]
@@ -262,14 +243,8 @@ def test_a_server_compiles_in_the_background_what_requests_need(client, server, 
         return JoiningPrograms(engine, worker.params, thread, slots, server[1].max_prompt_tokens)
 
     assert programs_of(engine, SLOTS).wait() and used <= recording.keys
-    larger = DecodeEngine(
-        engine.config,
-        engine.numerics,
-        engine.sampling,
-        make_buckets(8, 300, True),
-        engine.eos_token_ids,
-        pool=(more := Recording()),
-    )
+    parts, more = (engine.config, engine.numerics, engine.sampling), Recording()
+    larger = DecodeEngine(*parts, make_buckets(8, 300, True), engine.eos_token_ids, pool=more)
     programs = programs_of(larger, 8)
     first = {key[:3] for key in more.keys}
     assert {key[0] for key in first} >= {"prefill", "insert", "generate", "free"}
@@ -368,31 +343,24 @@ def test_the_server_goes_on_while_a_prompt_is_tokenized(server, monkeypatch):
         assert asked.result().status_code == 200
 
 
-def test_sixty_four_clients_at_once(client, server):
-    """Sixteen times as many as there are slots; each gets what it gets alone."""
+def test_many_clients_at_once(client, server):
+    """Eight times as many as there are slots; each gets what it gets alone."""
     ask = lambda seed: chat(client, seed, max_tokens=8).choices[0].token_ids  # noqa: E731
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        together = list(pool.map(ask, range(64)))
-    assert together[::9] == [ask(seed) for seed in range(0, 64, 9)]
-    assert len(set(map(tuple, together))) > 60
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(ask, range(32)))
+    assert together[::9] == [ask(seed) for seed in range(0, 32, 9)]
+    assert len(set(map(tuple, together))) > 28
     wait_until(lambda: is_idle(server[1]))
 
 
-def test_a_full_queue_is_a_429(run, monkeypatch):
-    with serving(run, max_waiting=2) as (address, served):
-        slow_down(served, monkeypatch)
-        client, took = client_of(address), []
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(chat, client, seed, n=2) for seed in range(8)]
-            for each in asked:
-                try:
-                    took.append(each.result())
-                except openai.RateLimitError as error:
-                    assert "waiting" in error.message and error.response.headers["Retry-After"] == "1"
-        assert (SLOTS + 2) // 2 <= len(took) < 8
-        assert chat(client, 1).choices[0].finish_reason  # and then there is room again
-        with pytest.raises(openai.BadRequestError, match="more than can ever wait"):
-            chat(client, 1, n=7)
+def test_a_full_queue_is_a_429(client, server, monkeypatch):
+    def full(jobs):
+        raise QueueFull("8 requests are waiting")
+
+    monkeypatch.setattr(server[1].worker, "submit", full)  # when it does is in test_worker.py
+    with pytest.raises(openai.RateLimitError, match="waiting") as refused:
+        chat(client, 1)
+    assert refused.value.response.headers["Retry-After"] == "1"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -418,10 +386,8 @@ BAD = {  # those that no policy would take are in test_protocol.py
     "a response that does not fit": ({"max_tokens": 49}, 400, "48"),
     "as it is called now": ({"max_completion_tokens": 49}, 400, "max_completion_tokens: 49"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "not Unicode"),
-    "half a character as a key": ({"\ud83d": 1}, 400, "does not know"),
     "a prompt that does not fit": ({"messages": [{"role": "user", "content": "7a" * 200}]}, 400, "tokens"),
     "no samples": ({"n": 0}, 400, "n:"),
-    "a penalty": ({"frequency_penalty": 1}, 400, "frequency_penalty"),
 }
 
 
@@ -461,18 +427,12 @@ def test_what_is_no_request_at_all(server, method, path, content, status):
     assert response.status_code == status and response.json()["error"]["message"]
 
 
-def test_a_chat_needs_a_template(run, tmp_path):
+def test_a_chat_needs_a_template(client, server, monkeypatch):
     """The policy of a directory without one answers plain prompts only."""
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    settings = copy / "tokenizer" / "tokenizer_config.json"
-    content = json.loads(settings.read_text())
-    del content["chat_template"]
-    settings.write_text(json.dumps(content))
-    with serving(copy) as (address, _):
-        response = httpx2.post(f"{address}/v1/chat/completions", json={"model": MODEL, "messages": QUESTION})
-        assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
-        assert client_of(address).completions.create(model=MODEL, prompt="1a2=", max_tokens=2).choices
+    monkeypatch.setattr(server[1].tokenizer, "_chat_template", None)
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        chat(client, 1)
+    assert client.completions.create(model=MODEL, prompt="1a2=", max_tokens=2).choices
 
 
 def test_models_health_and_metrics(client, server):

@@ -1,23 +1,19 @@
 """The worker: requests that come and go at any time get the tokens that they get from the scheduler."""
 
 import dataclasses
-import itertools
 import queue
 import threading
 
 import numpy as np
 import pytest
 
-from drafters.base import Drafter, Outcome
-from drafters.device import SlotDrafter
+from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import DraftStrategy, ScoredTree, empty_tree
 from rljax.errors import PolicyError
 from rljax.requests import Request
 from rljax.rollout.decode_loop import DecodeLoop
 from rljax.rollout.scheduler import Scheduler
-from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.jobs import Closed, Job, QueueFull
@@ -125,21 +121,6 @@ def test_requests_that_come_together_get_their_own_tokens(make_worker, requests,
         worker.submit([Collected(requests[0]).job])
 
 
-def test_requests_that_come_one_by_one_while_others_run(make_worker, requests, expected):
-    worker, joined = make_worker(), []
-
-    def join(_):  # from the worker's thread: the next request arrives with every piece
-        if len(joined) < len(requests):
-            joined.append(Collected(requests[len(joined)], on_piece=join))
-            worker.submit([joined[-1].job])
-
-    join(None)
-    for index, completion in enumerate(expected):
-        while len(joined) <= index:
-            joined[-1].result()
-        assert_same(joined[index].result(), completion)
-
-
 def test_states_widen_and_compact(make_worker, engine, requests, expected):
     worker, batches, running = make_worker(), [], threading.Event()
 
@@ -156,18 +137,6 @@ def test_states_widen_and_compact(make_worker, engine, requests, expected):
         assert_same(each.result(), completion)
     assert set(batches) == {2, 4} and batches[0] == 2
     assert {"widen", "compact"} <= {key[0] for key in engine.pool._programs}
-
-
-def test_a_stop_string_ends_a_response(make_worker, requests, expected):
-    decode = lambda ids: "".join(chr(97 + token % 26) for token in ids)  # noqa: E731
-    index = max(range(len(expected)), key=lambda i: len(expected[i].response_ids))
-    stop = StopStrings([decode(expected[index].response_ids[9:12].tolist())], decode)
-    end = stop.find(expected[index].response_ids.tolist(), 0)
-    worker = make_worker()
-    collected = Collected(requests[index], stop)
-    worker.submit([collected.job])
-    tokens, _, ending = collected.result()
-    assert ending == "stop" and tokens == expected[index].response_ids[:end].tolist()
 
 
 def test_cancelled_jobs_free_their_slots(make_worker, requests, expected):
@@ -242,7 +211,7 @@ def test_an_idle_worker_swaps_weights_at_once(make_worker, engine, params, reque
         worker.load_params(params, 3)
 
 
-def test_a_full_queue_takes_all_of_a_request_or_nothing(make_worker):
+def test_a_full_queue_takes_all_of_a_request_or_nothing_and_closing_cancels(make_worker):
     worker = make_worker(max_waiting=2)
     collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
     worker.submit([each.job for each in collected])
@@ -254,6 +223,8 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(make_worker):
         worker.submit([Collected(endless(0)).job for _ in range(3)])
     fits = [Collected(endless(sample)) for sample in range(2)]
     worker.submit([each.job for each in fits])
+    assert worker.close(drain=False, timeout=WAIT)
+    assert {each.result()[2] for each in [*collected[2:], *fits]} == {"cancelled"}
 
 
 def test_impossible_requests_are_refused_before_the_thread(make_worker, requests):
@@ -265,14 +236,6 @@ def test_impossible_requests_are_refused_before_the_thread(make_worker, requests
         cold = dataclasses.replace(requests[0], sampling=SamplingParams(temperature=0.5))
         worker.submit([Job(cold, print)])
     assert worker.waiting == 0
-
-
-def test_closing_without_draining_cancels(make_worker):
-    worker = make_worker()
-    collected = [Collected(endless(sample)) for sample in range(SLOTS + 2)]
-    worker.submit([each.job for each in collected])
-    assert worker.close(drain=False, timeout=WAIT)
-    assert {each.result()[2] for each in collected} == {"cancelled"}
 
 
 def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkeypatch):
@@ -289,7 +252,7 @@ def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkey
         worker.submit([Collected(endless(0)).job])
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "srt", "histospec", "suffix_decoding"])
+@pytest.mark.parametrize("name", ["prompt_lookup", "srt"])
 def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
     """Greedy decoding of this policy repeats itself, which every history drafter can see. Plain steps are few
     at a time, and a few answers do not drive out what was learned of a prompt.
@@ -326,99 +289,3 @@ def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
             assert [len(past.lengths) for past in drafter.history.recall(prompts[1])] == [1]
     finally:
         assert worker.close(drain=False, timeout=WAIT)
-
-
-class Follows(Drafter, SlotDrafter):
-    """A drafter beside the slots that needs every token of theirs: it drafts what plain decoding samples."""
-
-    on_host, strategies = False, (DraftStrategy(7, 1, 7),)
-
-    def __init__(self, requests, expected):
-        self.responses = {
-            request.noise_key.tobytes(): completion.response_ids.tolist()
-            for request, completion in zip(requests, expected, strict=True)
-        }
-        self.started, self.batches = [], []
-
-    def attach(self, engine):
-        return self
-
-    def begin(self, requests):
-        self.requests = requests
-
-    def start(self, batch, lengths=None):
-        self.started.append(batch)
-        self.slots = [None] * batch
-
-    def prefill(self, prefix, prompts):
-        return prompts
-
-    def insert(self, prefilled, assignments, requests):
-        for each, number in zip(assignments, requests, strict=True):
-            request, prompt = self.requests[number], tuple(prefilled[each.row])
-            assert request.prompt_ids == prompt and (request.noise_key == each.noise_key).all()
-            assert not request.trainable
-            self.slots[each.slot] = (each.noise_key.tobytes(), [*prompt], len(prompt))
-
-    def advance(self, result):
-        for slot, tokens in enumerate(result.tokens):
-            if tokens[0] >= 0:
-                self.slots[slot][1].extend(tokens[tokens >= 0].tolist())
-
-    def compact(self, slots, batch):
-        self.slots = [self.slots[slot] for slot in slots] + [None] * (batch - len(slots))
-
-    def widen(self, batch):
-        self.slots += [None] * (batch - len(self.slots))
-
-    def draft(self, state, strategy):
-        tree = empty_tree(state.batch, strategy.nodes)
-        self.batches.append(state.batch)
-        assert len(self.slots) == state.batch
-        tree.parents[:] = np.arange(-1, strategy.nodes - 1)
-        for slot in np.flatnonzero(state.active):
-            key, known, prompt = self.slots[slot]
-            assert state.lengths[slot] == len(known) - 1 and state.tokens[slot] == known[-1]
-            drafts = self.responses[key][len(known) - prompt :][: strategy.nodes]
-            tree.tokens[slot, : len(drafts)], tree.valid[slot, : len(drafts)] = drafts, True
-        return ScoredTree(tree, np.where(tree.valid, -0.01, -np.inf))
-
-
-def test_a_drafter_beside_the_slots_is_told_who_comes_and_goes(engine, params):
-    """Requests that join others, in a wider state and in a slot that another has given up, and one that comes
-    when all are over; few of what is drafted then is wrong.
-    """
-    few = Buckets((2, 4), (64, 128), (16,), 7)
-    engine = make_engine(None, few, steps=8, pool=engine.pool)
-    prompts, limits = [(5, 6, 7)] * 2 + [(9, 2, 9, 2)] * 3 + [(5, 6, 7)], [40, 40, 9, 9, 9, 20]
-    requests = [
-        Request(prompt, request_key(3, 0, i), limit, training=False)
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-    ]
-    expected, _ = Scheduler(engine, SLOTS).run(params, requests)
-    drafter = Follows(requests, expected)
-    worker = EngineWorker(engine, params, SLOTS, Speculator(engine, {"it": drafter}, 4, times=CheapTimes()))
-    collected = [Collected(request) for request in requests]
-    left, running, *joining, alone = collected
-
-    def join(_):
-        left.on_piece = None
-        worker.cancel([left.job])
-        worker.submit([each.job for each in joining])
-
-    left.on_piece = join
-    worker.submit([left.job, running.job])
-    worker.start()
-    try:
-        for each, completion in zip([running, *joining], expected[1:5], strict=True):
-            assert_same(each.result(), completion)
-        assert left.result()[2] == "cancelled"
-        worker.submit([alone.job])
-        assert_same(alone.result(), expected[5])
-    finally:
-        assert worker.close(drain=False, timeout=WAIT)
-    batches = [batch for batch, _ in itertools.groupby(drafter.batches)]
-    assert batches == [2, 4, 2] and drafter.started == [2, 2]
-    for each in collected[1:]:  # a response's last token comes by itself
-        assert each.job.accepted + 1 >= each.job.drafted > 1
-    assert worker.statistics.accepted > 40

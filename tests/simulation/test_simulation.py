@@ -97,7 +97,7 @@ def test_accepted_drafts_advance_by_level():
     assert Drafting(SECOND, {"d": SimulatedDrafter(0.5)}, [0, 1], below=2).way(3, "d", 0)[1] == 0
 
 
-@pytest.mark.parametrize(("acceptance", "misses"), [(0.6, 0), (0.9, 0), (0.85, 2)])
+@pytest.mark.parametrize(("acceptance", "misses"), [(0.9, 0), (0.85, 2)])
 def test_windows_of_histospec_are_those_of_its_code(acceptance, misses):
     """The stationary distribution in closed form against `AimdWindows`, with drafts accepted at random."""
     random, windows = np.random.default_rng(0), AimdWindows(4000, 2, 2, WIDEST)
@@ -112,22 +112,9 @@ def test_windows_of_histospec_are_those_of_its_code(acceptance, misses):
             tokens, drafts = tokens + 4000 + accepted.sum(), drafts + drafted.sum()
     assert aimd(acceptance, misses) == pytest.approx((tokens / 240_000, drafts / 240_000), rel=0.02)
     assert aimd(1.0) == (33.0, 32.0)
-
-
-def test_the_chosen_acceptance_is_the_published_share_of_accepted_drafts():
-    """RhymeRL's Fig. 17: 65 to 79 % of drafts, in windows that depend on it; the band and the middle."""
+    # RhymeRL's Fig. 17: 65 to 79 % of drafts, in windows that depend on it; the band and the middle.
     shares = [(tokens - 1) / drafts for tokens, drafts in map(aimd, (0.85, 0.905, 0.95))]
     assert shares == pytest.approx([0.65, 0.72, 0.79], abs=0.01)
-
-
-def test_histospec_verifies_as_many_rows_as_it_drafts():
-    drafting = Drafting(
-        RooflineCosts(1.0, 0, 0, 0), {"d": SimulatedDrafter(0.5, base=1.0)}, [1], ["aimd"], breadth=2.0
-    )
-    ((kind, widest),) = drafting._ways
-    tokens, drafts = aimd(0.5)
-    assert drafting.tokens(LEVELS // 2, (kind, widest)) == tokens
-    assert drafting.seconds(4, "d", (kind, widest), 0) == drafts + math.ceil(4 * (1 + 2 * drafts))
 
 
 def test_a_simulated_policy_has_the_matrices_of_the_policy():
@@ -147,26 +134,6 @@ def test_a_pass_takes_what_is_published_of_it():
         costs = Scenario().replaced(overrides.split()).pass_costs()
         assert 1 / costs.fixed(1) == pytest.approx(rate, rel=0.01)
     assert Scenario().replaced(["model=qwen2.5-32b", "tensor=4"]).pass_costs().fixed(1) < 0.013
-
-
-def test_what_settles_moves_less():
-    def moved(settling):
-        scenario = Scenario(mean=1000, longest=10**5, within=0, drift=0.2, settling=settling)
-        first, second, *_, sixth, last = itertools.islice(epochs(scenario, 2000), 8)
-        return [float(np.log(after / before).std()) for before, after in ((first, second), (sixth, last))]
-
-    assert moved(1.0) == pytest.approx([0.2, 0.2], rel=0.1)
-    assert moved(0.5) == pytest.approx([0.2, 0.2 * 0.5**6], rel=0.3)
-
-
-def test_withdrawn_requests_go_on_elsewhere_where_they_were():
-    one, other = SimulatedWorker("a", 4, SECOND), SimulatedWorker("b", 4, SECOND)
-    one.add([job(0, 10), job(1, 4)], 0.0)
-    (gone,) = one.remove([0], 3.0)
-    assert gone.begin == 3
-    other.add([gone], 3.0)
-    assert other.next_end() == pytest.approx(10 + other._paused - 3.0)  # after its prefill
-    assert ends_of(one) == [(1, 4)]
 
 
 def steps(*lengths):
@@ -256,18 +223,6 @@ def test_a_failed_workers_requests_are_decoded_by_the_other_one():
     assert step.tokens == 20
 
 
-def test_a_further_drafter_leaves_the_first_ones_acceptances_as_they_are():
-    """So what a race brings is not what other acceptances do."""
-
-    def levels(drafters):
-        steps = Workload(Scenario(prompts_per_step=4, drafters=drafters)).steps()
-        return [[response.levels for response in step] for step in itertools.islice(steps, 3)]
-
-    alone, both = levels("a:0.6:0.2:0"), levels("a:0.6:0.2:0,b:0.4:0.2:0")
-    assert [[(first,) for first, _ in step] for step in both] == alone
-    assert len({second for step in both for _, second in step}) > 5
-
-
 def check_every_token(scenario):
     """The ledger raises where a token is lost, and the clock where nothing happens any more."""
     steps = itertools.islice(Workload(scenario).steps(), scenario.steps)
@@ -286,7 +241,7 @@ SMALL = Scenario(
 )  # fmt: skip
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from(["on-policy", "one-off", "pipe"]),
     st.sampled_from([0, 2]),
@@ -295,11 +250,8 @@ SMALL = Scenario(
 )
 def test_every_order_decodes_every_token_once(order, balance, failures, seed):
     more = {"balance": balance, "failures_per_hour": failures, "seed": seed}
-    check_every_token(dataclasses.replace(SMALL, order=order, **more))
-
-
-def test_the_same_seed_is_the_same_simulation():
-    scenario = Scenario(workers=4, prompts_per_step=8, samples=4, steps=4, warm_up=1, failures_per_hour=20)
+    scenario = dataclasses.replace(SMALL, order=order, **more)
+    check_every_token(scenario)
     assert times(scenario.run()) == times(scenario.run())
 
 
@@ -351,8 +303,6 @@ def test_figures_of_an_outcome():
 
 BAD = """
 worker=3 -> worker=3: is not key=value; did you mean 'workers'?
-workers=many -> workers: 'many' is no int
-order=random -> order: 'random' is none of on-policy, one-off, pipe
 router=ranked -> router: a worker with long responses would be waited for
 migration=true -> migration: outliers are those of ranking groups
 race=2 -> race: copies need another drafter

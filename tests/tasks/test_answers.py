@@ -2,32 +2,25 @@
 
 import time
 
-import pytest
-
 from rljax.tasks.answers import extracted_answer, last_answer
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.epochs import EpochTask
 from rljax.tasks.rewards import text as rewards
 
+ANSWERS = {
+    r"so \boxed{12} no, \boxed{\frac{1}{2}}.": r"\frac{1}{2}",
+    "first 3, then\n#### 1,234\nbye 9": "1234",
+    "The answer is 7.": "7",
+    "It costs $1,250.50 in all.": "1250.50",
+    "from -3 to -4": "-4",
+    r"\boxed{x + 1}": "x+1",
+    r"cut off: 5 \boxed{6": "6",
+    **dict.fromkeys(("no number", "", "####", r"\boxed{}")),
+}
 
-@pytest.mark.parametrize(
-    "text, answer",
-    [
-        (r"so \boxed{12} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        ("first 3, then\n#### 1,234\nbye 9", "1234"),
-        ("The answer is 7.", "7"),
-        ("It costs $1,250.50 in all.", "1250.50"),
-        ("from -3 to -4", "-4"),
-        (r"\boxed{x + 1}", "x+1"),
-        (r"cut off: 5 \boxed{6", "6"),
-        ("no number", None),
-        ("", None),
-        ("####", None),
-        (r"\boxed{}", None),
-    ],
-)
-def test_last_answer(text, answer):
-    assert last_answer(text) == answer
+
+def test_last_answer():
+    assert {text: last_answer(text) for text in ANSWERS} == ANSWERS
 
 
 def test_the_task_knows_best():
@@ -48,8 +41,8 @@ def test_equal_numbers_are_one_vote():
     assert rewards.exact().vote(" Yes ") == "Yes" and rewards.exact(ignore_case=True).vote(" Yes ") == "yes"
 
 
-@pytest.mark.parametrize("text", ["1" * 10**6, "1," * 10**6, r"\boxed{" * 10**5, "-" * 10**6, "1." * 10**6])
-def test_long_texts_take_no_longer_than_they_are(text):
-    start = time.process_time()
-    last_answer(text)
-    assert time.process_time() - start < 2.0
+def test_long_texts_take_no_longer_than_they_are():
+    for text in ("1" * 10**5, "1," * 10**5, r"\boxed{" * 10**4, "-" * 10**5, "1." * 10**5):
+        start = time.process_time()
+        last_answer(text)
+        assert time.process_time() - start < 0.5

@@ -3,8 +3,6 @@
 import itertools
 import re
 import string
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -46,23 +44,13 @@ def test_a_known_problem_never_changes():
 
 
 def test_problems_depend_on_seed_split_and_index_alone():
-    task = ChainArithmetic(seed=1)
-    forwards = [task.problem("train", i) for i in range(50)]
-    again = ChainArithmetic(seed=1)
-    backwards = [again.problem("train", i) for i in reversed(range(50))]
-    assert forwards == backwards[::-1]
-    prompts = {prompt_of(task.problem(split, i)) for split in SPLITS for i in range(50)}
-    prompts |= {prompt_of(ChainArithmetic(seed=2).problem("train", i)) for i in range(50)}
-    assert len(prompts) > 150  # short chains may repeat by chance
-
-
-def test_problems_are_the_same_in_another_process():
-    """Python salts `hash` in each process; the data must not depend on it."""
-    code = (
-        "from rljax.tasks.chain_arithmetic import ChainArithmetic as C; print(C(seed=5).problem('train', 11))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str(ChainArithmetic(seed=5).problem("train", 11))
+    one, again, other = (ChainArithmetic(seed) for seed in (1, 1, 2))
+    forwards = [one.problem("train", i) for i in range(50)]
+    assert forwards == [again.problem("train", i) for i in reversed(range(50))][::-1]
+    prompts = {
+        prompt_of(task.problem(split, i)) for task in (one, other) for split in SPLITS for i in range(50)
+    }
+    assert len(prompts) > 225  # short chains may repeat by chance
 
 
 def test_heldout_is_disjoint_from_the_other_splits_over_seeds():
@@ -78,7 +66,7 @@ def test_heldout_is_disjoint_from_the_other_splits_over_seeds():
     assert all(is_heldout(prompt) for prompt in prompts["heldout"])
 
 
-@pytest.mark.parametrize("max_number", [1, 9, 99])
+@pytest.mark.parametrize("max_number", [1, 99])
 def test_solutions_are_right_step_by_step(max_number):
     task = ChainArithmetic(seed=0, max_number=max_number)
     for split in ("train", "heldout"):
@@ -169,56 +157,48 @@ def test_demonstrations_check_themselves_as_often_as_stated_and_others_never():
 def test_no_rechecks_leave_the_demonstrations_as_they_were():
     plain, checked = ChainArithmetic(seed=4), ChainArithmetic(seed=4, rechecks=0.7)
     for index in range(50):
-        solution = checked.problem("warm_start", index).solution
-        first = solution.partition("#")[0].split("?")[0]
-        assert plain.problem("warm_start", index).solution.partition("#")[0] == first
+        ours, theirs = (task.problem("warm_start", index).solution for task in (plain, checked))
+        assert ours.partition("#")[0] == theirs.partition("#")[0].split("?")[0]
     assert plain.problem("train", 3) == checked.problem("train", 3)
 
 
 PROBLEM = Problem(id="x", messages=({"role": "user", "content": "05a4="},), answer="09", difficulty=2)
 
 
-@pytest.mark.parametrize(
-    ("response", "correct", "well_formed"),
-    [
-        ("a4+05=09#09", 1, 1),
-        ("a4+05=09#09\n", 1, 1),
-        ("#09", 1, 1),  # steps are not judged, the answer is
-        ("09#9", 1, 0),
-        ("so it is #09", 1, 0),
-        ("a4+05=10?a4+05=09#09", 1, 1),
-        ("08#08", 0, 1),
-        ("09", 0, 0),
-        ("", 0, 0),
-        ("#", 0, 0),
-        ("09#09#", 0, 0),
-        ("#09#08", 0, 0),  # no second guess
-        ("#08#09", 1, 0),
-        ("#09b", 0, 0),
-        ("#109", 0, 0),
-        ("#-9", 0, 0),
-        ("#٠٩", 0, 0),  # digits of another script
-        ("#0x9", 0, 0),
-        ("#09 or #10", 0, 0),
-        ("\ud800#09", 1, 0),  # half a surrogate pair, as undecodable bytes may leave
-    ],
-)
-def test_reward(response, correct, well_formed):
-    parts = ChainArithmetic(seed=0, format_weight=0.25).reward(PROBLEM, response)
-    assert parts == {"reward": 0.75 * correct + 0.25 * well_formed, "correct": correct, "format": well_formed}
-    assert all(isinstance(part, float) for part in parts.values())
+JUDGED = {  # response: (correct, well formed)
+    "a4+05=09#09": (1, 1),
+    "a4+05=09#09\n": (1, 1),
+    "#09": (1, 1),  # steps are not judged, the answer is
+    "09#9": (1, 0),
+    "so it is #09": (1, 0),
+    "a4+05=10?a4+05=09#09": (1, 1),
+    "08#08": (0, 1),
+    "#09#08": (0, 0),  # no second guess
+    "#08#09": (1, 0),
+    "#٠٩": (0, 0),  # digits of another script
+    "\ud800#09": (1, 0),  # half a surrogate pair, as undecodable bytes may leave
+    **dict.fromkeys(("09", "", "#", "09#09#", "#09b", "#109", "#-9", "#0x9", "#09 or #10"), (0, 0)),
+}
 
 
-@pytest.mark.parametrize("piece", ["#", "1", "#1", "1=", "#09", " ", "9" * 50 + "#", "\n", "é", "(((", "+-"])
-def test_a_megabyte_of_garbage_is_judged_without_blowing_up(piece):
+def test_reward():
+    task = ChainArithmetic(seed=0, format_weight=0.25)
+    for response, (correct, well_formed) in JUDGED.items():
+        parts = task.reward(PROBLEM, response)
+        reward = 0.75 * correct + 0.25 * well_formed
+        assert parts == {"reward": reward, "correct": correct, "format": well_formed}, response
+        assert all(isinstance(part, float) for part in parts.values())
+
+
+def test_a_megabyte_of_garbage_is_judged_without_blowing_up():
     """Linear matching takes milliseconds here; quadratic matching, the usual mishap, takes hours."""
     task = ChainArithmetic(seed=0)
-    parts = task.reward(PROBLEM, piece * (1_000_000 // len(piece)))
-    assert parts["correct"] == float(piece == "#09")
-    assert parts["format"] == 0.0
+    for piece in ("#", "1", "#1", "1=", "#09", " ", "9" * 50 + "#", "\n", "é", "(((", "+-"):
+        parts = task.reward(PROBLEM, piece * (1_000_000 // len(piece)))
+        assert (parts["correct"], parts["format"]) == (float(piece == "#09"), 0.0)
 
 
-@pytest.mark.parametrize(("split", "index"), [("test", 0), ("", 0), (None, 0), ("train", -1)])
-def test_an_unknown_split_and_a_negative_index_are_refused(split, index):
-    with pytest.raises(ValueError, match="index" if index < 0 else "split"):
-        ChainArithmetic(seed=0).problem(split, index)
+def test_an_unknown_split_and_a_negative_index_are_refused():
+    for split, index in (("test", 0), ("", 0), (None, 0), ("train", -1)):
+        with pytest.raises(ValueError, match="index" if index < 0 else "split"):
+            ChainArithmetic(seed=0).problem(split, index)

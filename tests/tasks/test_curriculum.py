@@ -5,7 +5,7 @@ import pytest
 from rljax.errors import ConfigError
 from rljax.rollout.prompts import Prompts
 from rljax.tasks.base import Problem
-from rljax.tasks.curriculum import RULES, Curriculum
+from rljax.tasks.curriculum import Curriculum
 from tests.training.tiny_run import train
 
 
@@ -53,12 +53,6 @@ def test_a_pass_rate_remembers_its_last_visits():
         metrics = curriculum.learn([(problem(0), share)])
     assert curriculum.state() == {"train/0": [8, pytest.approx(1 - 0.75**4)]}
     assert metrics == {"curriculum/known": 1, "curriculum/pass_rate": pytest.approx(1 - 0.75**4)}
-
-
-def test_the_rules_are_probabilities():
-    for rule in RULES.values():
-        assert all(0 <= rule(rate / 10) <= 1 for rate in range(11))
-    assert RULES["uncertain"](0.5) == 1.0
 
 
 _RUN = (

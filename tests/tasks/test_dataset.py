@@ -13,12 +13,7 @@ from rljax.tasks.dataset import Dataset
 from tests.configs import table
 
 ROWS = [
-    {
-        "question": f"What is {i} plus {i}?",
-        "answer": f"Easy. #### {2 * i}",
-        "level": f"Level {i % 5}",
-        "id": i,
-    }
+    {"question": f"What is {i} plus {i}?", "answer": f"So #### {2 * i}", "level": f"Level {i % 5}", "id": i}
     for i in range(40)
 ]
 COLUMNS = {"prompt": "question", "answer_marker": "####", "difficulty": "level"}
@@ -51,7 +46,7 @@ def test_a_row_becomes_a_problem(path):
         {"role": "user", "content": "Q: What is 7 plus 7?\nA:"},
     )
     assert (problem.id, problem.answer, problem.difficulty) == ("sums.jsonl:8", "14", 2)
-    assert problem.solution == "Easy. #### 14" and problem.data == ROWS[7]
+    assert problem.solution == "So #### 14" and problem.data == ROWS[7]
 
 
 def test_prompts_may_be_conversations(tmp_path):
@@ -65,15 +60,12 @@ def test_prompts_may_be_conversations(tmp_path):
     assert problem.answer == "4"
 
 
-@pytest.mark.parametrize(
-    ("stored", "answer"),
-    [("31.0", "31"), ("-2.0", "-2"), ("0.5", "0.5"), ("1e16", "1e+16"), ('"31.0"', "31.0"), ("31", "31")],
-)
-def test_a_column_of_floats_holds_whole_numbers(tmp_path, stored, answer):
-    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "Hi", "answer": {stored}}}\n')
+def test_a_column_of_floats_holds_whole_numbers(tmp_path):
     heldout = write(tmp_path / "b.jsonl", [{"prompt": "1+1?", "answer": 2}])
-    task = Dataset(0, str(tmp_path / "a.jsonl"), heldout)
-    assert task.problem("train", 0).answer == answer
+    numbers = {"31.0": "31", "-2.0": "-2", "0.5": "0.5", "1e16": "1e+16", '"31.0"': "31.0", "31": "31"}
+    for stored, answer in numbers.items():
+        (tmp_path / "a.jsonl").write_text(f'{{"prompt": "Hi", "answer": {stored}}}\n')
+        assert Dataset(0, str(tmp_path / "a.jsonl"), heldout).problem("train", 0).answer == answer
 
 
 def test_splits_are_disjoint_by_the_prompt_and_cover_the_file(path):
@@ -96,12 +88,8 @@ def test_every_epoch_has_its_own_order_of_all_problems(path):
     again = Dataset(3, path, **COLUMNS)
     assert [again.problem("train", 2 * size + i).id for i in reversed(range(size))] == epochs[2][::-1]
     assert [Dataset(4, path, **COLUMNS).problem("train", i).id for i in range(size)] != epochs[0]
-
-
-def test_held_out_problems_keep_their_order(path):
-    task = Dataset(0, path, **COLUMNS)
-    size = sum(is_heldout(row["question"]) for row in ROWS)
-    assert first(task, "heldout", size) * 2 == first(task, "heldout", 2 * size)
+    held = 40 - size  # and held-out problems keep theirs
+    assert first(task, "heldout", held) * 2 == first(task, "heldout", 2 * held)
 
 
 def test_a_file_of_its_own_is_held_out_and_never_trained_on(tmp_path, path):
@@ -175,13 +163,10 @@ BAD_LINES = r"""
 {"prompt": null, "answer": 1} -> bad.jsonl:2: 'prompt' is null
 {"prompt": "  ", "answer": 1} -> bad.jsonl:2: the prompt is empty
 {"prompt": [], "answer": 1} -> bad.jsonl:2: the prompt should be text
-{"prompt": ["x"], "answer": 1} -> bad.jsonl:2: a message should have a role
 {"prompt": [{"role": "boss", "content": "x"}], "answer": 1} -> bad.jsonl:2: -> 'boss'
 {"prompt": [{"role": "assistant", "content": "x"}], "answer": 1} -> :2: the last message should be the user's
 {"prompt": "x", "answer": {"value": 1}} -> bad.jsonl:2: the answer should be text
 {"prompt": "x", "answer": NaN} -> bad.jsonl:2: the answer is nan, which is no number
-{"prompt": "x", "answer": Infinity} -> bad.jsonl:2: the answer is inf
-{"prompt": "x", "answer": null} -> bad.jsonl:2: 'answer' is null
 """
 LINES = [
     *((GOOD + line, {}, *says) for line, *says in table(BAD_LINES)),
@@ -215,13 +200,10 @@ ARGUMENTS = """
 {path: a.jsonl, hub: b} -> task.args.path: give
 {path: missing.jsonl} -> task.args.path: there is no file missing.jsonl
 {path: data.csv} -> task.args.path: data.csv should end in .jsonl
-{path: 3} -> task.args.path: should be text
 {path: a.jsonl, subset: main} -> task.args.subset: belongs to task.args.hub
 {path: a.jsonl, template: no place} -> task.args.template: should hold {prompt}
-{path: a.jsonl, prompt: null} -> task.args.prompt: should be
 {path: a.jsonl, difficulties: [1, 2]} -> task.args.difficulties: needs task.args.difficulty
 {path: a.jsonl, difficulty: x, difficulties: [2, 1]} -> task.args.difficulties: should be
-{path: a.jsonl, longest_prompt: 0} -> task.args.longest_prompt: should be
 {path: SUMS, heldout_path: none.jsonl} -> task.args.heldout_path: there is no file none.jsonl
 {path: BROKEN} -> is not a readable Parquet file
 """

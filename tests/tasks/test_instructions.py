@@ -36,26 +36,27 @@ def test_a_rule_is_kept_or_broken(name):
         assert task.reward(problem(name), text) == PASSED | {"reward": 0.0, "rules": 0.0}, text
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Fast runs the river!", {}),
-        ("Fast runs the river.", {"reward": 0.0, "rules": 0.5}),
-        ("The river!", {"reward": 0.0, "length": 0.0}),
-        ("Nobody ever saw how very fast runs the river!", {"reward": 0.0, "length": 0.0}),
-        ("Don't: well-kept river!", {}),  # three words
-        ("River and river and the and!", {}),  # short words may come back
-        ("River, river, my river!", {"reward": 0.0, "varied": 0.0}),
-        ("Fast runs all water!", {"reward": 0.0, "about": 0.0, "rules": 0.5}),
-        ("Three words on the river!", {"reward": 0.0, "about": 0.0}),
-        ("", {"reward": 0.0, "length": 0.0, "about": 0.0, "rules": 0.0}),
-        ("...!", {"reward": 0.0, "length": 0.0, "about": 0.0, "rules": 0.0}),
-    ],
-)
-def test_a_reward_needs_every_rule_and_the_number_of_words(text, expected):
+SHORT = {"reward": 0.0, "length": 0.0}
+NOTHING = SHORT | {"about": 0.0, "rules": 0.0}
+JUDGED = {
+    "Fast runs the river!": {},
+    "Fast runs the river.": {"reward": 0.0, "rules": 0.5},
+    "The river!": SHORT,
+    "Nobody ever saw how very fast runs the river!": SHORT,
+    "Don't: well-kept river!": {},  # three words
+    "River and river and the and!": {},  # short words may come back
+    "River, river, my river!": {"reward": 0.0, "varied": 0.0},
+    "Fast runs all water!": {"reward": 0.0, "about": 0.0, "rules": 0.5},
+    "Three words on the river!": {"reward": 0.0, "about": 0.0},
+    "": NOTHING,
+    "...!": NOTHING,
+}
+
+
+def test_a_reward_needs_every_rule_and_the_number_of_words():
     task = Instructions(0, ["end", "exclamation"], 2)
-    judged = task.reward(problem("include", "exclamation"), text)
-    assert judged == PASSED | expected
+    for text, expected in JUDGED.items():
+        assert task.reward(problem("include", "exclamation"), text) == PASSED | expected, text
 
 
 def test_problems_are_what_they_say():
@@ -84,10 +85,8 @@ def test_problems_are_what_they_say():
     ("args", "error"),
     [
         ({"rules": ["ends"]}, "task.args.rules: unknown rule 'ends'; did you mean 'end'"),
-        ({"rules": []}, "task.args.rules: should be a list of names"),
         ({"rules": "end"}, "task.args.rules: should be a list of names"),
         ({"max_rules": 4}, "task.args.max_rules: must be an integer from 1 to 3"),
-        ({"rules": ["capitals", "lowercase"], "max_rules": 2}, "must be an integer from 1 to 1"),
     ],
 )
 def test_arguments_that_do_not_fit(args, error):

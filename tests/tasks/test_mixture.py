@@ -50,6 +50,8 @@ def test_a_problem_is_a_function_of_its_position():
     assert labels(mixture(EASY, HARD, seed=1), range(100)) != labels(once, range(100))
     with pytest.raises(ValueError):
         once.problem("train", -1)
+    held = [once.problem("heldout", i).id for i in range(4)]  # every evaluation asks the same
+    assert held == ["easy/heldout/0", "hard/heldout/0", "easy/heldout/1", "hard/heldout/1"]
 
 
 def test_a_schedule_moves_from_one_task_to_the_other():
@@ -61,18 +63,8 @@ def test_a_schedule_moves_from_one_task_to_the_other():
     assert set(order[:200]) == {"easy"} and set(order[1200:]) == {"hard"}
     middle = order[600:800].count("hard")
     assert abs(middle - 100) < 5 * 50**0.5
-
-
-def test_weights_between_the_positions_of_a_schedule():
     config = MixtureConfig(name="x", schedule=[[10, 1], [20, 3], [30, 0]])
     assert [config.weight_at(i) for i in (0, 10, 15, 20, 25, 30, 99)] == [1, 1, 2, 3, 1.5, 0, 0]
-    assert MixtureConfig(name="x", weight=2).weight_at(7) == 2
-
-
-def test_every_evaluation_asks_the_same():
-    task = mixture(EASY, HARD)
-    held = [task.problem("heldout", i).id for i in range(4)]
-    assert held == ["easy/heldout/0", "hard/heldout/0", "easy/heldout/1", "hard/heldout/1"]
 
 
 def test_each_problem_is_judged_by_its_own_task():
@@ -94,15 +86,6 @@ def test_each_problem_is_judged_by_its_own_task():
         "task": 1.0, **{f"task/{name}": value for name, value in own.items()},
     }  # fmt: skip
     assert task.problem("train", 3) == configured_task(section, 0).problem("train", 3)
-
-
-def test_problems_that_come_back():
-    section = {"name": "mixture", "problems": 3, "mixture": [{"name": "chain_arithmetic"}]}
-    task = configured_task(TaskConfig.model_validate(section), 0)
-    assert task.problem("train", 4) == task.problem("train", 1)
-    problem = task.problem("train", 1)
-    assert task.reward(problem, problem.solution)["correct"] == 1.0
-    assert task.rewards([(problem, problem.solution)])[0]["correct"] == 1.0
 
 
 MISTAKES = """

@@ -1,7 +1,5 @@
 """The trained tokenizer: what its ids mean, and that `transformers` reads the directory alike."""
 
-import json
-
 import pytest
 from tokenizers import Tokenizer
 
@@ -40,12 +38,10 @@ def encode(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("text", SAMPLES)
-def test_round_trip(tokenizer, text):
-    assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=False) == text
-
-
-def test_every_character_of_the_task_is_a_token_of_its_own(tokenizer):
+def test_texts_come_back_and_every_character_of_the_task_is_a_token_of_its_own(tokenizer):
+    for text in SAMPLES:
+        assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=False) == text
+    assert tokenizer.decode(encode(tokenizer, "<|im_start|>53#53<|im_end|><|endoftext|>")) == "53#53"
     for text in task_texts():
         assert len(encode(tokenizer, text)) == len(text)
 
@@ -66,12 +62,8 @@ def test_the_roles_are_merged_when_the_texts_would_fill_the_vocabulary(tmp_path)
     tokenizer = train_tokenizer(words, 320, tmp_path)
     assert tokenizer.get_vocab_size() == 320
     assert tokenizer.encode("user\n").tokens == ["userĊ"]
-
-
-def test_special_tokens_vanish_when_skipped(tokenizer):
-    ids = encode(tokenizer, "<|im_start|>53#53<|im_end|><|endoftext|>")
-    assert len(ids) == 8
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "53#53"
+    with pytest.raises(ConfigError, match="vocab_size: must be at least 259"):
+        train_tokenizer(["1"], 258, tmp_path)
 
 
 def test_the_vocabulary_is_small_and_training_repeats_exactly(tokenizer, directory, tmp_path):
@@ -82,31 +74,15 @@ def test_the_vocabulary_is_small_and_training_repeats_exactly(tokenizer, directo
         assert (tmp_path / name).read_bytes() == (directory / name).read_bytes()
 
 
-def test_a_vocabulary_too_small_for_the_bytes_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="vocab_size: must be at least 259"):
-        train_tokenizer(["1"], 258, tmp_path)
-
-
-def test_settings_name_the_special_tokens(directory, tokenizer):
-    settings = json.loads((directory / "tokenizer_config.json").read_text())
-    assert (settings["eos_token"], settings["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
-    assert tokenizer.token_to_id(settings["eos_token"]) != tokenizer.token_to_id(settings["pad_token"])
-
-
 def test_transformers_loads_it_and_agrees(directory, tokenizer):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert (theirs.eos_token, theirs.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert len(theirs) == tokenizer.get_vocab_size()
+    assert len(theirs) == tokenizer.get_vocab_size() and theirs.eos_token_id != theirs.pad_token_id
     for text in [*SAMPLES, *task_texts()[:100]]:
         ids = encode(tokenizer, text)
         assert theirs(text)["input_ids"] == ids
         assert theirs.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def test_transformers_renders_the_chat_template(directory):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
     messages = [{"role": "system", "content": "Work it out."}, {"role": "user", "content": "12+3="}]
     head = "<|im_start|>system\nWork it out.<|im_end|>\n<|im_start|>user\n12+3=<|im_end|>\n"
     assert theirs.apply_chat_template(messages, tokenize=False) == head

@@ -21,13 +21,11 @@ def results_of(solution: str) -> list[int]:
     return [int(result) for result in re.findall(r"(?:=| is | makes )([0-9]{2})(?=[;,.])", solution)]
 
 
-def test_is_a_task_by_name():
-    assert isinstance(make_task("worded_arithmetic", 0), Task)
-
-
 def test_a_known_problem_never_changes():
     """Resume depends on these literals: a change here changes the data of every run."""
-    problem = WordedArithmetic(seed=0).problem("warm_start", 2)
+    task = make_task("worded_arithmetic", 0)
+    assert isinstance(task, Task)
+    problem = task.problem("warm_start", 2)
     assert problem.messages[0]["content"] == "19a4="
     assert problem.solution == " a4 to 19 is 23; #23"
 

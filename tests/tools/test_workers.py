@@ -15,19 +15,15 @@ class Tool:
     """Does what it is told to."""
 
     def __init__(self):
-        self.release = threading.Event()
-        self.running = self.most = 0
-        self.lock = threading.Lock()
+        self.release, self.running, self.most = threading.Event(), [], 0
 
     def call(self, text):
-        with self.lock:
-            self.running += 1
-            self.most = max(self.most, self.running)
+        self.running.append(text)
+        self.most = max(self.most, len(self.running))
         try:
             return self.act(text)
         finally:
-            with self.lock:
-                self.running -= 1
+            self.running.remove(text)
 
     def act(self, text):
         if text == "hang":
@@ -71,8 +67,7 @@ def test_every_call_is_answered_under_its_key_in_any_order(tool):
     answers = answers_of(pool, len(texts))
     assert [answers[key].text for key in range(len(texts))] == [text.upper() for text in texts]
     assert not any(answer.failed for answer in answers.values())
-    assert answers[0].seconds >= 0.08
-    assert 1 <= tool.most <= 3
+    assert answers[0].seconds >= 0.08 and tool.most <= 3
     assert not pool.pending
 
 
@@ -86,11 +81,7 @@ def test_what_a_tool_raises_is_one_line(tool):
     assert answers[2].text == "error: SystemExit: 3"
     assert answers[3].text == "error: TypeError: tool answered with int, not with text"
     assert all(answer.failed for answer in answers.values())
-
-
-def test_what_is_wrong_with_the_machine_is_not_for_the_policy(tool):
-    pool = ToolWorkers(2, 10.0)
-    pool.submit(0, "tool", tool, "machine")
+    pool.submit(0, "tool", tool, "machine")  # what is wrong with it is not for the policy
     with pytest.raises(UserError, match="no process left"):
         answers_of(pool, 1)
 
@@ -110,19 +101,14 @@ def test_a_call_that_hangs_is_given_up_and_the_next_ones_work(tool):
     assert [answer.text for answer in answers_of(pool, 1).values()] == ["C"]
 
 
-def test_nobody_waits_longer_than_asked(tool):
+def test_nobody_waits_longer_than_asked_and_what_was_forgotten_is_not_answered(tool):
     pool = ToolWorkers(1, 60.0)
-    pool.submit(0, "tool", tool, "hang")
+    for key, text in enumerate(["hang", "a"]):
+        pool.submit(key, "tool", tool, text)
     start = time.monotonic()
     assert pool.answers(0.05) == [] and pool.answers(0.0) == []
     assert 0.05 <= time.monotonic() - start < 2.0
     assert pool.pending
-
-
-def test_what_was_forgotten_is_not_answered(tool):
-    pool = ToolWorkers(1, 60.0)
-    for key, text in enumerate(["hang", "a"]):
-        pool.submit(key, "tool", tool, text)
     pool.forget()
     assert not pool.pending
     tool.release.set()

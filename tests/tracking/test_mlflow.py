@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib.util import find_spec
 
 import pytest
 
@@ -9,7 +10,8 @@ from rljax.run_directory import RunDirectory
 from rljax.tracking import Trackers
 from tests.test_run_directory import make_config
 
-pytest.importorskip("mlflow", reason="the mlflow extra is not installed")
+# Importing it takes a second.
+pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="the mlflow extra is not installed")
 
 
 def session(path, store, *lines):

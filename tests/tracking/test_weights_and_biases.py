@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -11,7 +12,7 @@ from rljax.run_directory import RunDirectory
 from rljax.tracking import Trackers
 from tests.test_run_directory import make_config
 
-wandb = pytest.importorskip("wandb", reason="the wandb extra is not installed")
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="the wandb extra is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -24,107 +24,42 @@ class ResultTokens(abc.ABC):
     log_prob: Any = struct.field(default=None)
 
 
-class Engine(abc.ABC):
-    """`engine_api.Engine`."""
-
-    @abc.abstractmethod
-    def prefill(
-        self, *, params, existing_prefix=None, padded_tokens, true_length, sampler=None, request_id=None
-    ) -> tuple[Any, ResultTokens]: ...
-
-    @abc.abstractmethod
-    def prefill_multisampling(
-        self,
-        *,
-        params,
-        existing_prefix=None,
-        padded_tokens,
-        true_length,
-        sampler=None,
-        rng=None,
-        num_samples=1,
-    ) -> tuple[Any, ResultTokens]: ...
-
-    @abc.abstractmethod
-    def generate(self, params, decode_state, sampler=None) -> tuple[Any, ResultTokens]: ...
-
-    @abc.abstractmethod
-    def insert(self, prefix, decode_state, slot, request_id=None): ...
-
-    @abc.abstractmethod
-    def bulk_insert(self, prefix, decode_state, slots): ...
-
-    def free_resource(self, slot):
-        return None
-
-    @abc.abstractmethod
-    def load_params(self, *args, **kwargs): ...
-
-    @abc.abstractmethod
-    def get_prefix_destination_sharding(self): ...
-
-    @abc.abstractmethod
-    def get_tokenizer(self): ...
-
-    def build_tokenizer(self, metadata):
-        raise NotImplementedError
-
-    @abc.abstractmethod
-    def init_decode_state(self, *args, **kwargs): ...
-
-    @property
-    @abc.abstractmethod
-    def max_concurrent_decodes(self): ...
-
-    @property
-    @abc.abstractmethod
-    def samples_per_slot(self): ...
-
-    @property
-    @abc.abstractmethod
-    def max_prefill_length(self): ...
-
-    @property
-    @abc.abstractmethod
-    def mesh(self): ...
-
-    @property
-    @abc.abstractmethod
-    def colocated_cpus(self): ...
-
-    @property
-    @abc.abstractmethod
-    def use_chunked_prefill(self): ...
-
-    @property
-    @abc.abstractmethod
-    def prefill_chunk_size(self): ...
+def demanding(name: str, methods: str, properties: str, **others: Any) -> type:
+    """An abstract class; a method is written as the name and its arguments behind self."""
+    members = dict(others)
+    for line in methods.strip().splitlines():
+        method, _, arguments = line.partition(":")
+        members[method] = abc.abstractmethod(eval(f"lambda self, {arguments}: None"))
+    for each in properties.split():
+        members[each] = property(abc.abstractmethod(lambda self: None))
+    return abc.ABCMeta(name, (), members)
 
 
-class Tokenizer(abc.ABC):
-    """`tokenizer_api.Tokenizer`."""
-
-    @abc.abstractmethod
-    def encode(self, s, **kwargs): ...
-
-    @abc.abstractmethod
-    def decode(self, token_ids, **kwargs): ...
-
-    @property
-    @abc.abstractmethod
-    def pad_id(self): ...
-
-    @property
-    @abc.abstractmethod
-    def eos_id(self): ...
-
-    @property
-    @abc.abstractmethod
-    def bos_id(self): ...
-
-    @property
-    def stop_tokens(self):
-        return {self.eos_id, self.pad_id}
+Engine = demanding(
+    "Engine",
+    """
+prefill: *, params, existing_prefix=None, padded_tokens, true_length, sampler=None, request_id=None
+prefill_multisampling: *, params, existing_prefix=None, padded_tokens, true_length, sampler=None, rng=None, \
+num_samples=1
+generate: params, decode_state, sampler=None
+insert: prefix, decode_state, slot, request_id=None
+bulk_insert: prefix, decode_state, slots
+load_params: *args, **kwargs
+get_prefix_destination_sharding:
+get_tokenizer:
+init_decode_state: *args, **kwargs
+""",
+    """max_concurrent_decodes samples_per_slot max_prefill_length mesh colocated_cpus use_chunked_prefill
+    prefill_chunk_size""",
+    free_resource=lambda self, slot: None,
+    build_tokenizer=lambda self, metadata: None,
+)
+Tokenizer = demanding(
+    "Tokenizer",
+    "encode: s, **kwargs\ndecode: token_ids, **kwargs",
+    "pad_id eos_id bos_id",
+    stop_tokens=property(lambda self: {self.eos_id, self.pad_id}),
+)
 
 
 @dataclasses.dataclass

@@ -170,28 +170,24 @@ def test_requests_without_an_identity_get_one_each(engine, params, slots):
     assert keys == [[request_key(7, 3, 0, i, 0).tolist()] for i in range(3)]
 
 
-def test_what_the_contract_offers_and_the_engine_does_not(params, engine, slots):
+def test_what_the_contract_offers_and_what_of_it_the_engine_does_not(params, engine, slots):
     prompt = {"params": params, "padded_tokens": padded((8,)), "true_length": 1}
-    with pytest.raises(ValueError, match="sampler"):
-        slots.prefill(**prompt, sampler=lambda logits: logits)
-    with pytest.raises(ValueError, match="sampler"):
-        slots.generate(params, slots.init_decode_state(), sampler=lambda logits: logits)
-    with pytest.raises(ValueError, match="existing_prefix"):
-        slots.prefill(**prompt, existing_prefix=object())
-    with pytest.raises(ValueError, match="true_length"):
-        slots.prefill(params=params, padded_tokens=np.zeros(80, np.int32), true_length=80)
-    with pytest.raises(ValueError, match="num_samples"):
-        slots.prefill_multisampling(**prompt, num_samples=5)
+    many = {"params": params, "padded_tokens": np.zeros(80, np.int32), "true_length": 80}
+    for says, call, arguments in (
+        ("sampler", slots.prefill, prompt | {"sampler": print}),
+        ("sampler", slots.generate, {"params": params, "decode_state": None, "sampler": print}),
+        ("existing_prefix", slots.prefill, prompt | {"existing_prefix": object()}),
+        ("true_length", slots.prefill, many),
+        ("num_samples", slots.prefill_multisampling, prompt | {"num_samples": 5}),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call(**arguments)
     prefix, _ = slots.prefill(**prompt)
     with pytest.raises(ValueError, match="slots"):
         slots.bulk_insert(prefix, slots.init_decode_state(), [0, 1])
     with pytest.raises(ValueError, match="max_prompt_length"):
         SlotEngine(engine, 4, LONGEST)
-
-
-def test_what_an_orchestrator_asks(slots):
-    assert slots.max_concurrent_decodes == 4 and slots.samples_per_slot == 1
+    assert slots.max_concurrent_decodes == 4 and slots.samples_per_slot == 1 and slots.mesh.size == 1
     assert slots.max_prefill_length == 64 and slots.colocated_cpus is None
-    assert slots.mesh.size == 1
     leaves = jax.device_put({"x": np.zeros(3)}, slots.get_prefix_destination_sharding())
     assert leaves["x"].shape == (3,)
