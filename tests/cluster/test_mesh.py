@@ -19,7 +19,7 @@ def interfere(fabric):
 
 directory = types.SimpleNamespace(mktemp=lambda name: pathlib.Path(sys.argv[1]))
 with lucky_world(directory) as world, pytest.MonkeyPatch.context() as patch:
-    mesh = ("cluster.mesh.data=2", "engine.row_invariant=warn", "cluster.numerics=warn")
+    mesh = ("cluster.mesh.data=2", "engine.row_invariant=warn", "cluster.numerics=warn", "warm_start=null")
     one, _ = local_run(world, "one", patch, *mesh, "cluster.workers=1")
     two, _ = local_run(world, "two", patch, *mesh, interfere=interfere)
 # Devices that share cores compute other last bits of logprobs from run to run, and so other updates.

@@ -72,14 +72,6 @@ def test_the_first_idle_worker_leads_once_enough_are_idle_and_the_others_prepare
     assert (counts.sessions, counts.joined, counts.seconds) == (1, len(prepare.samples), 0.5)
 
 
-def test_a_leader_alone_prepares_for_itself():
-    coordinator, work = trained_by(2)
-    lead, prepare = ends(coordinator, work, "worker-0")
-    assert (lead.worker, prepare.worker) == ("worker-0", "worker-0")
-    assert [type(each) for each in spot(coordinator, Prepared("worker-0", 1, None))] == [Prepare]
-    assert coordinator.idle_work.counts.joined == 0
-
-
 def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came_last():
     coordinator, work = trained_by(2, tokens=40)
     ends(coordinator, work, "worker-0")
