@@ -228,8 +228,3 @@ def test_a_reward_that_raises_is_one_line_and_costs_no_step(plain, tmp_path, mon
         train(tmp_path, LEARNS, "checkpoint.every=0")
     monkeypatch.undo()
     assert _numbers(train(tmp_path, LEARNS, "checkpoint.every=0")) == _numbers(lines)
-
-
-def test_a_prompt_that_is_too_long_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"rollout\.max_prompt_length: 4"):
-        train(tmp_path, "rollout.max_prompt_length=4", "rollout.long_prompts=stop")
