@@ -12,7 +12,7 @@ from rljax.cluster.blueprint import check_moves, check_shared
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
 from tests.cluster.same_run import differences
-from tests.cluster.turns import in_the_middle, local_run
+from tests.cluster.turns import local_run, losing
 
 # Few programs: drafters on the device have some for every shape.
 FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
@@ -38,15 +38,8 @@ def test_a_head_and_a_drafter_of_the_user(world, alone, monkeypatch, drafts_alwa
     """With a worker that is lost in mid-rollout: the heads of those that are left are the driver's. The
     policy's own quantized weights are in test_local_run.py, small models in tests/papers.
     """
-    workers, lost = {}, []
-
-    def interfere(fabric):
-        workers.update(fabric.workers)
-        for name, worker in list(fabric.workers.items()):
-            if not lost and worker._rollout > 1 and in_the_middle(worker):
-                lost.append(name)
-                fabric.kill(name)
-
+    workers, lost = {}, {}
+    interfere = losing(lost, 1, lambda fabric: workers.update(fabric.workers))
     drafters = (
         "speculation.drafter=eagle",
         f"speculation.args={HEAD}",

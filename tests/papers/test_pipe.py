@@ -44,18 +44,13 @@ def linear(length, workers):
 def test_two_tiers_of_a_case_by_hand():
     """Lengths 10, 20, 40, 80 on 8 workers, tau = l / k, training takes 10. So t0 = 10, and targets are 10,
     10 + d, 10 + 2 d, 10 + 3 d. From d = 50 / 9 on, 80 / 3 is in time, and 1 + 2 + 2 + 3 workers are enough;
-    below, the last group needs 4 of them.
+    below, the last group needs 4 of them. The shortest group is not given all that it can use: as printed,
+    t0 = tau(l_0, MAX), without training it would get 5 workers, and the last group take 80 seconds.
     """
     lengths = [10.0, 20.0, 40.0, 80.0]
-    assert workers_of_groups(lengths, 8, linear, 10.0) == [1, 2, 2, 3]
-
-
-def test_the_shortest_group_is_not_given_all_that_it_can_use():
-    """As printed, t0 = tau(l_0, MAX): without training the first group would get 5 of 8 workers, and the last
-    one take 80 seconds. Two steps take as long as the first and the last group together.
-    """
-    lengths = [10.0, 20.0, 40.0, 80.0]
-    assert workers_of_groups(lengths, 8, linear) == [1, 2, 2, 3]
+    assert (
+        workers_of_groups(lengths, 8, linear, 10.0) == workers_of_groups(lengths, 8, linear) == [1, 2, 2, 3]
+    )
     slow = lambda length, workers: 1000.0 * length / workers  # noqa: E731
     assert workers_of_groups([1.0, 1.0], 6, slow, most=5) == [3, 3]
 
