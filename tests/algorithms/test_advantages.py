@@ -6,15 +6,10 @@ import pytest
 
 from rljax.algorithms.advantages import group_relative_advantages, leave_one_out_advantages
 
-
-@pytest.fixture(params=[False, True], ids=["plain", "jit"])
-def advantages_of(request):
-    if request.param:
-        return jax.jit(group_relative_advantages, static_argnames=("normalization", "epsilon"))
-    return group_relative_advantages
+advantages_of = jax.jit(group_relative_advantages, static_argnames=("normalization", "epsilon"))
 
 
-def test_std_by_hand(advantages_of):
+def test_std_by_hand():
     # Group 0: mean 1/4, squares 9/16 + 3/16 = 3/4, over G - 1 = 3: std 1/2. Group 1: mean 2, squares 10, std
     # sqrt(10/3).
     rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 4.0, 3.0, 0.0]])
@@ -23,9 +18,7 @@ def test_std_by_hand(advantages_of):
     expected = [[1.5, -0.5, -0.5, -0.5], [-1 / root, 2 / root, 1 / root, -2 / root]]
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
     assert advantages.dtype == np.float32
-
-
-def test_epsilon_is_added_to_the_std_and_none_only_centres(advantages_of):
+    # Epsilon is added to the deviation, and "none" only centres.
     advantages = advantages_of(np.array([[1.0, 0.0, 0.0, 0.0]]), normalization="std", epsilon=0.5)
     np.testing.assert_allclose(advantages, [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6)
     advantages = advantages_of(np.array([[1, 0, 0, 0], [1, 4, 3, 0]]), normalization="none")  # integers, too
@@ -33,16 +26,16 @@ def test_epsilon_is_added_to_the_std_and_none_only_centres(advantages_of):
     np.testing.assert_array_equal(advantages_of(np.array([[3.0]])), [[0.0]])  # a group of one
 
 
-@pytest.mark.parametrize("normalization", ["std", "none"])
-def test_equal_rewards_are_exactly_zero(advantages_of, normalization):
+def test_equal_rewards_are_exactly_zero():
     """The mean of G equal numbers need not be that number in float32; some of these are not."""
     values = np.random.default_rng(0).uniform(-3, 3, 500).astype(np.float32)
     rewards = np.repeat(values[:, None], 7, axis=1)
     assert np.any(np.asarray(jax.numpy.mean(rewards, axis=1)) != values)
-    np.testing.assert_array_equal(advantages_of(rewards, normalization=normalization), np.zeros((500, 7)))
+    for normalization in ("std", "none"):
+        np.testing.assert_array_equal(advantages_of(rewards, normalization=normalization), np.zeros((500, 7)))
 
 
-def test_a_response_that_is_left_out_is_in_no_mean_and_no_deviation(advantages_of):
+def test_a_response_that_is_left_out_is_in_no_mean_and_no_deviation():
     """The other four are those of `test_std_by_hand`; groups of one and of none are 0, not NaN."""
     rewards = np.array([[1.0, 9.0, 0.0, 0.0, 0.0], [5.0, 1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
     scored = np.array([[True, False, True, True, True], [True, *[False] * 4], [False] * 5])

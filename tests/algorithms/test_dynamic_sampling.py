@@ -56,22 +56,19 @@ def test_gives_up_after_the_stated_rounds_and_says_what_it_saw():
 SHAPED = [0.1, 0.1, 0.1]  # all wrong, in the right format
 
 
-@pytest.mark.parametrize(
-    ("rewards", "passed", "says"),
-    [
+def test_all_wrong_and_all_right_are_said_of_what_is_known_to_be():
+    for rewards, passed, says in (
         ([SHAPED] * 4, [WRONG] * 4, r"4 groups sampled, 4 all wrong, 0 all right; the task is too hard"),
         ([RIGHT, SHAPED], [RIGHT, RIGHT], r"sampled, 0 all wrong, 2 all right; the task is too easy"),
         ([SHAPED, RIGHT], [MIXED, WRONG], r"1 all wrong, 0 all right, 1 all the same; the task is too hard"),
         ([SHAPED] * 4, None, r"4 groups sampled, 4 all the same \(0\.1\); the rewards do not tell"),
         ([SHAPED, [np.nan] * 3], None, r"1 all the same \(0\.1\), 1 without a reward that counts; the"),
         ([SHAPED, [np.nan, 1, 1]], None, r"1 all at the least reward \(0\.1\), 1 all at the greatest \(1\);"),
-    ],
-)
-def test_all_wrong_and_all_right_are_said_of_what_is_known_to_be(rewards, passed, says):
-    sampler = DynamicSampler(num_groups=1, max_rounds=1)
-    passed = None if passed is None else np.asarray(passed) > 0
-    with pytest.raises(DynamicSamplingError, match=says):
-        sampler.offer(range(len(rewards)), rewards, passed)
+    ):
+        sampler = DynamicSampler(num_groups=1, max_rounds=1)
+        passed = None if passed is None else np.asarray(passed) > 0
+        with pytest.raises(DynamicSamplingError, match=says):
+            sampler.offer(range(len(rewards)), rewards, passed)
 
 
 def test_misuse_is_an_error():

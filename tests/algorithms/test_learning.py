@@ -46,6 +46,7 @@ def logits_of(params, tokens):
     return jnp.stack([first, params["second"][tokens[:, 0]]], axis=1)
 
 
+@jax.jit
 def score(params, tokens):
     """Logprobs and entropies [N, 2]."""
     every = jax.nn.log_softmax(logits_of(params, tokens))

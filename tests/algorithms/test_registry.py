@@ -3,20 +3,15 @@
 from typing import get_args
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from rljax.algorithms.registry import ALGORITHMS
 from rljax.config import AlgorithmConfig
-from tests.configs import experiment
+from tests.configs import experiment, table
 
 KEYS = set(AlgorithmConfig.model_fields) - {"name", "critic", "skip_zero_advantages", "teacher"}
 KEYS -= {"dynamic_sampling_part"}  # a task's
-
-
-def refusal(**keys):
-    with pytest.raises(ValidationError) as refused:
-        experiment(algorithm=keys)
-    return str(refused.value)
 
 
 def test_every_name_is_a_preset_and_every_setting_a_key():
@@ -57,39 +52,33 @@ def test_a_key_that_is_set_wins():
     assert config.advantage_baseline == "critic"
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"advantage_baseline": "none"}, "algorithm.advantage_normalization: std is that of a group"),
-        ({"advantage_baseline": "critic"}, "algorithm.advantage_normalization: std is that of a group"),
-        *(
-            (
-                {"name": "gspo", "advantage_baseline": each, "advantage_normalization": "batch"},
-                "ratio: sequence",
-            )
-            for each in ("none", "critic")
-        ),
-        ({"correction_low": 1.5}, "correction_low"),
-        ({"correction_high": 0.5}, "correction_high"),
-        ({"correction_cap": 0.0}, "correction_cap"),
-        ({"gae_lambda": 1.01}, "gae_lambda"),
-        ({"teacher": "there", "kl_coefficient": 0.0}, "algorithm.teacher: is not used"),
-        ({"discount": 0.0}, "discount"),
-        ({"discount": 0.9}, "algorithm.discount: 0.9 is read with"),
-        ({"entropy_coefficient": -0.1}, "entropy_coefficient"),
-    ],
-    ids=str,
-)
-def test_what_cannot_go_together_names_the_key(keys, message):
-    assert message in refusal(**keys)
+REFUSED = """
+advantage_baseline: none -> algorithm.advantage_normalization: std is that of a group
+advantage_baseline: critic -> algorithm.advantage_normalization: std is that of a group
+name: gspo, advantage_baseline: none, advantage_normalization: batch -> ratio: sequence
+name: gspo, advantage_baseline: critic, advantage_normalization: batch -> ratio: sequence
+correction_low: 1.5 -> correction_low
+correction_high: 0.5 -> correction_high
+correction_cap: 0.0 -> correction_cap
+gae_lambda: 1.01 -> gae_lambda
+teacher: there, kl_coefficient: 0.0 -> algorithm.teacher: is not used
+discount: 0.0 -> discount
+discount: 0.9 -> algorithm.discount: 0.9 is read with
+entropy_coefficient: -0.1 -> entropy_coefficient
+name: grpo, kl_in: reward -> algorithm.kl_estimator
+name: reinforce++-baseline, kl_in: reward -> algorithm.kl_estimator
+name: ppo, kl_in: loss -> algorithm.kl_estimator
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "kl_in"), [("grpo", "reward"), ("reinforce++-baseline", "reward"), ("ppo", "loss")]
-)
-def test_a_kl_whose_gradient_is_not_that_of_a_kl_is_refused(name, kl_in):
-    assert "algorithm.kl_estimator" in refusal(name=name, kl_in=kl_in)
-    AlgorithmConfig(name=name, kl_in=kl_in, kl_coefficient=0.0)  # where there is none, nothing is wrong
+def test_what_cannot_go_together_names_the_key():
+    for keys, message in table(REFUSED):
+        given = yaml.safe_load(f"{{{keys}}}")
+        with pytest.raises(ValidationError) as refused:
+            experiment(algorithm=given)
+        assert message in str(refused.value)
+        if "kl_in" in given:  # a KL whose gradient is not that of a KL; where there is none, nothing is wrong
+            AlgorithmConfig(**given, kl_coefficient=0.0)
 
 
 def test_what_differs_from_the_paper_is_told():

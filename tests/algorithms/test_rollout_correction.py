@@ -1,4 +1,4 @@
-"""Correction for rollouts that are not quite the policy's, by hand, jitted and not."""
+"""Correction for rollouts that are not quite the policy's, by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,14 @@ ROLLOUT = jnp.array([[-1.0, -2.0, -0.5], [-1.0, -3.0, jnp.nan]])
 OLD = ROLLOUT + jnp.asarray(np.log(RATIOS), jnp.float32)
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "jit"])
-def correct(request):
-    static = ("cap", "left_out", "low", "high")
-    return jax.jit(rollout_correction, static_argnames=static) if request.param else rollout_correction
+correct = jax.jit(rollout_correction, static_argnames=("cap", "left_out", "low", "high"))
 
 
 def inside(array):
     return np.asarray(array)[np.asarray(MASK)]
 
 
-def test_a_cap_by_hand(correct):
+def test_a_cap_by_hand():
     factors, kept, metrics = correct(OLD, ROLLOUT, MASK, 2.0, "none", 0.5, 2.0)
     np.testing.assert_allclose(inside(factors), [1.0, 2.0, 0.25, 1.5, 0.8], rtol=1e-5)
     np.testing.assert_array_equal(kept, MASK)
@@ -36,7 +33,7 @@ def test_a_cap_by_hand(correct):
     np.testing.assert_allclose(metrics["kl"], k3, rtol=1e-5)
 
 
-def test_masks_by_hand(correct):
+def test_masks_by_hand():
     factors, kept, metrics = correct(OLD, ROLLOUT, MASK, None, "token", 0.5, 2.0)
     np.testing.assert_array_equal(kept, [[True, False, False], [True, True, False]])
     np.testing.assert_array_equal(inside(factors), np.ones(5))
@@ -46,16 +43,14 @@ def test_masks_by_hand(correct):
     for low, high, first, second in bands:
         kept = correct(OLD, ROLLOUT, MASK, None, "sequence", low, high).kept
         np.testing.assert_array_equal(kept, np.asarray(MASK) & [[first], [second]])
-
-
-def test_no_mismatch_is_no_correction(correct):
+    # No mismatch is no correction.
     factors, kept, metrics = correct(ROLLOUT, ROLLOUT, MASK, 2.0, "token", 0.5, 2.0)
     np.testing.assert_array_equal(inside(factors), np.ones(5))
     np.testing.assert_array_equal(kept, MASK)
     assert metrics["kl"] == 0 and metrics["ratio_mean"] == 1 and metrics["masked"] == 0
 
 
-def test_a_token_that_the_training_pass_excludes_weighs_nothing(correct):
+def test_a_token_that_the_training_pass_excludes_weighs_nothing():
     impossible = OLD.at[0, 0].set(-jnp.inf)
     factors, kept, metrics = correct(impossible, ROLLOUT, MASK, 2.0, "token", 0.5, 2.0)
     assert factors[0, 0] == 0 and not kept[0, 0] and np.isfinite(metrics["kl"])
@@ -64,13 +59,14 @@ def test_a_token_that_the_training_pass_excludes_weighs_nothing(correct):
     )
 
 
-def test_a_factor_of_the_advantages_is_a_factor_of_the_loss(correct):
+def test_a_factor_of_the_advantages_is_a_factor_of_the_loss():
     """c min(r A, clip(r) A) = min(r cA, clip(r) cA), value and gradient: what the module relies on."""
     rng = np.random.default_rng(0)
     logprobs, old, advantages = (jnp.asarray(rng.normal(0, 0.5, 200), jnp.float32) for _ in range(3))
     factors = jnp.asarray(rng.uniform(0, 2, 200), jnp.float32)
     mask, weights = jnp.ones(200, bool), jnp.full(200, 1 / 200)
 
+    @jax.jit
     def loss(x, advantages, weights):
         return policy_loss(x, old, advantages, mask, weights, 0.2, 0.3)[0]
 
@@ -79,7 +75,7 @@ def test_a_factor_of_the_advantages_is_a_factor_of_the_loss(correct):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), inner, outer)
 
 
-def test_truncation_recovers_the_expectation_under_the_training_policy(correct):
+def test_truncation_recovers_the_expectation_under_the_training_policy():
     """Drawn from mu, averaged with the factors: the mean under pi_old, which without them is another."""
     mu, old = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.3, 0.4])
     values = np.array([1.0, 2.0, 4.0])

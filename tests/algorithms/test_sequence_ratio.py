@@ -18,11 +18,6 @@ MASK = jnp.array(
 LOSS = functools.partial(policy_loss, clip_low=0.2, clip_high=0.3)
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "jit"])
-def compiled(request):
-    return jax.jit if request.param else lambda function: function
-
-
 def spread(numbers, fill=0.0):
     """Numbers of masked positions, in order, as [2, 7]."""
     out = np.full(MASK.shape, fill, np.float32)
@@ -30,13 +25,13 @@ def spread(numbers, fill=0.0):
     return jnp.asarray(out)
 
 
-def test_means_of_segments_by_hand(compiled):
+def test_means_of_segments_by_hand():
     values = spread([1, 3, 5, 6, 0, 3, -1, 2], fill=np.nan)
     expected = spread([2, 2, 5, 3, 3, 3, 0.5, 0.5])
-    np.testing.assert_allclose(compiled(segment_means)(values, MASK, IDS), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(segment_means)(values, MASK, IDS), expected, rtol=1e-6)
 
 
-def test_the_ratio_of_a_response_by_hand(compiled):
+def test_the_ratio_of_a_response_by_hand():
     """Mean log ratios log 1.2 (inside), log 2 (clipped), log 0.5 (clipped), log 1.1, of responses of 2, 1, 3
     and 2 tokens, weighted as GRPO does.
     """
@@ -45,22 +40,19 @@ def test_the_ratio_of_a_response_by_hand(compiled):
     advantages = spread([2, 2, 1, -1, -1, -1, -3, -3])
     lengths = [2, 1, 3, 2]
     weights = spread(np.repeat(aggregation_weights(lengths, "sequence_mean"), lengths))
-    loss = compiled(
-        jax.value_and_grad(lambda x: LOSS(x, -ratios, advantages, MASK, weights, segment_ids=IDS)[0])
-    )
-    value, gradient = loss(jnp.zeros(MASK.shape))
+    loss = lambda x: LOSS(x, -ratios, advantages, MASK, weights, segment_ids=IDS)  # noqa: E731
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.zeros(MASK.shape))
     # Eq. 5: the mean over the four responses of min(s A, clip(s) A).
     np.testing.assert_allclose(value, -(2.4 + 1.3 - 0.8 - 3.3) / 4, rtol=1e-5)
     # d s / d log pi(t) = s / |o|, nothing where clipped.
     expected = -spread([2.4 / 2, 2.4 / 2, 0, 0, 0, 0, -3.3 / 2, -3.3 / 2]) / 4
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
-    _, metrics = LOSS(jnp.zeros(MASK.shape), -ratios, advantages, MASK, weights, segment_ids=IDS)
     np.testing.assert_allclose(metrics["ratio_mean"], (1.2 + 2 + 0.5 + 1.1) / 4, rtol=1e-5)
     np.testing.assert_allclose(metrics["clip_fraction_high"], 1 / 4, rtol=1e-5)
     np.testing.assert_allclose(metrics["clip_fraction_low"], 1 / 4, rtol=1e-5)
 
 
-def test_packing_does_not_change_it(compiled):
+def test_packing_does_not_change_it():
     """Four responses in two packed rows, and one a row: the same loss, and gradients token by token."""
     rng = np.random.default_rng(1)
     lengths = [2, 1, 3, 2]
@@ -77,7 +69,7 @@ def test_packing_does_not_change_it(compiled):
 
     def value_and_gradient(lay_out, mask, ids):
         rest = (lay_out(old), lay_out(advantages), mask, lay_out(weights))
-        function = compiled(jax.value_and_grad(lambda x: LOSS(x, *rest, segment_ids=ids)[0]))
+        function = jax.jit(jax.value_and_grad(lambda x: LOSS(x, *rest, segment_ids=ids)[0]))
         value, gradient = function(lay_out(logprobs))
         return value, np.asarray(gradient)[np.asarray(mask)]
 
@@ -88,13 +80,11 @@ def test_packing_does_not_change_it(compiled):
     np.testing.assert_array_equal(packed[1] == 0, np.repeat([True, False, True, False], lengths))
 
 
-def test_a_response_with_an_impossible_token_has_ratio_0_and_no_gradient(compiled):
+def test_a_response_with_an_impossible_token_has_ratio_0_and_no_gradient():
     logprobs = spread([-jnp.inf, -1, -1, -1, -1, -1, -1, -1], fill=-jnp.inf)
     ones = spread(np.ones(8))
-    function = compiled(
-        jax.value_and_grad(lambda x: LOSS(x, -ones, ones, MASK, ones / 8, segment_ids=IDS)[0])
-    )
-    value, gradient = function(logprobs)
+    loss = lambda x: LOSS(x, -ones, ones, MASK, ones / 8, segment_ids=IDS)[0]  # noqa: E731
+    value, gradient = jax.jit(jax.value_and_grad(loss))(logprobs)
     np.testing.assert_allclose(value, -6 / 8, rtol=1e-6)
     assert np.isfinite(gradient).all() and np.all(np.asarray(gradient)[0, 1:3] == 0)
 

@@ -25,6 +25,11 @@ class Run:
     metrics: list
     state: list
 
+    @property
+    def steps(self):
+        """The lines of steps whose tokens workers decoded."""
+        return [line for line in self.metrics if "cluster/workers" in line]
+
 
 @contextlib.contextmanager
 def lucky_world(tmp_path_factory):

@@ -36,7 +36,6 @@ from tests.cluster.scripted import (
     FACTS,
     NUMERICS,
     Driver,
-    Failure,
     ScriptedWorker,
     length_of,
     make_requests,
@@ -184,20 +183,16 @@ def test_workers_that_end_at_once_are_started_ever_later_and_then_no_more():
     assert "it has no memory" in commands[-1].message
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
+def test_another_code_or_jax_is_one_line():
+    for facts, said in (
         (Facts("c0de", "0.11.0", "there"), "another JAX (0.11.0) than this process (0.10.2)"),
         (Facts("0ther", "0.10.2", "there"), "another code of rljax (0ther) than this process (c0de)"),
-    ],
-)
-def test_another_code_or_jax_is_one_line(facts, said):
-    coordinator = Coordinator(2, FACTS, LIMITS, NUMERICS)
-    coordinator.on(Tick(), 0.0)
-    (fail,) = coordinator.on(Arrived("worker-0", facts), 1.0)
-    assert fail.kind == "ClusterError"
-    assert said in fail.message
-    assert "there" in fail.message
+    ):
+        coordinator = Coordinator(2, FACTS, LIMITS, NUMERICS)
+        coordinator.on(Tick(), 0.0)
+        (fail,) = coordinator.on(Arrived("worker-0", facts), 1.0)
+        assert fail.kind == "ClusterError"
+        assert said in fail.message and "there" in fail.message
 
 
 def test_other_numerics_are_refused_or_admitted_and_counted():
@@ -334,19 +329,3 @@ def test_the_network_of_these_tests_can_break_it():
     fabric = LocalFabric(ScriptedWorker, lambda data: () if b"Decode" in data else (0,))
     with pytest.raises(AssertionError):
         Driver(fabric, limits=Limits(1e6, 1e6, 1e6)).run(make_requests(4), most_turns=50)
-
-
-def test_nobody_is_waited_for_where_others_go_on():
-    fabric = LocalFabric(ScriptedWorker)
-    driver = Driver(fabric, workers=3)
-    fabric.before_turn = lambda fabric: fabric.turns == 8 and fabric.silence("worker-0")
-    requests = make_requests(12)
-    assert_whole(driver.run(requests), requests)
-    assert "worker-0 is lost: it was silent" in driver.said[0]
-    assert driver.coordinator.counts.migrations > 0
-
-
-def test_a_worker_with_other_code_ends_the_run():
-    make = lambda name, get: ScriptedWorker(name, facts=Facts("0ther", "0.10.2", "there"))  # noqa: E731
-    with pytest.raises(Failure, match="another code of rljax"):
-        Driver(LocalFabric(make)).run(make_requests(4))

@@ -84,18 +84,6 @@ def test_those_without_room_wait_for_it():
     assert driver.coordinator.counts.restarts == 0
 
 
-def test_a_slow_worker_changes_no_token():
-    class Slow(ScriptedWorker):
-        def turn(self):
-            self.turns = getattr(self, "turns", 0) + 1
-            return super().turn() if self.name == "worker-0" or self.turns % 7 == 0 else []
-
-    driver = Driver(LocalFabric(Slow))
-    requests = make_requests(12)
-    assert driver.run(requests) == {key: response_to(key) for key in requests}
-    assert driver.coordinator.counts.restarts == 0
-
-
 def test_a_run_whose_workers_come_and_go(world, alone, monkeypatch):
     """One worker at first, then three, then one again."""
     desired_in = {}

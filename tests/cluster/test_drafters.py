@@ -1,4 +1,4 @@
-"""Drafters of every kind in workers: the same run, and heads that the driver trains draft in the workers."""
+"""Drafters in workers: the same run, and heads that the driver trains draft in the workers."""
 
 import types
 
@@ -11,11 +11,8 @@ from drafters.training import Training
 from rljax.cluster.blueprint import check_moves, check_shared
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
-from rljax.models.config import ModelConfig
-from rljax.models.huggingface import save_model
-from rljax.models.transformer import init_params
 from tests.cluster.same_run import differences
-from tests.cluster.turns import in_the_middle, local_run
+from tests.cluster.turns import local_run, losing
 
 # Few programs: drafters on the device have some for every shape.
 FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
@@ -37,30 +34,22 @@ class TrainedHere(Drafter):
     training = Training()
 
 
-def test_drafters_on_the_device_and_of_the_user(world, alone, monkeypatch, drafts_always, tmp_path):
-    """With a worker that is lost in mid-rollout: the heads of those that are left are the driver's."""
-    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
-    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
-    workers, lost = {}, []
-
-    def interfere(fabric):
-        workers.update(fabric.workers)
-        for name, worker in list(fabric.workers.items()):
-            if not lost and worker._rollout > 1 and in_the_middle(worker):
-                lost.append(name)
-                fabric.kill(name)
-
+def test_a_head_and_a_drafter_of_the_user(world, alone, monkeypatch, drafts_always):
+    """With a worker that is lost in mid-rollout: the heads of those that are left are the driver's. The
+    policy's own quantized weights are in test_local_run.py, small models in tests/papers.
+    """
+    workers, lost = {}, {}
+    interfere = losing(lost, 1, lambda fabric: workers.update(fabric.workers))
     drafters = (
         "speculation.drafter=eagle",
         f"speculation.args={HEAD}",
-        f"speculation.others={{quantized: {{}}, small_model: {{path: {tmp_path}/small}},"
-        " mine: {kind: 'tests.cluster.test_drafters:Repeats'}}",
+        "speculation.others={mine: {kind: 'tests.cluster.test_drafters:Repeats'}}",
         *FEW,
     )
     clustered, turns = local_run(world, "device", monkeypatch, *drafters, interfere=interfere)
     assert lost
     assert not differences(alone, clustered)
-    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    steps = clustered.steps
     assert all(line["speculation/drafted"] > 0 for line in steps)
     assert [line["speculation/head/slices"] for line in steps] == [2, 2]
 
@@ -95,7 +84,7 @@ def test_histories_spill_into_directories_of_the_workers(world, alone, monkeypat
     clustered, _ = local_run(world, "spill", monkeypatch, *drafters, interfere=interfere)
     assert not differences(alone, clustered)
     assert seen == {"worker-0", "worker-1"}
-    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    steps = clustered.steps
     assert not any(line["speculation/history_damaged"] for line in steps)
 
 

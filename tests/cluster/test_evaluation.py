@@ -5,7 +5,7 @@ from rljax.evaluation import evaluator
 from rljax.evaluation.settings import evaluation_config
 from rljax.progress import silent_progress
 from rljax.run_directory import RunDirectory
-from tests.cluster.turns import Turns, in_the_middle
+from tests.cluster.turns import Turns, losing
 
 
 def evaluate(path, output, *overrides):
@@ -16,16 +16,9 @@ def evaluate(path, output, *overrides):
 
 def test_workers_give_the_same_responses(world, alone, monkeypatch, tmp_path):
     """One is lost in the middle. Only the command line asks for workers, not the config of the run."""
-    path, lost = world / "alone" / "run", []
-
-    def interfere(fabric):
-        for name, worker in list(fabric.workers.items()):
-            if not lost and in_the_middle(worker):
-                lost.append(name)
-                fabric.kill(name)
-
+    path, lost = world / "alone" / "run", {}
     here = evaluate(path, tmp_path / "here", "engine.decode_steps_per_sync=1")
-    turns = Turns(interfere)
+    turns = Turns(losing(lost))
     monkeypatch.setattr(evaluator, "cluster_of", turns.cluster_of)
     there = evaluate(path, tmp_path / "there", "engine.decode_steps_per_sync=1", "cluster.workers=2")
     assert lost

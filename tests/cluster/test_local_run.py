@@ -14,7 +14,7 @@ DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "specula
 def test_two_workers_make_the_same_run(world, alone, monkeypatch):
     clustered, _ = local_run(world, "two", monkeypatch)
     assert not differences(alone, clustered)
-    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    steps = clustered.steps
     assert len(steps) == 2
     assert all(line["cluster/workers"] == 2 for line in steps)
     assert all(0 <= line[f"cluster/{name}_share"] <= 1 for line in steps for name in ("busy", "idle"))
@@ -53,7 +53,7 @@ def test_with_drafts_a_worker_that_dies_and_one_that_hangs_in_mid_rollout(
     assert len(trouble) == 2
     assert not differences(alone, clustered)
     assert [line.split(":")[1].strip() for line in turns.said] == [f"{name} is lost" for name in trouble]
-    steps = [line for line in clustered.metrics if "cluster/workers" in line]
+    steps = clustered.steps
     assert sum(line["cluster/restarts"] for line in steps) >= 1
     assert sum(line["cluster/migrations"] for line in steps) >= 1
     assert all(line["speculation/drafted"] > 0 for line in steps)

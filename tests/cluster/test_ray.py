@@ -39,10 +39,6 @@ def nodes():
     cluster.shutdown()
 
 
-def steps_of(clustered):
-    return [line for line in clustered.metrics if "cluster/workers" in line]
-
-
 @pytest.mark.ray
 def test_two_processes_make_the_same_run(world, alone, nodes):
     """With a head that the driver trains, and a drafter of the user's."""
@@ -54,8 +50,8 @@ def test_two_processes_make_the_same_run(world, alone, nodes):
     )
     clustered = run(world, "ray_two", "cluster.workers=2", *drafters)
     assert not differences(alone, clustered)
-    assert [line["speculation/head/updates"] for line in steps_of(clustered)] == [2, 4]
-    assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2]
+    assert [line["speculation/head/updates"] for line in clustered.steps] == [2, 4]
+    assert [line["cluster/workers"] for line in clustered.steps] == [2, 2]
 
 
 @pytest.mark.ray
@@ -86,8 +82,8 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
     clustered = run(world, "ray_stale", *overrides, "cluster.lease_seconds=60", steps=3)
     assert still
     assert not differences(stale_alone, clustered)
-    assert [line["cluster/workers"] for line in steps_of(clustered)] == [2, 2, 2]
-    assert sum(line["cluster/prefetched"] for line in steps_of(clustered)) >= 1
+    assert [line["cluster/workers"] for line in clustered.steps] == [2, 2, 2]
+    assert sum(line["cluster/prefetched"] for line in clustered.steps) >= 1
 
 
 @pytest.mark.ray
@@ -114,7 +110,7 @@ def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, a
     troubled = run(world, "ray_trouble", *overrides)
     assert len(hit) == 2
     assert not differences(alone, troubled)
-    steps = steps_of(troubled)
+    steps = troubled.steps
     assert sum(line["cluster/restarts"] for line in steps) == 2
     assert sum(line["cluster/migrations"] for line in steps) >= 1
     _, stopped = hit[1]
@@ -157,7 +153,7 @@ def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
     troubled = run(world, "ray_nodes", "cluster.workers=2", "cluster.lease_seconds=300")
     assert done.keys() == {"gone", "new", "killed"}
     assert not differences(alone, troubled)
-    assert sum(line["cluster/restarts"] for line in steps_of(troubled)) == 2
+    assert sum(line["cluster/restarts"] for line in troubled.steps) == 2
 
 
 @pytest.mark.ray
@@ -192,7 +188,7 @@ def no_ray(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("nobody is there to be joined"))
 
 
-def test_an_address_where_nobody_answers(no_ray):
+def test_an_address_where_nobody_answers_or_something_else(no_ray, monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -200,12 +196,8 @@ def test_an_address_where_nobody_answers(no_ray):
             ClusterError, match=rf"^cluster.address: nobody answers at {address} within 2 sec"
         ):
             ray_fabric.connect(ClusterConfig(workers=1, address=address, connect_seconds=2.0), print)
-
-
-def test_an_address_where_something_else_answers(no_ray, monkeypatch):
-    """It takes the connection, and says nothing."""
     monkeypatch.setattr(ray_fabric, "_ASKING", 1.0)
-    with socket.socket() as silent:
+    with socket.socket() as silent:  # it takes the connection, and says nothing
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -2,8 +2,6 @@
 
 from rljax.cluster.ledger import Ledger
 from rljax.cluster.messages import Died, Piece, Pieces
-from rljax.cluster.worker import _before_a_call
-from rljax.requests import PartialResponse
 from tests.cluster.same_run import differences, run
 from tests.cluster.test_coordinator import begun, whole
 from tests.cluster.turns import local_run
@@ -49,14 +47,6 @@ def test_answers_are_in_the_ledger():
     completion = ledger[0].completion(with_mask=True)
     assert completion.sampled_mask.tolist() == [True, False, False, True, True]
     assert completion.sampled_tokens == 3
-
-
-def test_a_call_at_the_end_is_sampled_again():
-    partial = PartialResponse((5, 6, 7), (-1.0, -1.0, -1.0))
-    assert _before_a_call(partial).tokens == (5, 6)
-    answered = PartialResponse((5, 6, 7), (-1.0, 0.0, 0.0), ((1, 3),))
-    assert _before_a_call(answered) == answered  # the whole answer is there
-    assert _before_a_call(PartialResponse()) == PartialResponse()
 
 
 def test_a_lost_workers_answers_do_not_count():

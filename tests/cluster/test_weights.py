@@ -48,8 +48,9 @@ def assert_same(params, fetched):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("name", ["object_store", "files", "jax_transfer"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("object_store", "float32"), ("files", "bfloat16"), ("jax_transfer", "bfloat16")]
+)
 def test_a_channel_brings_the_same_bits(params, name, dtype, tmp_path):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     store = Store()

@@ -57,6 +57,21 @@ def local_run(world, name, monkeypatch, *overrides, resumes=False, steps=STEPS, 
     return run(world, name, *overrides, resumes=resumes, steps=steps), turns
 
 
+def losing(lost, after=-1, note=lambda fabric: None):
+    """Kills the first worker in the middle of a response of a rollout after `after`; `lost` gets its devices
+    by its name.
+    """
+
+    def interfere(fabric):
+        note(fabric)
+        for name, worker in list(fabric.workers.items()):
+            if not lost and worker._rollout > after and in_the_middle(worker):
+                lost[name] = len(worker._params["embed"].sharding.device_set)
+                fabric.kill(name)
+
+    return interfere
+
+
 def in_the_middle(worker):
     """Whether a worker is in the middle of a response."""
     return worker.loop is not None and any(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import statistics
 
 import numpy as np
 import pytest
@@ -30,20 +29,22 @@ def fill(one, batch, rewards, times=3):
 # -- by hand -------------------------------------------------------------------------------------------------
 
 
+def play(one, batch, steps, seconds=lambda arm: 1.0):
+    """The arms of so many steps, of 8 tokens each in the seconds that the arm takes."""
+    chosen = []
+    for _ in range(steps):
+        chosen.append(one.choose(batch))
+        one.record(batch, chosen[-1], 8, seconds(chosen[-1]))
+    return chosen
+
+
 def test_every_arm_is_tried_three_times_before_any_median_counts():
+    head_is_best = lambda arm: 0.1 if arm is HEAD else 1.0  # noqa: E731
     one = bandit(epsilon=0.5)
-    chosen = []
-    for _ in range(12):
-        chosen.append(one.choose(8))
-        one.record(8, chosen[-1], 8, 0.1 if chosen[-1] is HEAD else 1.0)
-    assert chosen == [None, HEAD, HEAD_SMALL, HISTORY] * 3
+    assert play(one, 8, 12, head_is_best) == [None, HEAD, HEAD_SMALL, HISTORY] * 3
     assert one.explain(8).reason == "try 3 of 3 before any median counts"
-    one = bandit(window=1)  # as many as are kept
-    chosen = []
-    for _ in range(4):
-        chosen.append(one.choose(2))
-        one.record(2, chosen[-1], 8, 0.1 if chosen[-1] is HEAD else 1.0)
-    assert chosen == [None, HEAD, HISTORY, HEAD]
+    # As many as are kept.
+    assert play(bandit(window=1), 2, 4, head_is_best) == [None, HEAD, HISTORY, HEAD]
 
 
 def test_without_exploration_the_best_median_wins_whatever_the_outliers():
@@ -60,20 +61,22 @@ def test_without_exploration_the_best_median_wins_whatever_the_outliers():
     assert reason == "the largest median, 100 tokens/s against 50 plain"
 
 
-def test_idle_slots_promise_nothing():
-    """Only the responses of a batch get tokens; which arm is best does not depend on how many there are."""
-    one = bandit()
-    fill(one, 8, {None: 40, HEAD: 80, HEAD_SMALL: 16, HISTORY: 16})
-    assert one.choose(8, responses=2) == HEAD
-    assert one.explain(8).medians[HEAD] == pytest.approx(20)
-    assert one.explain(8).reason == "the largest median, 20 tokens/s against 10 plain"
-
-
 def test_the_plain_step_wins_where_speculation_does_not_pay():
+    """Rewards are those of line 9: three tokens accepted of four responses, in a quarter of a second. Only
+    responses get tokens, no idle slots; which arm is best does not depend on how many there are.
+    """
     one = bandit()
-    fill(one, 8, {None: 100, HEAD: 90, HEAD_SMALL: 99, HISTORY: 100})
-    assert one.choose(8) is None
-    assert one.explain(8).reason == "the largest median, 100 tokens/s"
+    one.record(4, None, 3 + 4, 0.25)
+    one.choose(4)
+    assert one.explain(4).medians == {None: pytest.approx((3 / 4 + 1) * 4 / 0.25)}
+    for rates, responses, best, reason in (
+        ((100, 90, 99, 100), 8, None, "the largest median, 100 tokens/s"),
+        ((40, 80, 16, 16), 2, HEAD, "the largest median, 20 tokens/s against 10 plain"),
+    ):
+        one = bandit()
+        fill(one, 8, dict(zip(ARMS[8], rates, strict=True)))
+        assert one.choose(8, responses=responses) == best
+        assert one.explain(8).reason == reason
 
 
 def test_batches_of_a_bucket_share_its_arms_and_buckets_share_nothing():
@@ -89,34 +92,24 @@ def test_batches_of_a_bucket_share_its_arms_and_buckets_share_nothing():
 
 
 def test_a_shrinking_batch_makes_no_arm_look_better():
-    """Steps of a bucket take as long over 5 responses as over 8: an arm tried over 8 got more tokens."""
-    one = bandit(window=3)
+    """Steps of a bucket take as long over 5 responses as over 8: an arm tried over 8 got more tokens. Nor
+    where the bucket is computed whole, and some of its slots are empty.
+    """
     rates = {None: 1.0, HEAD: 3.0, HEAD_SMALL: 2.0, HISTORY: 1.5}  # per response
+    one, two = bandit(window=3), bandit(window=3)
     for arm, rate in rates.items():
         for _ in range(3):
             one.record(8, arm, round(8 * rate), 1.0)
+            two.record(8, arm, round(4 * rate), 1.0, responses=4)
     for _ in range(3):
         one.record(5, HEAD, 15, 1.0)  # 15 tokens/s, where HEAD_SMALL once had 16
     assert one.choose(5) == HEAD
     assert one.explain(5).medians == pytest.approx({arm: 5 * rate for arm, rate in rates.items()})
-    # The bucket is computed whole, and three of its slots are empty: the same.
-    two = bandit(window=3)
-    for arm, rate in rates.items():
-        for _ in range(3):
-            two.record(8, arm, round(4 * rate), 1.0, responses=4)
     assert two.choose(8) == HEAD and two.explain(8).medians[HEAD] == pytest.approx(24)
 
 
-def test_the_reward_is_line_9():
-    accepted, seconds, batch = [3, 0, 4, 1], 0.25, 4
-    mean = sum(accepted) / batch + 1
-    one = bandit()
-    one.record(batch, None, sum(accepted) + batch, seconds)
-    one.choose(batch)
-    assert one.explain(batch).medians == {None: pytest.approx(mean * batch / seconds)}
-
-
 def test_explores_as_often_as_it_should_and_evenly():
+    """And depends on the seed, and on nothing global."""
     one = bandit(epsilon=0.4)
     fill(one, 8, {None: 1, HEAD: 2, HEAD_SMALL: 4, HISTORY: 3})
     chosen = []
@@ -124,12 +117,9 @@ def test_explores_as_often_as_it_should_and_evenly():
         chosen.append(one.choose(8))
         explored = one.explain(8).reason == "explores (epsilon 0.4)"
         assert explored or chosen[-1] == HEAD_SMALL
-    counts = {arm: chosen.count(arm) for arm in ARMS[8]}
     for arm in (None, HEAD, HISTORY):  # each an own quarter of 4 in 10; five standard deviations
-        assert abs(counts[arm] - 400) < 5 * np.sqrt(4000 * 0.1 * 0.9)
+        assert abs(chosen.count(arm) - 400) < 5 * np.sqrt(4000 * 0.1 * 0.9)
 
-
-def test_a_choice_depends_on_the_seed_and_on_nothing_global():
     def run(seed, elsewhere):
         one = bandit(epsilon=1.0, seed=seed)
         fill(one, 8, dict.fromkeys(ARMS[8], 1))
@@ -142,11 +132,7 @@ def test_a_choice_depends_on_the_seed_and_on_nothing_global():
 def test_a_drafter_that_is_not_available_leaves_its_place_to_the_others():
     one = bandit()
     one.set_available("eagle", False)
-    tried = []
-    for _ in range(6):
-        tried.append(one.choose(8))
-        one.record(8, tried[-1], 8, 2.0 if tried[-1] is None else 1.0)
-    assert tried == [None, HISTORY] * 3
+    assert play(one, 8, 6, lambda arm: 2.0 if arm is None else 1.0) == [None, HISTORY] * 3
     assert one.choose(8) == HISTORY
     assert one.explain(8).reason == "the largest median, 8 tokens/s against 4 plain; not available: eagle"
     assert set(one.explain(8).medians) == {None, HISTORY}
@@ -268,7 +254,7 @@ PHASES = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_learns_which_arm_is_best_while_that_changes(seed):
     one = bandit(epsilon=0.1, window=16, seed=seed)
     steps = 6000
@@ -284,7 +270,7 @@ def test_learns_which_arm_is_best_while_that_changes(seed):
         assert last.count(best) / len(last) > 0.85, (phase, best)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("window", [1, 5, 16])
 def test_an_arm_that_gets_worse_is_left_within_a_window(window):
     one = bandit(window=window)
     fill(one, 8, {None: 100, HEAD: 300, HEAD_SMALL: 120, HISTORY: 200}, times=window)
@@ -314,13 +300,3 @@ def test_an_arm_that_gets_better_is_found_by_exploring():
     frozen = bandit(epsilon=0.0, window=8)
     fill(frozen, 8, {None: 100, HEAD: 50, HEAD_SMALL: 60, HISTORY: 120}, times=8)
     assert {frozen.choose(8) for _ in range(100)} == {HISTORY}  # without exploring, never
-
-
-def test_medians_are_the_windows():
-    rng = np.random.default_rng(0)
-    one = bandit(window=7)
-    rates = rng.lognormal(3, 1, 40).tolist()
-    for i, rate in enumerate(rates, 1):
-        one.record(8, HEAD, 8, 8 / rate)
-        one.choose(8)
-        assert one.explain(8).medians[HEAD] == pytest.approx(statistics.median(rates[max(0, i - 7) : i]))

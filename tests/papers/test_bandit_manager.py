@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from drafters.base import Drafter
-from drafters.registry import make_drafter
 from rljax.config.speculation import SpeculationConfig
-from rljax.engine.buckets import Buckets
 from rljax.papers.tlt import bandit
 from rljax.papers.tlt.bandit import BanditManager
 from rljax.speculation.host_proposer import HostProposer
@@ -138,12 +136,6 @@ def test_without_strategies_every_drafter_has_some(params, mix):
     assert isinstance(speculator.manager, BanditManager)
     arms = speculator.manager.state()["bandit_drafters"].tolist()
     assert {"", "srt", "quantized", "eagle", *(("srt+quantized", "srt+eagle") if mix else ())} == set(arms)
-
-
-def test_where_no_pass_has_room_for_a_draft_a_bandit_has_nothing_to_choose_from():
-    engine = make_engine(buckets=Buckets((4,), (128,), (4,), 7))
-    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CHEAP, strategies=BANDIT)
-    assert speculator.manager.state()["bandit_drafters"].tolist() == [""]
 
 
 def test_a_head_before_it_is_trained_is_no_arm_of_the_bandit(monkeypatch):

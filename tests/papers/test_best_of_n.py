@@ -69,8 +69,7 @@ def test_the_ladder_begins_with_the_best_drafter_and_gives_stragglers_another(pa
     assert steps < rollouts({"knows the others": Knowing(others)})[1]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("special", ["knows one", "quantized"])
+@pytest.mark.parametrize(("special", "overlap"), [("knows one", True), ("quantized", False)])
 def test_a_straggler_gets_another_drafter_while_others_of_the_pass_keep_theirs(params, special, overlap):
     """A drafter knows two responses of three, and one slot is idle. Drafts on the device are only made
     for the third.

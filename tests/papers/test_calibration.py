@@ -64,14 +64,11 @@ def test_a_file_of_another_device_under_our_name_is_refused(tmp_path, key):
         assert load_calibration(tmp_path, key) is None
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"key": 1'])
-def test_a_damaged_file_counts_as_none(tmp_path, key, text):
-    save_calibration(tmp_path, key, KNOWN).write_text(text)
-    with pytest.warns(UserWarning, match="cannot be read"):
-        assert load_calibration(tmp_path, key) is None
-
-
-def test_a_directory_that_cannot_be_written_is_one_line(tmp_path, key):
+def test_a_damaged_file_counts_as_none_and_a_directory_that_cannot_be_written_is_one_line(tmp_path, key):
+    for text in ("", "{}", "[]", '{"key": 1'):
+        save_calibration(tmp_path, key, KNOWN).write_text(text)
+        with pytest.warns(UserWarning, match="cannot be read"):
+            assert load_calibration(tmp_path, key) is None
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="a calibration cannot be kept there"):
         save_calibration(tmp_path / "file", key, KNOWN)

@@ -18,7 +18,7 @@ from tests.speculation.speculators import (
     make_speculator,
     roll_out,
 )
-from tests.tiny_policy import HEAD, FixedTimes, assert_same, strategy_choice
+from tests.tiny_policy import FixedTimes, assert_same, strategy_choice
 
 CUTOFF = strategy_choice("cutoff")
 
@@ -79,9 +79,9 @@ def test_a_head_that_is_not_trained_is_waited_for():
     assert choice.reason == "eagle is not trained yet"
 
 
-@pytest.mark.parametrize("drafter", ["histospec", "quantized", "eagle"])
+@pytest.mark.parametrize("drafter", ["histospec", "quantized"])
 def test_no_token_changes_and_a_checkpoint_keeps_the_acceptance(params, requests, expected, drafter):
-    arguments = {"eagle": HEAD | {"slices": 1}, "histospec": {"min_match": 1}}
+    arguments = {"histospec": {"min_match": 1}}
     speculator = make_speculator((drafter,), CUTOFF, FEW, **arguments)
     assert isinstance(speculator.manager, CutoffManager)
     for _ in range(2):

@@ -5,7 +5,6 @@ import pytest
 
 from rljax.papers.efficient_rollout import ToggleConfig
 from rljax.papers.efficient_rollout.draft_length import DraftLengthSchedule, StepAcceptance
-from tests.configs import experiment
 
 HIGH, BETWEEN, LOW = 0.95, 0.90, 0.80
 
@@ -18,104 +17,45 @@ def lengths(ladder, *acceptances):
     return [ladder.update(acceptance) for acceptance in acceptances]
 
 
-def test_up_and_down_after_two_steps_in_a_row():
-    ladder = schedule()
-    assert ladder.length == 5
-    assert lengths(ladder, HIGH, HIGH, HIGH, HIGH) == [5, 7, 7, 9]
-    assert lengths(ladder, LOW, LOW, LOW, LOW) == [9, 7, 7, 5]
-
-
-def test_the_papers_block_efficiencies():
-    """Appendix G.3: Qwen2.5-7B rises at 5.73, 7.60 and 9.48 tokens a pass; Llama stays at 5 with 5.5."""
-    ladder = schedule(patience=1)
-    assert [ladder.update((tau - 1) / ladder.length) for tau in (5.73, 7.60, 9.48)] == [7, 9, 11]
-    assert schedule(patience=1).update((5.5 - 1) / 5) == 5
-    # 1 + 5 * 0.94 = 5.70 is where it rises.
-    assert schedule(patience=1).update((5.69 - 1) / 5) == 5
-
-
-def test_thresholds_belong_to_the_rungs_beyond():
-    assert schedule(patience=1).update(0.94) == 7
-    assert schedule(first=7, patience=1).update(0.85) == 5
-    assert schedule(first=7, patience=1).update(0.8501) == 7
-    assert schedule(patience=1).update(0.9399) == 5
-
-
-def test_between_the_thresholds_nothing_moves_however_long():
-    ladder = schedule(first=7)
-    assert lengths(ladder, *[BETWEEN] * 10) == [7] * 10
-
-
-def test_anything_else_in_between_begins_patience_anew():
-    ladder = schedule(first=7)
-    assert lengths(ladder, HIGH, BETWEEN, HIGH, LOW, HIGH, LOW, BETWEEN, LOW) == [7] * 8
-    assert lengths(ladder, LOW) == [5]
-    three = schedule(patience=3)
-    assert lengths(three, HIGH, HIGH, LOW, HIGH, HIGH, HIGH) == [5, 5, 5, 5, 5, 7]
-
-
-def test_a_new_length_is_given_its_own_patience():
-    """The steps that led to it were drafted at another length and do not count again."""
-    ladder = schedule(patience=3)
-    assert lengths(ladder, *[HIGH] * 8) == [5, 5, 7, 7, 7, 9, 9, 9]
+H, B, L, N = HIGH, BETWEEN, LOW, None  # N: a step without drafts, which says nothing
+SEQUENCES = {
+    "up after two steps in a row": ({}, [H, H, H, H], [5, 7, 7, 9]),
+    "and down": ({"first": 9}, [L, L, L, L], [9, 7, 7, 5]),
+    "between the thresholds nothing moves": ({"first": 7}, [B] * 10, [7] * 10),
+    "anything else begins patience anew": ({"first": 7}, [H, B, H, L, H, L, B, L, L], [7] * 8 + [5]),
+    "also of three": ({"patience": 3}, [H, H, L, H, H, H], [5, 5, 5, 5, 5, 7]),
+    "a new length has its own patience": ({"patience": 3}, [H] * 8, [5, 5, 7, 7, 7, 9, 9, 9]),
+    "a step without drafts": ({}, [H, N, N, H], [5, 5, 5, 7]),
+    "the ends hold": ({"lengths": (2, 4)}, [L, L, L, H, H, H, H, L, L], [2, 2, 2, 2, 4, 4, 4, 4, 2]),
+    "one length": ({"lengths": (3,), "patience": 1}, [H, L], [3, 3]),
+    # Thresholds belong to the rungs beyond.
+    "from 0.94 on": ({"patience": 1}, [0.9399, 0.94], [5, 7]),
+    "to 0.85": ({"first": 7, "patience": 1}, [0.8501, 0.85], [7, 5]),
+    # Appendix G.3: Qwen2.5-7B rises at 5.73, 7.60 and 9.48 tokens a pass; Llama stays at 5 with 5.5. It rises
+    # from 1 + 5 * 0.94 = 5.70 on.
+    "Qwen": ({"patience": 1}, [4.73 / 5, 6.60 / 7, 8.48 / 9], [7, 9, 11]),
+    "Llama": ({"patience": 1}, [4.5 / 5, 4.69 / 5], [5, 5]),
     # As printed, max(5.73, 6.9) <= 1 + 7 * 0.85 would go back after one step at 7.
-    ladder = schedule()
-    lengths(ladder, (5.73 - 1) / 5, (5.73 - 1) / 5)
-    assert ladder.length == 7
-    assert ladder.update((6.9 - 1) / 7) == 7
-    assert ladder.update((6.9 - 1) / 7) == 5
+    "not as printed": ({}, [4.73 / 5, 4.73 / 5, 5.9 / 7, 5.9 / 7], [5, 7, 7, 5]),
+}
 
 
-def test_the_ends_hold():
-    ladder = schedule(lengths=(2, 4))
-    assert lengths(ladder, LOW, LOW, LOW, HIGH, HIGH, HIGH, HIGH) == [2, 2, 2, 2, 4, 4, 4]
-    assert lengths(ladder, LOW, LOW) == [4, 2]  # what could not lead on is no debt
-    only = schedule(lengths=(3,), patience=1)
-    assert lengths(only, HIGH, LOW) == [3, 3]
+def test_up_and_down_after_two_steps_in_a_row():
+    for name, (keys, acceptances, expected) in SEQUENCES.items():
+        assert lengths(schedule(**keys), *acceptances) == expected, name
+    for acceptance in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="expected a share"):
+            schedule().update(acceptance)
 
 
-def test_a_step_without_drafts_says_nothing():
-    ladder = schedule()
-    assert lengths(ladder, HIGH, None, None, HIGH) == [5, 5, 5, 7]
-
-
-@pytest.mark.parametrize("acceptance", [-0.1, 1.1, float("nan")])
-def test_acceptance_is_a_share(acceptance):
-    with pytest.raises(ValueError, match="expected a share"):
-        schedule().update(acceptance)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"lengths": ()}, "lengths"),
-        ({"lengths": (0, 1)}, "lengths"),
-        ({"lengths": (5, 5)}, "lengths"),
-        ({"first": 6}, "first: 6"),
-        ({"alpha_up": 0.8}, "alpha_up"),
-        ({"alpha_up": 1.2}, "alpha_up"),
-        ({"patience": 0}, "patience"),
-    ],
-)
-def test_what_cannot_be_is_refused(arguments, named):
-    speculation = {"drafter": "quantized", "choice": "roofline", "toggle": arguments}
-    with pytest.raises(ValueError, match=named):
-        experiment(speculation=speculation)
-
-
-@pytest.mark.parametrize("at", range(9))
-def test_a_restored_ladder_goes_on_as_before(at):
+def test_a_restored_ladder_goes_on_as_before():
     steps = [HIGH, HIGH, HIGH, LOW, HIGH, HIGH, LOW, LOW, LOW]
-    through, before, after = schedule(), schedule(), schedule()
-    expected = lengths(through, *steps)
-    lengths(before, *steps[:at])
-    state = before.state()
-    assert all(isinstance(value, np.ndarray) for value in state.values())
-    after.load_state(state)
-    assert lengths(after, *steps[at:]) == expected[at:]
-
-
-def test_a_state_of_other_lengths_or_none():
+    for at in range(9):
+        before, after = schedule(), schedule()
+        lengths(before, *steps[:at])
+        after.load_state(before.state())
+        assert lengths(after, *steps[at:]) == lengths(schedule(), *steps)[at:]
+    # Other lengths than those of the state, or none.
     ladder = schedule(first=9)
     ladder.update(HIGH)
     other = schedule(lengths=(4, 8, 12))

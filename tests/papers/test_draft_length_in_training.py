@@ -1,7 +1,5 @@
 """A whole run in which EfficientRollout's draft length falls and climbs, and that changes no number of it."""
 
-import pytest
-
 from rljax.papers.efficient_rollout import manager as roofline_manager
 from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
@@ -57,8 +55,6 @@ def test_drafts_get_shorter_where_they_are_rejected_and_longer_as_the_policy_gro
     assert plain[-1]["entropy"] < plain[0]["entropy"] / 4  # that is why
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"), [("", 0), ("7", 0), ("789012", 1), ("12a34", 0.5), ("21", 0), ("٣٤", 0)]
-)
-def test_the_reward_counts_digits_that_follow_each_other(text, reward):
-    assert ascending(text) == reward
+def test_the_reward_counts_digits_that_follow_each_other():
+    rewards = {"": 0, "7": 0, "789012": 1, "12a34": 0.5, "21": 0, "٣٤": 0}
+    assert {text: ascending(text) for text in rewards} == rewards

@@ -30,7 +30,7 @@ def drafted(oracle, known, chain, count):
     return tokens[len(chain) :]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_rejection_wastes_at_most_two_windows_less_one(seed):
     """Random windows, acceptances, rooms of passes and plain steps; every token comes out in order."""
     rng = np.random.default_rng(seed)

@@ -107,8 +107,14 @@ def rounds(drafter, **options):
     return taken
 
 
-@pytest.mark.parametrize("name", ["srt", "histospec"])
-@pytest.mark.parametrize("limits", [{}, {"max_tokens": 200}, {"max_tokens": 200, "spill_dir": "spilled"}])
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("srt", {}),
+        ("histospec", {"max_tokens": 200}),
+        ("srt", {"max_tokens": 200, "spill_dir": "spilled"}),
+    ],
+)
 def test_drafts_are_those_of_automata_built_when_the_rollout_begins(name, limits, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = rounds(make_drafter(name, min_match=1, **limits))
@@ -120,15 +126,12 @@ def test_drafts_are_those_of_automata_built_when_the_rollout_begins(name, limits
     assert sum(int(counts.sum()) for *_, counts in expected) > 100
 
 
-@pytest.mark.parametrize("name", ["srt", "histospec"])
-def test_they_are_built_while_the_engine_decodes_and_change_no_token(
-    params, requests, expected, name, monkeypatch
-):
+def test_they_are_built_while_the_engine_decodes_and_change_no_token(params, requests, expected, monkeypatch):
     """Nothing is built before the second rollout drafts, and nothing when the third begins."""
     first, second = requests[:6], requests[6:12]
     always = by_rows(lambda candidates, buckets, times, batch, length: 16)
     plain, ahead = (
-        make_speculator((name,), always, FEW, **{name: {"min_match": 1, "history_workers": workers}})
+        make_speculator(("histospec",), always, FEW, histospec={"min_match": 1, "history_workers": workers})
         for workers in (0, 1)
     )
     drafting, grown = threading.Event(), []
@@ -141,7 +144,7 @@ def test_they_are_built_while_the_engine_decodes_and_change_no_token(
         grown.append(here)
         return grown_apart(self, rollouts)
 
-    drafter, drafts = ahead.drafters[name], []
+    drafter, drafts = ahead.drafters["histospec"], []
     propose = drafter.propose
 
     def proposing(queries):

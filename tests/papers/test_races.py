@@ -143,21 +143,17 @@ def test_requests_that_are_accepted_badly_enter_against_all_that_may_pay():
     assert raced(races, state_of(acceptance, slow=3.0)) == {1: ["a", "b"]}
 
 
-@pytest.mark.parametrize(
-    ("counts", "changes"),
-    [
+def test_no_race():
+    for counts, changes in (
         ({("a", 1): (8, 4)}, {}),  # 0.6
         ({}, {}),  # nothing known
         ({("a", 1): (8, 0)}, {"first": None}),  # decodes plainly
         ({("a", 1): (8, 0)}, {"current": np.asarray([True, False])}),  # is only sampled ahead
         ({("a", 1): (8, 0), ("b", 1): (1, 1), ("slow", 1): (1, 1)}, {}),  # has had all drafters
-    ],
-    ids=["accepted", "new", "plain", "ahead", "had all"],
-)
-def test_no_race(counts, changes):
-    races, state = Races(), state_of(told(counts), **changes)
-    races.enter(state)
-    assert races.wanted(state) == {} and not races.has_own(1)
+    ):
+        races, state = Races(), state_of(told(counts), **changes)
+        races.enter(state)
+        assert races.wanted(state) == {} and not races.has_own(1)
 
 
 def test_the_worst_request_gets_rows_first():

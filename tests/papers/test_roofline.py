@@ -28,10 +28,16 @@ W4, W8 = WeightFormat(4, 128), WeightFormat(8, 0, "int8")
 # -- counts ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", [W4, WeightFormat(4, 32), W8, WeightFormat(8, 0)], ids=str)
-@pytest.mark.parametrize("config", [TINY, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_are_those_of_the_arrays(config, fmt, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "config", "fmt"),
+    [
+        ("float32", TINY, W4),
+        ("bfloat16", UNTIED, WeightFormat(4, 32)),
+        ("bfloat16", TINY, W8),
+        ("float32", UNTIED, WeightFormat(8, 0)),
+    ],
+)
+def test_bytes_are_those_of_the_arrays(dtype, config, fmt):
     numerics = Numerics(compute_dtype=dtype)
     params = tree_cast(init_params(config, seed=0), numerics.dtype)
     costs = policy_costs(config, numerics, fmt)
@@ -105,25 +111,18 @@ def test_what_does_not_overlap_adds_up():
     assert hidden.verify_seconds(8, 512, 64) == pytest.approx(max(memory, computing))
 
 
-def test_json_round_trip():
-    assert Roofline.from_json(roofline().as_json()) == roofline()
-
-
 # -- fitting -----------------------------------------------------------------------------------------------
 
 
-def synthetic(known, batches=(1, 4, 16, 64, 256), contexts=(512, 2048, 8192), chains=(3, 7, 11, 15), noise=0):
+def synthetic(known, batches=(1, 4, 16, 64, 256), contexts=(512, 2048, 8192), chains=(3, 7, 11, 15)):
     """Points as they would be measured if the constants were true; chains as in appendix E.3."""
-    rng = np.random.default_rng(0)
     points = []
     for batch in batches:
         for context in contexts:
             points += [Point(kind, batch, context, batch, batch, 0.0) for kind in ("plain", "draft")]
             rows = [batch * (chain + 1) for chain in chains]
             points += [Point("verify", batch, context, size, size, 0.0) for size in rows]
-    return [
-        dataclasses.replace(point, seconds=known.seconds(point) * rng.lognormal(0, noise)) for point in points
-    ]
+    return [dataclasses.replace(point, seconds=known.seconds(point)) for point in points]
 
 
 CPU = {
@@ -139,8 +138,7 @@ CPU = {
 }
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.45, 1.0])
-@pytest.mark.parametrize("device", ["accelerator", "cpu"])
+@pytest.mark.parametrize(("device", "overlap"), [("accelerator", 0.45), ("cpu", 0.0), ("cpu", 1.0)])
 def test_known_constants_are_recovered(device, overlap):
     if device == "cpu":
         small = ModelConfig("qwen3", 320, 768, 12, 6, 2, 64, 3072, tie_embeddings=True, qk_norm=True)
@@ -151,17 +149,10 @@ def test_known_constants_are_recovered(device, overlap):
         known = roofline(overlap=overlap)
         points = synthetic(known)
     found = fit(known.costs, points)
+    assert Roofline.from_json(found.as_json()) == found
     for name, value in known.as_json().items():
         if name != "costs":
             assert getattr(found, name) == pytest.approx(value, rel=1e-3, abs=0 if value else 1e-9), name
-
-
-def test_noise_moves_predictions_by_less_than_itself():
-    known = roofline()
-    found = fit(known.costs, synthetic(known, noise=0.05))
-    clean = synthetic(known, (2, 8, 32, 128), (1024, 4096))
-    errors = [abs(found.seconds(point) / point.seconds - 1) for point in clean]
-    assert np.mean(errors) < 0.05
 
 
 def test_no_constant_is_negative_even_where_that_would_fit_better():
@@ -169,12 +160,6 @@ def test_no_constant_is_negative_even_where_that_would_fit_better():
     found = fit(known.costs, synthetic(known))
     assert found.slot == 0
     assert all(value >= 0 for name, value in found.as_json().items() if name != "costs")
-
-
-def test_a_kind_without_points_is_named():
-    points = [point for point in synthetic(roofline()) if point.kind != "draft"]
-    with pytest.raises(ValueError, match="draft"):
-        fit(roofline().costs, points)
 
 
 def test_non_negative_least_squares_is_the_best_of_all_non_negative():
@@ -222,6 +207,8 @@ def test_what_cannot_be_judged_has_not_passed():
 
 def test_a_drafter_on_the_host_is_judged_without_draft_steps():
     points = [point for point in synthetic(roofline()) if point.kind != "draft"]
+    with pytest.raises(ValueError, match="draft"):
+        fit(roofline().costs, points)
     assert gates(roofline(), points).cases == 0
     free = gates(roofline(), points, drafts_itself=False)
     assert free.cases == 5 * 3 * 4 and free.sign == 1.0

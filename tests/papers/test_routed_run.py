@@ -257,25 +257,3 @@ def test_outliers_go_on_in_the_next_step(world, monkeypatch):
     alone = run(world, "parked_again", lag[0], f"cluster.replay={world}/parked/run", steps=3)
     assert not differences(parked, alone)
     assert schedule_of(world, "parked_again") == schedule_of(world, "parked")
-
-
-def test_ranking_groups_with_outliers_that_go_into_the_next_step(world, monkeypatch):
-    """RhymeRL uses both. The prompts of a step reach the router together, and are ranked from the second
-    epoch on, which is a step here; the schedule repeats the run.
-    """
-    ranked, honest = [], RankedQueues.add
-
-    def add(self, requests):
-        honest(self, requests)
-        if next(iter(requests.values())).training:
-            prompts = len({request.prompt_ids for request in requests.values()})
-            ranked.append((prompts, len(requests), len(self.longest)))
-
-    monkeypatch.setattr(RankedQueues, "add", add)
-    lag = ("rollout.max_staleness=2", "cluster.into_next_step=true", "cluster.pipe=ranked")
-    piped, _ = local_run(world, "piped_lag", monkeypatch, *lag, steps=4, versions=4)
-    assert all(prompts > 1 for prompts, _, _ in ranked)
-    assert sum(requests for _, requests, _ in ranked) == 4 * 8
-    assert (ranked[0][-1], ranked[-1][-1]) == (0, 2)
-    alone = run(world, "piped_lag_again", lag[0], f"cluster.replay={world}/piped_lag/run", steps=4)
-    assert not differences(piped, alone)

@@ -9,8 +9,8 @@ from tests.tiny_policy import strategy_choice
 KEPT = {
     "bandit": (
         strategy_choice("bandit", epsilon=0.5, window=8),
-        ("srt", "eagle"),
-        {"bandit_rates", "bandit_draws", "calibration_of_srt", "eagle/train.params.layer.q", "ahead_tokens"},
+        ("srt", "quantized"),
+        {"bandit_rates", "bandit_draws", "calibration_of_srt"},
     ),
     "ladder": (
         strategy_choice("ladder"),

@@ -32,24 +32,17 @@ def test_the_policy_nears_its_teacher(tmp_path, teacher):
     assert lines[0]["engine/compilations"] == lines[-1]["engine/compilations"]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
+def test_a_teacher_that_does_not_fit_is_one_line(tmp_path, teacher, monkeypatch):
+    shutil.copytree(teacher, tmp_path / "others")
+    file = tmp_path / "others" / "tokenizer" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"content": "<|im_end|>"', '"content": "<|other|>"'))
+    monkeypatch.setattr(loop, "compile_programs", lambda run: pytest.fail("it compiles"))
+    for name, says in (
         ("absent", "algorithm.teacher: .*absent does not exist"),
         ("others", "algorithm.teacher: .* has another tokenizer than the policy"),
-    ],
-)
-def test_a_teacher_that_does_not_fit_is_one_line(tmp_path, teacher, monkeypatch, name, says):
-    if name == "others":
-        shutil.copytree(teacher, tmp_path / name)
-        file = tmp_path / name / "tokenizer" / "tokenizer.json"
-        file.write_text(file.read_text().replace('"content": "<|im_end|>"', '"content": "<|other|>"'))
-    monkeypatch.setattr(loop, "compile_programs", lambda run: pytest.fail("it compiles"))
-    with pytest.raises(UserError, match=says) as caught:
-        distil(tmp_path, tmp_path / name)
-    assert "\n" not in str(caught.value)
-
-
-def test_distillation_needs_a_teacher(tmp_path):
+    ):
+        with pytest.raises(UserError, match=says) as caught:
+            distil(tmp_path, tmp_path / name)
+        assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"algorithm\.teacher: distillation needs one"):
         train(tmp_path, "algorithm.name=distillation", "algorithm.kl_coefficient=1.0")

@@ -18,8 +18,6 @@ GUESS = (
     "task={name: guess_number, args: {numbers: 4}}",
     "environment={max_turns: 3}",
     "warm_start.steps=20",
-    "rollout.max_prompt_length=32",
-    "training.minibatches_per_step=2",
 )
 VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
 VOLATILE += ("engine/", "speculation/", "environment/seconds", "environment/waiting")

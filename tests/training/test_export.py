@@ -56,11 +56,9 @@ def exported(run, tmp_path_factory):
 
 
 def test_transformers_computes_the_same_logits(run, exported):
+    """And has the tokenizer and its chat template."""
     _, model = run
     assert_same_logits(our_logits(model, init_params(model, 5)), reference_logits(reload(exported)))
-
-
-def test_tokenizer_and_chat_template_come_along(run, exported):
     transformers = pytest.importorskip("transformers")
     ours, theirs = Tokenizer.load(run[0] / "tokenizer"), transformers.AutoTokenizer.from_pretrained(exported)
     messages = [{"role": "user", "content": "47a5b8c9="}]
@@ -142,29 +140,25 @@ def test_nothing_is_overwritten_unless_asked_for(run, tmp_path, capsys):
     assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
 
 
-def test_what_is_no_model_is_never_replaced(run, tmp_path, capsys):
-    (tmp_path / "thesis.tex").write_text("years")
-    assert main(run[0], tmp_path, "--force") == 2
-    assert "is not a model directory; choose another one" in capsys.readouterr().err
-    assert (tmp_path / "thesis.tex").read_text() == "years"
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_an_export_that_fails_leaves_everything_as_it_was(run, tmp_path, monkeypatch, capsys, force):
+def test_an_export_that_fails_leaves_everything_as_it_was(run, tmp_path, monkeypatch, capsys):
     path, _ = run
-    if force:
-        assert main(path, tmp_path / "policy", "--step", 3) == 0
+    assert main(path, tmp_path / "policy", "--step", 3) == 0
     before = sorted((file.name, file.read_bytes()) for file in tmp_path.rglob("*") if file.is_file())
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export, "model_card", full)
-    assert main(path, tmp_path / "policy", *(["--force"] if force else [])) == 2
+    assert main(path, tmp_path / "policy", "--force") == 2
     assert "No space left on device" in capsys.readouterr().err
     after = sorted((file.name, file.read_bytes()) for file in tmp_path.rglob("*") if file.is_file())
     assert after == before
-    assert [entry.name for entry in tmp_path.iterdir()] == (["policy"] if force else [])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["policy"]
+    # What is no model is never replaced.
+    (tmp_path / "thesis.tex").write_text("years")
+    assert main(path, tmp_path, "--force") == 2
+    assert "is not a model directory; choose another one" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "years"
 
 
 @pytest.mark.parametrize("when", ["policy", "old"])
@@ -206,25 +200,16 @@ def test_the_head_is_what_its_loader_reads(tmp_path):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-def test_a_run_without_a_head_exports_nothing(run, tmp_path, capsys):
-    assert main(run[0], tmp_path / "policy", "--drafter", tmp_path / "head") == 2
-    assert "no EAGLE head at this step, as it was trained without a drafter" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
+def test_bad_input_is_one_line(run, exported, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments, message in (
+        (["{run}", "out", "--drafter", "head"], "no EAGLE head at this step, as it was trained without a dr"),
         (["nowhere", "out"], "nowhere does not exist"),
         (["{run}", "{run}"], "is not a model directory"),
         (["{run}", "out", "--step", "4"], "no checkpoint of step 4; there are 3, 5"),
         (["{model}", "out"], "is a Hugging Face directory already"),
-    ],
-)
-def test_bad_input_is_one_line(run, exported, tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    given = [each.format(run=run[0], model=exported) for each in arguments]
-    assert main(*given) == 2
-    errors = capsys.readouterr().err
-    assert message in errors and errors.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    ):
+        assert main(*(each.format(run=run[0], model=exported) for each in arguments)) == 2
+        errors = capsys.readouterr().err
+        assert message in errors and errors.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,6 @@ from rljax.training.run_state import RunState
 from rljax.training.training_run import TrainingRun
 from tests.training.tiny_run import write_config
 
-EVALUATE = loop.evaluate  # which the fixture replaces
 LOST = UserError("task.rewards.0: took more than 10 seconds")
 
 
@@ -151,21 +150,6 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, reports, monkey
         with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: cannot be written"):
             loop.train(run)
         assert run.state.step == step
-
-
-def test_an_evaluation_asks_each_problem_once(tmp_path):
-    asked, run = [], make_run(tmp_path, Checkpoints(), [], evaluate=None)
-
-    def collect(params, wanted, on_progress):
-        asked.extend(wanted.indices)
-        group = SimpleNamespace(rewards=[{"reward": 0.5}])
-        return [group] * len(wanted.indices), SimpleNamespace(tokens=9), SimpleNamespace(decode=1.0)
-
-    run.state = SimpleNamespace(params=None, step=0)
-    run.scheduler.engine = SimpleNamespace(load_params=lambda params: params)
-    run.collector = SimpleNamespace(collect=collect, task=None, tokenizer=None)
-    run.heldout = [0, 1, 4]  # of four that are wanted, the last ones having come before
-    assert EVALUATE(run)["evaluation/reward"] == 0.5 and asked == run.heldout
 
 
 def test_a_run_that_is_stopped_twice_tells_the_signal(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.extras import PlansAhead
 from tests.devices import run_on_devices
-from tests.training.tiny_run import SHRINKING, train
+from tests.training.tiny_run import train
 
 # Times differ between runs, and a resumed run compiles again.
 _VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
@@ -39,50 +39,31 @@ def plain(tmp_path_factory):
 def test_a_run_leaves_its_metrics(plain):
     directory, lines = plain
     assert [line["step"] for line in lines] == [0, 1, 2]
-    required = {
-        "step",
-        "reward/mean",
-        "response_length/mean",
-        "response_length/p75",
-        "response_length/max",
-        "rollout/tokens",
-        "rollout/tokens_per_second",
-        "time/step",
-        "time/rollout",
-        "time/reward",
-        "time/logprobs",
-        "time/update",
-        "time/elapsed",
-        "loss/policy",
-        "entropy",
-        "mismatch/logprob_abs_mean",
-        "engine/compilations",
-    }
-    assert required <= lines[-1].keys()
+    required = "step entropy reward/mean loss/policy mismatch/logprob_abs_mean engine/compilations"
+    required += " response_length/mean response_length/p75 response_length/max rollout/tokens"
+    required += (
+        " rollout/tokens_per_second time/step time/rollout time/reward time/logprobs time/update time/elapsed"
+    )
+    assert set(required.split()) <= lines[-1].keys()
     assert "evaluation/reward" in lines[0] and "evaluation/reward" in lines[-1]
     assert load_config(directory / "run" / "config.yaml").training.steps == 2
     assert (directory / "run" / "checkpoints").is_dir()
     sessions = RunDirectory(directory / "run").read_sessions()
     assert [session["step"] for session in sessions] == [0]
     assert {"date", "command", "commit", "machine"} <= sessions[0].keys()
-
-
-def test_the_training_pass_has_the_rollouts_logprobs(plain):
-    _, lines = plain
-    for line in lines[1:]:
-        assert line["mismatch/logprob_abs_max"] == 0.0
+    # The training pass has the rollout's logprobs, and nothing compiles after warm-up.
+    assert [line["mismatch/logprob_abs_max"] for line in lines[1:]] == [0.0, 0.0]
+    assert lines[1]["engine/compilations"] == lines[2]["engine/compilations"]
+    # What is finished has nothing left to do, and another experiment is refused.
+    assert train(directory, LEARNS) == lines
+    with pytest.raises(ConfigError, match="seed"):
+        train(directory, LEARNS, "seed=5")
 
 
 def test_the_training_pass_has_the_rollouts_logprobs_in_bfloat16(tmp_path):
-    small = ("warm_start=null", "evaluation.problems=0")
-    lines = train(tmp_path, "policy.compute_dtype=bfloat16", SHRINKING, *small)
-    for line in lines[1:]:
-        assert line["mismatch/logprob_abs_max"] == 0.0
-
-
-def test_nothing_compiles_after_warm_up(plain):
-    _, lines = plain
-    assert lines[1]["engine/compilations"] == lines[2]["engine/compilations"]
+    small = ("warm_start=null", "evaluation.problems=0", "training.steps=1")
+    _, line = train(tmp_path, "policy.compute_dtype=bfloat16", *small)
+    assert line["mismatch/logprob_abs_max"] == 0.0
 
 
 def test_a_run_that_a_signal_stops_continues_with_the_same_numbers(plain, tmp_path, monkeypatch):
@@ -142,17 +123,6 @@ def test_another_seed_gives_other_numbers(plain, tmp_path):
     assert all(first[name] != lines[1][name] for name in ("gradient_norm", "entropy", "rollout/tokens"))
 
 
-def test_a_finished_run_has_nothing_left_to_do(plain):
-    directory, lines = plain
-    assert train(directory, LEARNS) == lines
-
-
-def test_a_run_directory_of_another_experiment_is_refused(plain):
-    directory, _ = plain
-    with pytest.raises(ConfigError, match="seed"):
-        train(directory, LEARNS, "seed=5")
-
-
 def test_reference_overlong_and_several_epochs(tmp_path, monkeypatch):
     keys = (
         "algorithm.kl_coefficient=0.1",
@@ -175,23 +145,23 @@ def test_reference_overlong_and_several_epochs(tmp_path, monkeypatch):
         train(tmp_path, *keys, "training.steps=3")
 
 
-def test_dynamic_sampling_gives_up_with_a_message(tmp_path, monkeypatch):
-    monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: {"reward": 0.0})
-    with pytest.raises(DynamicSamplingError, match="3 rounds"):
-        train(tmp_path, "algorithm.dynamic_sampling=true", "algorithm.dynamic_sampling_max_rounds=3")
-
-
-def test_dynamic_sampling_refills_the_batch(tmp_path, monkeypatch):
-    calls = {"number": 0}
+def test_dynamic_sampling_refills_the_batch_or_gives_up_with_a_message(tmp_path, monkeypatch):
+    calls = itertools.count()
 
     def reward(*_):
-        """Every second group of four is uninformative; in the others one response is right."""
-        calls["number"] += 1
-        group, sample = divmod(calls["number"] - 1, 4)
-        return {"reward": float(group % 2 == 1 and sample == 0)}
+        """Every second group of four is uninformative; in the others one response is right, for two steps."""
+        group, sample = divmod(next(calls), 4)
+        return {"reward": float(group % 2 == 1 and sample == 0 and group < 8)}
 
     monkeypatch.setattr(ChainArithmetic, "reward", reward)
-    lines = train(tmp_path, "algorithm.dynamic_sampling=true", "evaluation.problems=0")
+    keys = (
+        "algorithm.dynamic_sampling=true",
+        "algorithm.dynamic_sampling_max_rounds=3",
+        "evaluation.problems=0",
+    )
+    with pytest.raises(DynamicSamplingError, match="3 rounds"):
+        train(tmp_path, *keys, "training.steps=3")
+    lines = RunDirectory(tmp_path / "run").read_metrics()
     assert [line["rollout/groups_sampled"] for line in lines[1:]] == [4, 4]
     assert lines[-1]["gradient_norm"] > 0.0
 
@@ -258,8 +228,3 @@ def test_a_reward_that_raises_is_one_line_and_costs_no_step(plain, tmp_path, mon
         train(tmp_path, LEARNS, "checkpoint.every=0")
     monkeypatch.undo()
     assert _numbers(train(tmp_path, LEARNS, "checkpoint.every=0")) == _numbers(lines)
-
-
-def test_a_prompt_that_is_too_long_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"rollout\.max_prompt_length: 4"):
-        train(tmp_path, "rollout.max_prompt_length=4", "rollout.long_prompts=stop")

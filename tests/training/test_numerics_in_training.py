@@ -35,7 +35,7 @@ def test_a_run_says_what_it_measured_and_compares_it_on_another_machine(tmp_path
 
 
 def test_where_nothing_is_exact_a_run_is_refused_or_counts(tmp_path, capsys):
-    overrides = (*SMALL, "engine.compilation_cache=null", "training.steps=1")
+    overrides = (*SMALL, f"engine.compilation_cache={tmp_path}/programs", "training.steps=1")
     with replaced(every_call):
         with pytest.raises(ConfigError, match="row_invariant: does not hold here"):
             run(load_config(write_config(tmp_path), overrides))

@@ -74,9 +74,7 @@ def score(params, batch, chunk, sampling=SamplingParams(), config=CONFIG):  # no
 
 
 @pytest.mark.parametrize(
-    ("lengths", "chunk"),
-    [([50, 40, 30, 20, 60, 64], 7), ([50, 40, 30, 20, 60, 64], 100), ([90], 1), ([90], 64)],
-    ids=["3 rows-7", "3 rows-100", "1 row-1", "1 row-64"],
+    ("lengths", "chunk"), [([50, 40, 30, 20, 60, 64], 7), ([90], 64)], ids=["3 rows-7", "1 row-64"]
 )
 def test_chunks_have_the_bits_of_the_whole(params, lengths, chunk):
     batch = packed(0, lengths, 98)
@@ -85,8 +83,7 @@ def test_chunks_have_the_bits_of_the_whole(params, lengths, chunk):
     np.testing.assert_allclose(whole[1], chunked[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), FILTERED], ids=["plain", "filtered"])
-def test_against_the_textbook(params, sampling):
+def test_against_the_textbook(params):
     batch = packed(1, [30, 25, 20], 98)
 
     @jax.jit
@@ -97,14 +94,14 @@ def test_against_the_textbook(params, sampling):
             params, CONFIG, batch.tokens, batch.positions, attention, rope, attention.numerics
         )
         logits = transformer.logits(params, CONFIG, hidden, attention.numerics)
-        return jax.nn.log_softmax(transform_logits(logits, sampling, attention.numerics))
+        return jax.nn.log_softmax(transform_logits(logits, FILTERED, attention.numerics))
 
     whole = np.asarray(textbook(params, batch))
     expected = np.take_along_axis(whole, batch.targets[..., None], axis=2)[..., 0]
-    logprobs, entropies = score(params, batch, 32, sampling)
+    logprobs, entropies = score(params, batch, 32, FILTERED)
     mask = batch.response_mask
     excluded = np.isneginf(logprobs[mask])
-    assert excluded.any() == (sampling is FILTERED) and not excluded.all()
+    assert excluded.any() and not excluded.all()
     np.testing.assert_array_equal(excluded, np.isneginf(expected[mask]))
     np.testing.assert_allclose(logprobs[mask], expected[mask], atol=2e-5)
     np.testing.assert_allclose(
@@ -112,8 +109,7 @@ def test_against_the_textbook(params, sampling):
     )
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
-def test_gradients_do_not_depend_on_chunks_or_remat(params, remat):
+def test_gradients_do_not_depend_on_chunks_or_remat(params):
     batch = packed(2, [50, 40, 30], 98)
 
     def gradient(chunk, remat):
@@ -126,7 +122,7 @@ def test_gradients_do_not_depend_on_chunks_or_remat(params, remat):
         return compiled(jax.grad(loss), params, batch)(params, batch)
 
     for whole, chunked in zip(
-        jax.tree.leaves(gradient(WHOLE, False)), jax.tree.leaves(gradient(16, remat)), strict=True
+        jax.tree.leaves(gradient(WHOLE, False)), jax.tree.leaves(gradient(16, True)), strict=True
     ):
         np.testing.assert_allclose(whole, chunked, rtol=1e-4, atol=1e-5 * float(jnp.abs(whole).max()))
 

@@ -3,13 +3,13 @@
 import itertools
 import threading
 import zlib
+from unittest import mock
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from drafters.registry import DRAFTERS
 from rljax.engine.background import CompilerThread
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.draft_length import WorthStarting
@@ -20,7 +20,7 @@ from rljax.training import loop
 from rljax.training.learner import Learner
 from tests.training.tiny_run import SHRINKING, train
 
-STEPS, HALF = 16, 8
+STEPS, HALF = 8, 4
 # What may differ: times, and how the tokens came about.
 _HOW = ("time/", "speculation/", "engine/compilations", "engine/compiled_in_background", "engine/waited_for")
 _HOW += ("rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
@@ -31,8 +31,7 @@ def world(tmp_path_factory):
     """A directory for runs in which every response has a reward of its own."""
     directory = tmp_path_factory.mktemp("world")
     luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChainArithmetic, "reward", luck)
+    with mock.patch.object(ChainArithmetic, "reward", luck):
         yield directory
 
 
@@ -110,9 +109,8 @@ def srt(world, plain):
 def check_same(world, name, lines, plain):
     steps = lines[-1]["step"]
     assert what(lines) == what(plain[: steps + 1])
-    assert {"reward/mean", "gradient_norm", "mismatch/logprob_abs_max", "rollout/tokens"} <= what(lines)[
-        -1
-    ].keys()
+    names = {"reward/mean", "gradient_norm", "mismatch/logprob_abs_max", "rollout/tokens"}
+    assert names <= what(lines)[-1].keys()
     assert same_bits(final_state(world, name, steps), final_state(world, "plain", steps))
 
 
@@ -125,31 +123,22 @@ def test_the_comparison_can_fail(world, plain):
 def test_a_run_with_srt_is_the_run_without(world, plain, srt):
     check_same(world, "srt", srt, plain)
     assert all(line["speculation/speculated_share"] == 1.0 for line in srt[1:])
-    assert sum(line["speculation/accepted"] for line in srt[1:]) > 50
+    assert sum(line["speculation/accepted"] for line in srt[1:]) > 20
     assert len({line["engine/compilations"] for line in srt[1:]}) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [  # a small model has no default
-        pytest.param(name, marks=[pytest.mark.long] if name == "block" else [])
-        for name in sorted(DRAFTERS.keys() - {"srt", "small_model"})
-    ],
-)
-def test_a_run_with_any_drafter_is_the_run_without(world, plain, name):
-    args = {  # trained behind each rollout, whatever the clock says
-        "eagle": "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2],"
-        " unrolled_steps: 1}",
-        "block": "{slices: 2, rows: 1, pack_length: 128, depths: [2], block_size: 3}",
-        "histospec": "{min_match: 1}",
-    }
-    options = (f"training.steps={HALF}", f"speculation.args={args.get(name, '{}')}")
-    lines = run(world, name, *options, drafter=name, verified=[True, True, False])
-    check_same(world, name, lines, plain)
+def test_a_run_that_trains_a_head_is_the_run_without(world, plain):
+    """Behind each rollout, whatever the clock says. Other drafters take part in legs of a run, below;
+    `tests/speculation` has all of them in rollouts.
+    """
+    head = "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2],"
+    head += " unrolled_steps: 1}"
+    options = (f"training.steps={HALF}", f"speculation.args={head}")
+    lines = run(world, "eagle", *options, drafter="eagle", verified=[True, True, False])
+    check_same(world, "eagle", lines, plain)
     assert all(0 < line["speculation/speculated_share"] < 1 for line in lines[1:])
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
-    if name == "eagle":
-        assert [line["speculation/head/slices"] for line in lines[1:]] == [2] * HALF
+    assert [line["speculation/head/slices"] for line in lines[1:]] == [2] * HALF
 
 
 def test_a_run_with_a_drafter_from_a_file_is_the_run_without(world, plain, tmp_path, monkeypatch):
@@ -183,37 +172,29 @@ def test_evaluation_does_not_feed_the_history(srt):
     assert history == [tokens[0], *(a + b for a, b in itertools.pairwise(tokens))]
 
 
-@pytest.mark.parametrize(("drafter", "args"), [("srt", "{}"), ("histospec", "{min_match: 1}")])
-def test_a_resumed_run_drafts_as_one_that_never_stopped(world, plain, drafter, args):
+def test_a_resumed_run_drafts_as_one_that_never_stopped(world, plain):
     def resumable(kind, steps):
-        options = (f"training.steps={steps}", f"speculation.args={args}")
-        return run(world, f"{drafter} {kind}", *options, drafter=drafter, verified=[True])
+        return run(world, f"srt {kind}", f"training.steps={steps}", drafter="srt", verified=[True])
 
     whole = resumable("whole", 4)
     resumable("resumed", 2)
     resumed = resumable("resumed", 4)
     assert what(resumed)[3:] == what(whole)[3:]
-    for name in (
-        "drafted",
-        "accepted",
-        "accept_length",
-        "verified_per_token",
-        "history_tokens",
-        "history_bytes",
-    ):
+    names = "drafted accepted accept_length verified_per_token history_tokens history_bytes"
+    for name in names.split():
         key = f"speculation/{name}"
         assert [line[key] for line in resumed[1:]] == [line[key] for line in whole[1:]], name
     assert all(line["speculation/drafted"] > 5 for line in resumed[3:])
-    states = [final_state(world, f"{drafter} {kind}", 4) for kind in ("resumed", "whole")]
+    states = [final_state(world, f"srt {kind}", 4) for kind in ("resumed", "whole")]
     assert same_bits(*states)
 
 
 LEGS = [  # up to which step, and how drafts come about
-    (3, "srt", ()),
-    (5, "histospec", ("speculation.args={min_match: 1}",)),
-    (7, None, ()),
-    (9, "quantized", ()),
-    (12, "srt", ("speculation.run_ahead_below=2", "speculation.run_ahead_share=1.0")),
+    (2, "srt", ()),
+    (3, "histospec", ("speculation.args={min_match: 1}",)),
+    (4, None, ()),
+    (5, "quantized", ()),
+    (7, "srt", ("speculation.run_ahead_below=2", "speculation.run_ahead_share=1.0")),
     (STEPS, "srt", ()),
 ]
 
@@ -227,16 +208,16 @@ def test_a_run_may_change_its_drafter_whenever_it_resumes(world, plain):
         assert [line["step"] for line in lines] == list(range(steps + 1))
     check_same(world, "changing", [_due(line) for line in lines], plain)
     tokens = [line.get("rollout/tokens") for line in lines]
-    for step in (1, 4, 5):  # histospec keeps one rollout of a prompt; what comes along is replaced
+    for step in (1, 3):  # histospec keeps one rollout of a prompt; what comes along is replaced
         assert history[step] == tokens[step]
-    assert history[6:10] == [None] * 4
-    assert history[10] == tokens[5] + tokens[10]  # the two newest that a history has seen
-    for step in (2, 3, *range(11, STEPS + 1)):
+    assert history[4:6] == [None] * 2
+    assert history[6] == tokens[3] + tokens[6]  # the two newest that a history has seen
+    for step in (2, 7, 8):
         assert history[step] == tokens[step - 1] + tokens[step]
     ahead = [line.get("speculation/ahead_tokens") for line in lines]
-    assert sum(ahead[10:13]) > 0 and ahead[:10] == [None] * 10 and ahead[13:] == [None] * (STEPS - 12)
-    for first in (1, 4, 8, 10, 13):
-        assert lines[first + 1]["speculation/accepted"] > 0
+    assert sum(ahead[6:8]) > 0 and ahead[:6] == [None] * 6 and ahead[8:] == [None]
+    for step in (2, 3, 5, 7, 8):
+        assert lines[step]["speculation/accepted"] > 0
 
 
 def _due(line):

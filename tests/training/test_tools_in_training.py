@@ -1,5 +1,7 @@
 """Whole runs whose responses call a calculator: what is learned from them, and that they can be repeated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,31 +65,28 @@ def test_answers_are_read_and_not_learned():
     everything = batch_of([True] * 5)
     for name in ("tokens", "response_mask", "rollout_logprobs", "advantages", "weights"):
         np.testing.assert_array_equal(getattr(everything, name), getattr(whole, name))
+    with pytest.raises(ValueError, match="sampled_mask has 3 entries for 5 response tokens"):
+        batch_of([True, True, False])
 
 
 def test_an_answer_has_no_gradient_and_no_part_in_any_metric():
-    batch = jax.tree.map(jnp.asarray, batch_of(OWN))
+    batch = batch_of(OWN)
     algorithm = AlgorithmConfig(kl_coefficient=0.1)
     reference = jnp.full(batch.tokens.shape, -1.5)
 
-    def loss(logprobs, entropy):
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradients(logprobs, entropy):
         return policy_objective(logprobs, entropy, batch, reference, algorithm)
 
     rng = np.random.default_rng(0)
-    logprobs, entropy = (jnp.asarray(rng.normal(size=batch.tokens.shape), jnp.float32) for _ in range(2))
+    logprobs, entropy = rng.normal(size=(2, *batch.tokens.shape)).astype(np.float32)
     answers = np.zeros(batch.tokens.shape, bool)
     answers[0, 4:6] = True
-    gradient, metrics = jax.grad(loss, has_aux=True)(logprobs, entropy)
+    gradient, metrics = gradients(logprobs, entropy)
     assert (np.asarray(gradient)[answers] == 0).all()
     assert (np.asarray(gradient)[np.asarray(batch.response_mask)] != 0).all()
     assert metrics["update/tokens"] == 5
-    other, same = jax.grad(loss, has_aux=True)(
-        jnp.where(answers, jnp.nan, logprobs), jnp.where(answers, jnp.nan, entropy)
-    )
+    other, same = gradients(*(np.where(answers, np.float32(np.nan), each) for each in (logprobs, entropy)))
     np.testing.assert_array_equal(other, gradient)
     assert {k: float(v) for k, v in same.items()} == {k: float(v) for k, v in metrics.items()}
-
-
-def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="sampled_mask has 3 entries for 5 response tokens"):
-        batch_of([True, True, False])
