@@ -72,7 +72,7 @@ def config_changes(old: ExperimentConfig, new: ExperimentConfig) -> list[Change]
             harmless += _IF_COUPLED
     before, after = dict(flattened(old.model_dump())), dict(flattened(new.model_dump()))
     return [
-        Change(name, before.get(name), after.get(name), _is_one_of(name, harmless))
+        Change(name, before.get(name), after.get(name), is_one_of(name, harmless))
         for name in [*after, *(before.keys() - after.keys())]
         if before.get(name) != after.get(name)
     ]
@@ -87,5 +87,6 @@ def flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _is_one_of(name: str, keys: Iterable[str]) -> bool:
+def is_one_of(name: str, keys: Iterable[str]) -> bool:
+    """Whether a dotted name is one of these keys, or is in one that is a section."""
     return any(name == key or name.startswith(f"{key}.") for key in keys)

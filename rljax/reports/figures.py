@@ -1,6 +1,7 @@
 """Colours and styles of all reports' figures, and writing figures to files or into a page."""
 
 import dataclasses
+import html
 import io
 import re
 from collections.abc import Callable
@@ -123,7 +124,7 @@ def svg_of(panel: Panel) -> str:
     start, rest = svg[: svg.index(">")], svg[svg.index(">") :]
     svg = re.sub(r' (width|height)="[^"]*"', "", start) + rest  # the view box scales with the page
     svg = re.sub(r"#[0-9a-f]{6}\b", _variable, svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_attribute(panel.title)}"', 1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(panel.title)}"', 1)
 
 
 def integer_steps(axes: "Axes") -> None:
@@ -150,6 +151,20 @@ def legend_above(axes: "Axes") -> None:
         )
 
 
+def draw_curve(
+    axes: "Axes",
+    steps: np.ndarray,
+    values: np.ndarray,
+    color: str,
+    marker: str | None = None,
+    **style: Any,
+) -> None:
+    """Draws a curve; without a marker it is a dot where there is but one value."""
+    values = in_blocks(values)
+    marker = marker_of(values) if marker is None else marker
+    axes.plot(in_blocks(steps), values, color=color, marker=marker, **style)
+
+
 def marker_of(values: np.ndarray) -> str | None:
     """Returns a dot as the marker of a curve with a single point, which would be invisible as a line."""
     return "o" if np.isfinite(values).sum() == 1 else None
@@ -174,7 +189,3 @@ def in_blocks(
 def _variable(match: re.Match[str]) -> str:
     color = match.group()
     return f"var({_VARIABLES[color]})" if color in _VARIABLES else color
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

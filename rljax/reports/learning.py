@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rljax.reports.figures import CARD, COLORS, INK, Panel, in_blocks, integer_steps, legend_above, marker_of
+from rljax.reports.figures import CARD, COLORS, INK, Panel, draw_curve, in_blocks, integer_steps, legend_above
 from rljax.reports.runs import NORMAL_QUANTILE, RunData, Series, series_of, t_interval
 
 if TYPE_CHECKING:
@@ -61,47 +61,33 @@ def draw_rewards(axes: "Axes", series: Sequence[Series]) -> None:
         if len(curves) == 1:
             run = group.runs[0]
             steps, rewards = run.column("step"), run.column("reward/mean")
-            axes.plot(in_blocks(steps), in_blocks(rewards), color=color, alpha=0.3, linewidth=0.8)
+            draw_curve(axes, steps, rewards, color, alpha=0.3, linewidth=0.8, marker="")
             steps, smooth = curves[0]
             variances = _smoothed(run.column("step"), run.column("reward/standard_error") ** 2)[1]
             error = NORMAL_QUANTILE * np.sqrt(variances / _window(len(run.steps)))
             _band(axes, steps, smooth, error, color)
-            axes.plot(
-                in_blocks(steps),
-                in_blocks(smooth),
-                color=color,
-                linewidth=1.8,
-                marker=marker_of(smooth),
-                label=group.name,
-            )
+            draw_curve(axes, steps, smooth, color, linewidth=1.8, label=group.name)
         else:
-            _draw_repeated(axes, curves, color, group.name, "-")
-    if any(len(group.runs) > 1 for group in series):
-        _show_lines(axes)
-    axes.set_ylabel("reward")
-    integer_steps(axes)
-    legend_above(axes)
+            _draw_repeated(axes, curves, color, group.name)
+    _finish(axes, "reward", fits=any(len(group.runs) > 1 for group in series))
 
 
 def draw_heldout(axes: "Axes", series: Sequence[Series]) -> None:
     """Draws the held-out rewards."""
     for number, group in enumerate(series):
         color = COLORS[number % len(COLORS)]
-        curves = []
-        for run in group.runs:
-            points = [(line["step"], line["evaluation/reward"]) for line in run.evaluations]
-            curves.append(
-                (np.asarray([p[0] for p in points], float), np.asarray([p[1] for p in points], float))
+        curves = [
+            tuple(
+                np.asarray([line[name] for line in run.evaluations], float)
+                for name in ("step", "evaluation/reward")
             )
+            for run in group.runs
+        ]
         if len(curves) == 1:
             axes.plot(*curves[0], "o-", color=color, markersize=5, markeredgecolor=CARD, label=group.name)
         else:
-            _draw_repeated(axes, curves, color, group.name, "o-")
-    if any(len(group.runs) > 1 for group in series):
-        _show_lines(axes)
-    axes.set_ylabel("reward")
-    integer_steps(axes)
-    legend_above(axes)
+            _draw_repeated(axes, curves, color, group.name, "o")
+    _finish(axes, "reward", fits=any(len(group.runs) > 1 for group in series))
 
 
 def draw_metric(axes: "Axes", series: Sequence[Series], metric: str, unit: str) -> None:
@@ -109,18 +95,9 @@ def draw_metric(axes: "Axes", series: Sequence[Series], metric: str, unit: str) 
     for number, group in enumerate(series):
         color = COLORS[number % len(COLORS)]
         for i, run in enumerate(group.runs):
-            steps, values = in_blocks(run.column("step")), in_blocks(run.column(metric))
-            axes.plot(
-                steps,
-                values,
-                color=color,
-                linewidth=1.3,
-                marker=marker_of(values),
-                label=None if i else group.name,
-            )
-    axes.set_ylabel(unit)
-    integer_steps(axes)
-    legend_above(axes)
+            label = None if i else group.name
+            draw_curve(axes, run.column("step"), run.column(metric), color, linewidth=1.3, label=label)
+    _finish(axes, unit)
 
 
 def draw_mismatch(axes: "Axes", series: Sequence[Series]) -> None:
@@ -132,15 +109,8 @@ def draw_mismatch(axes: "Axes", series: Sequence[Series]) -> None:
             for metric, name, line in (("max", "largest", "-"), ("mean", "mean", ":"))[: 2 if alone else 1]:
                 values = in_blocks(run.column(f"mismatch/logprob_abs_{metric}"), reduce=np.nanmax)
                 label = None if i else name if alone else group.name
-                axes.plot(
-                    in_blocks(run.column("step")),
-                    values,
-                    line,
-                    color=color,
-                    linewidth=1.3,
-                    marker=marker_of(values),
-                    label=label,
-                )
+                steps = run.column("step")
+                draw_curve(axes, steps, values, color, linestyle=line, linewidth=1.3, label=label)
                 largest = max(largest, *values[np.isfinite(values)], 0.0)
     if largest:
         axes.set_yscale("symlog", linthresh=largest / 1e3)
@@ -155,34 +125,31 @@ def draw_mismatch(axes: "Axes", series: Sequence[Series]) -> None:
 
 
 def _draw_repeated(
-    axes: "Axes", curves: Sequence[tuple[np.ndarray, np.ndarray]], color: str, name: str, style: str
+    axes: "Axes",
+    curves: Sequence[tuple[np.ndarray, ...]],
+    color: str,
+    name: str,
+    marker: str | None = None,
 ) -> None:
     """Draws each repetition, and their mean with its confidence band at the steps that all of them have."""
     for steps, values in curves:
-        axes.plot(
-            in_blocks(steps),
-            in_blocks(values),
-            color=color,
-            alpha=0.35,
-            linewidth=0.8,
-            marker=marker_of(values),
-        )
-    shared = sorted(set.intersection(*(set(steps) for steps, _ in curves)))
-    if not shared:
+        draw_curve(axes, steps, values, color, alpha=0.35, linewidth=0.8)
+    shared = np.asarray(sorted(set.intersection(*(set(steps) for steps, _ in curves))))
+    if not len(shared):
         return
     together = np.stack([values[np.isin(steps, shared)] for steps, values in curves])
     mean, error = t_interval(together)
-    _band(axes, np.asarray(shared), mean, error, color)
-    axes.plot(
-        in_blocks(np.asarray(shared)),
-        in_blocks(mean),
-        style,
-        color=color,
-        linewidth=1.8,
-        **({"marker": "o"} if len(shared) == 1 else {}),
-        markersize=4,
-        label=name,
-    )
+    _band(axes, shared, mean, error, color)
+    draw_curve(axes, shared, mean, color, marker, linewidth=1.8, markersize=4, label=name)
+
+
+def _finish(axes: "Axes", unit: str, fits: bool = False) -> None:
+    """Adds what all figures have."""
+    if fits:
+        _show_lines(axes)
+    axes.set_ylabel(unit)
+    integer_steps(axes)
+    legend_above(axes)
 
 
 def _show_lines(axes: "Axes") -> None:

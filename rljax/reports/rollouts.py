@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rljax.reports.figures import COLORS, Panel, in_blocks, integer_steps, legend_above, marker_of
+from rljax.reports.figures import COLORS, Panel, draw_curve, in_blocks, integer_steps, legend_above
 from rljax.reports.runs import RunData, colors_of, series_of
 
 if TYPE_CHECKING:
@@ -55,14 +55,10 @@ def draw_lengths(axes: "Axes", runs: Sequence[RunData]) -> None:
                 continue
             color = COLORS[i] if alone else colors[run.name]
             values = in_blocks(run.column(name), reduce=np.nanmax if metric == "max" else np.nanmean)
-            axes.plot(
-                in_blocks(run.column("step")),
-                values,
-                color=color,
-                marker=marker_of(values),
-                linewidth=2 * width,
-                linestyle="-" if alone or metric == "p50" else "--",
-                label=label if alone else _first_time(_series_name(run, runs), named),
+            line = "-" if alone or metric == "p50" else "--"
+            label = label if alone else _first_time(_series_name(run, runs), named)
+            draw_curve(
+                axes, run.column("step"), values, color, linewidth=2 * width, linestyle=line, label=label
             )
     axes.set_ylabel("tokens")
     axes.set_ylim(bottom=0)

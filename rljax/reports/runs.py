@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
+from rljax.config.changes import flattened, is_one_of
 from rljax.config.yaml_dialect import parse_yaml
 from rljax.errors import UserError
 from rljax.reports.decisions import RunDecisions, read_decisions
@@ -17,7 +19,6 @@ from rljax.run_directory import RunDirectory
 
 # Keys that may differ between repetitions of one experiment.
 _REPETITION_KEYS = ("seed", "run_dir", "tracking", "checkpoint", "engine.compilation_cache")
-_T_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 NORMAL_QUANTILE = 1.96
 
 
@@ -55,7 +56,7 @@ class RunData:
     @functools.cached_property
     def keys(self) -> dict[str, Any]:
         """The config as dotted keys."""
-        return dict(_flat(parse_yaml(self.config, "config.yaml") or {}))
+        return dict(flattened(parse_yaml(self.config, "config.yaml") or {}))
 
     def has(self, metric: str) -> bool:
         """Whether any step has this metric as a finite number."""
@@ -120,7 +121,7 @@ def series_of(runs: Sequence[RunData]) -> list[Series]:
     """Groups runs that differ only by the seed. A run without a config is a series by itself."""
     groups: dict[Any, list[RunData]] = {}
     for number, run in enumerate(runs):
-        config = {name: value for name, value in run.keys.items() if not _is_repetition_key(name)}
+        config = {name: value for name, value in run.keys.items() if not is_one_of(name, _REPETITION_KEYS)}
         groups.setdefault(repr(sorted(config.items())) if config else number, []).append(run)
     return [Series(_name_of(group), group) for group in groups.values()]
 
@@ -146,16 +147,7 @@ def differing_keys(runs: Sequence[RunData]) -> dict[str, list[Any]]:
 def t_interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean over the first axis, and the half width of its 95 % interval by Student's t."""
     count = len(values)
-    quantile = _T_QUANTILES[count - 2] if count - 2 < len(_T_QUANTILES) else _t_quantile(count - 1)
-    return values.mean(0), quantile * values.std(0, ddof=1) / np.sqrt(count)
-
-
-def _t_quantile(freedom: int) -> float:
-    """Returns the quantile for many degrees of freedom (Abramowitz and Stegun, "Handbook of Mathematical
-    Functions", 26.7.5).
-    """
-    z = NORMAL_QUANTILE
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return values.mean(0), stdtrit(count - 1, 0.975) * values.std(0, ddof=1) / np.sqrt(count)
 
 
 def _name_of(runs: Sequence[RunData]) -> str:
@@ -167,15 +159,3 @@ def _name_of(runs: Sequence[RunData]) -> str:
     )
     shared = shared.rstrip("-_. /") or runs[0].name
     return f"{shared} ({len(runs)} seeds)"
-
-
-def _is_repetition_key(name: str) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in _REPETITION_KEYS)
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for name, value in node.items():
-        full = f"{prefix}{name}"
-        pairs += _flat(value, f"{full}.") if isinstance(value, Mapping) else [(full, value)]
-    return pairs
