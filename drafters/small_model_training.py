@@ -25,8 +25,9 @@ import optax
 from jax import Array
 
 from drafters.base import Outcome
-from drafters.eagle.head_state import check_same, named_leaves, nested_leaves
+from drafters.eagle.head_state import TrainerState, nested_leaves
 from drafters.eagle.spot_trainer import finite_or_unchanged, head_optimizer
+from drafters.eagle.training import init_state
 from drafters.training import SharedTraining, Training, TrainingLimits, WorkerTraining
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
@@ -62,7 +63,7 @@ class _Round:
     rows: list[int]
 
 
-class SmallModelTrainer:
+class SmallModelTrainer(TrainerState):
     """A small model in training, with its optimizer: a `TrainingSession`.
 
     Args:
@@ -75,6 +76,8 @@ class SmallModelTrainer:
       learning_rate: constant; the optimizer is that of heads (`head_optimizer`).
       pool: compiled programs.
     """
+
+    saved_with = "the small model"
 
     def __init__(
         self,
@@ -95,22 +98,10 @@ class SmallModelTrainer:
             "optimizer": head_optimizer(learning_rate),
         }
         self._rope = jnp.asarray(rope_table(config, length))
-        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
-        optimizer_state = self._static["optimizer"].init(params)
-        self._state = TrainState(params, optimizer_state, jnp.zeros((), jnp.int32))
+        self._state = init_state(params, self._static["optimizer"])
         self._samples: list[TrainingSequence] = []
         self._new: list[TrainingSequence] = []  # of these, those that no round has had yet
         self._round: _Round | None = None
-
-    @property
-    def params(self) -> Params:
-        """A copy of the present weights, which later updates do not change."""
-        return jax.tree.map(jnp.copy, self._state.params)
-
-    @property
-    def updates(self) -> int:
-        """Number of updates so far, without skipped ones."""
-        return int(self._state.updates)
 
     def add(self, prepared: Sequence[Sample]) -> None:
         """Takes samples."""
@@ -136,24 +127,6 @@ class SmallModelTrainer:
             return None
         self._state, metrics = self._compiled(batch)(self._state, batch, self._rope)
         return {name: float(value) for name, value in jax.device_get(metrics).items()}
-
-    def copy(self) -> dict[str, Array]:
-        """Returns `trained_leaves` in copies that later updates leave alone, on their way to the host."""
-        copies = {name: jnp.copy(leaf) for name, leaf in self.trained_leaves().items()}
-        for leaf in copies.values():
-            leaf.copy_to_host_async()
-        return copies
-
-    def trained_leaves(self) -> dict[str, Array]:
-        """Returns weights and optimizer state by name. The next update consumes these arrays."""
-        return {f"train.{name}": leaf for name, leaf in named_leaves(self._state).items()}
-
-    def load_trained(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Restores `trained_leaves`; raises a CheckpointError where they belong to another model."""
-        expected = self.trained_leaves()
-        check_same(expected, saved, "train.", "the small model")
-        leaves = [jnp.array(saved[name], copy=True) for name in expected]
-        self._state = jax.tree.unflatten(jax.tree.structure(self._state), leaves)
 
     def _next_batch(self) -> PackedBatch | None:
         """The next rows of the round; then a round of what is new, or of all samples again."""

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from drafters.eagle.arguments import BlockArguments
-from drafters.eagle.objective import WEIGHTS, head_training
-from drafters.eagle.variant import VARIANTS
+from drafters.eagle.objective import VARIANTS, WEIGHTS, head_training
 from rljax.accelerators import skip_absent
 from rljax.config import load_config
 from rljax.errors import Interrupted, UserError

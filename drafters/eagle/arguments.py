@@ -5,8 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from drafters.arguments import Arguments
-from drafters.eagle.objective import WEIGHTS, HeadTraining, head_training
-from drafters.eagle.variant import Variant
+from drafters.eagle.objective import WEIGHTS, HeadTraining, Variant, head_training
 from rljax.config.section import PathText
 from rljax.errors import ConfigError
 

@@ -232,22 +232,6 @@ class PackedRows:
     sequences: Sequence[HeadSequence]
     packing: Packing
 
-    @property
-    def efficiency(self) -> float:
-        """Share of the rows' positions that hold a token."""
-        return 1.0 - self.packing.padding_fraction()
-
-    @property
-    def padded_efficiency(self) -> float:
-        """The same if every sequence had a row of its own, as long as the longest."""
-        lengths = self.packing.lengths
-        return float(lengths.sum()) / (len(lengths) * int(lengths.max())) if len(lengths) else 0.0
-
-    @property
-    def gain(self) -> float:
-        """Positions that padding would compute, over those that packing does (TLT's Figure 17b)."""
-        return self.efficiency / self.padded_efficiency if len(self.packing.lengths) else 1.0
-
     def batches(self, rows: int) -> Iterator[HeadBatch]:
         """Batches of one shape, `rows` rows each; the last is filled up with empty rows."""
         for first in range(0, self.packing.num_rows, rows):

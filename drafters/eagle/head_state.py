@@ -13,6 +13,51 @@ from rljax.learning.accumulation import TrainState
 from rljax.models.transformer import Params
 
 
+class TrainerState:
+    """Weights in training, with what their optimizer keeps: a part of every trainer of a drafter.
+
+    Attributes:
+      saved_with: for an error's message, what arrays of a checkpoint are of.
+    """
+
+    saved_with: str
+    _state: TrainState
+
+    @property
+    def params(self) -> Params:
+        """A copy of the present weights, which later updates do not change. (Updates consume the trainer's
+        arrays, so that training needs no memory for a second state.)
+        """
+        return jax.tree.map(jnp.copy, self._state.params)
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far, without skipped ones."""
+        return int(self._state.updates)
+
+    def trained_leaves(self) -> dict[str, Array]:
+        """Returns weights and optimizer state by name. The next update consumes these arrays."""
+        return {f"train.{name}": leaf for name, leaf in named_leaves(self._state).items()}
+
+    def copy(self) -> dict[str, Array]:
+        """Returns `trained_leaves` in copies that later updates leave alone, on their way to the host."""
+        copies = {name: jnp.copy(leaf) for name, leaf in self.trained_leaves().items()}
+        for leaf in copies.values():
+            leaf.copy_to_host_async()
+        return copies
+
+    def load_trained(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Restores `trained_leaves`; raises a CheckpointError where they belong to another trainer."""
+        expected = self.trained_leaves()
+        check_same(expected, saved, "train.", self.saved_with)
+        # Copies, since updates consume these arrays.
+        leaves = [jnp.array(saved[name], copy=True) for name in expected]
+        self._state = self._placed(jax.tree.unflatten(jax.tree.structure(self._state), leaves))
+
+    def _placed(self, state: TrainState) -> TrainState:
+        return state
+
+
 class FrozenHead:
     """A head that only drafts, in the place of its trainer.
 

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from drafters.eagle.variant import VARIANTS, Variant
+from drafters.eagle.objective import VARIANTS, Variant
 from rljax.kernels.linear import linear
 from rljax.models import transformer
 from rljax.models.config import ModelConfig

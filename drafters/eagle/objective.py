@@ -1,13 +1,16 @@
-"""The objectives of a head: which losses it is trained on, and for how many unrolled steps."""
+"""The kinds of heads, and the objective of each: its losses, and for how many unrolled steps."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from drafters.eagle.variant import Variant
 from rljax.errors import ConfigError
 
 if TYPE_CHECKING:
     from rljax.sampling.distribution import SamplingParams
+
+Variant = Literal["eagle", "hass", "eagle3", "block"]
+"""What they read and compute: `drafters/eagle/model.py`."""
+VARIANTS: tuple[Variant, ...] = ("eagle", "hass", "eagle3", "block")
 
 WEIGHTS = {
     "hidden_weight": "smooth L1 distance of hidden states (1, 1, none)",

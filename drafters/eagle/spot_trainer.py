@@ -33,7 +33,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack_next, windows
-from drafters.eagle.head_state import check_same, named_leaves
+from drafters.eagle.head_state import TrainerState, check_same, named_leaves
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.placement import batch_shardings, head_shardings, shape_of, shared_shardings
@@ -76,7 +76,7 @@ def head_optimizer(learning_rate: float, clip_norm: float = 0.5) -> optax.Gradie
     return make_optimizer(settings, 1)
 
 
-class HeadTrainer:
+class HeadTrainer(TrainerState):
     """A head in training, with its buffer and optimizer.
 
     Args:
@@ -93,6 +93,8 @@ class HeadTrainer:
       pool: compiled programs; may be shared with other trainers and with the policy. None makes a new one.
       mesh: the policy's devices; None for one. The head and its moments are split as the policy's are.
     """
+
+    saved_with = "the policy, head and optimizer"
 
     def __init__(
         self,
@@ -135,18 +137,6 @@ class HeadTrainer:
         self._pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self._step_metrics: dict[str, float] = {}
         self._reset_metrics()
-
-    @property
-    def params(self) -> Params:
-        """A copy of the head's present weights, which later slices do not change. (Updates consume the
-        trainer's arrays, so that training needs no memory for a second state.)
-        """
-        return jax.tree.map(jnp.copy, self._state.params)
-
-    @property
-    def updates(self) -> int:
-        """Number of updates so far, without skipped ones."""
-        return int(self._state.updates)
 
     def begin_step(self, step: int) -> None:
         """Begins RL step `step` (see `DataBuffer.begin_step`) and a new round over the sequences."""
@@ -239,22 +229,6 @@ class HeadTrainer:
         named = {f"train.params.{name}": np.array(leaf) for name, leaf in params}
         return named | {"train.updates": np.asarray(self.updates, np.int64)}
 
-    def trained_leaves(self) -> dict[str, Array]:
-        """Returns what updates change, as `state` names it. The next update consumes these arrays."""
-        return {f"train.{name}": leaf for name, leaf in named_leaves(self._state).items()}
-
-    def load_trained(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restores `trained_leaves`, and leaves the buffer alone.
-
-        Raises:
-          CheckpointError: they belong to another head, or to another optimizer.
-        """
-        expected = self.trained_leaves()
-        check_same(expected, state, "train.", "the policy, head and optimizer")
-        # Copies, since updates consume these arrays.
-        leaves = [jnp.array(state[name], copy=True) for name in expected]
-        self._state = self._placed(jax.tree.unflatten(jax.tree.structure(self._state), leaves))
-
     def state(self) -> dict[str, np.ndarray]:
         """Returns everything that continuing with the same bits needs, as flat arrays that are copies."""
         named = {name: np.array(leaf) for name, leaf in to_host(self.trained_leaves()).items()}
@@ -268,12 +242,8 @@ class HeadTrainer:
         return named | buffer | position
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Restores the arrays that `state` returned.
-
-        Raises:
-          CheckpointError: they belong to another head, or to another optimizer.
-        """
-        check_same(self.trained_leaves(), state, "train.", "the policy, head and optimizer")
+        """Restores the arrays that `state` returned; raises as `load_trained`."""
+        check_same(self.trained_leaves(), state, "train.", self.saved_with)
         try:
             self._buffer.load_state(
                 {name.removeprefix("buffer."): state[name] for name in state if name.startswith("buffer.")}

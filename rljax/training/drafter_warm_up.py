@@ -20,11 +20,10 @@ import numpy as np
 from drafters.eagle.checkpoint import ServingEngine, check_layers, save_head
 from drafters.eagle.evaluation import Acceptance, describe, evaluate_head
 from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, init_head, shared_params
-from drafters.eagle.objective import HeadTraining, published_training
+from drafters.eagle.objective import HeadTraining, Variant, published_training
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
 from drafters.eagle.states import StateReader, States
-from drafters.eagle.variant import Variant
 from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.config import ExperimentConfig, load_config
 from rljax.durable_files import sync_directory, write_durably

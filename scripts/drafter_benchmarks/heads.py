@@ -23,12 +23,11 @@ import numpy as np
 from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack
 from drafters.eagle.evaluation import Acceptance
 from drafters.eagle.model import BlockShape, HeadConfig, init_head, shared_params
-from drafters.eagle.objective import HeadTraining, published_training
+from drafters.eagle.objective import HeadTraining, Variant, published_training
 from drafters.eagle.spot_trainer import HeadTrainer, head_optimizer
 from drafters.eagle.states import States
 from drafters.eagle.training import init_state, jitted_train_step
 from drafters.eagle.unrolling import HeadBatch
-from drafters.eagle.variant import Variant
 from rljax.benchmarking import Row, counted_row, speed_row, timed_row
 from rljax.config import ExperimentConfig
 from rljax.errors import UserError, known_names

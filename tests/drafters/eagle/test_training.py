@@ -11,11 +11,10 @@ import pytest
 
 from drafters.eagle import unrolling as unrolling_module
 from drafters.eagle.model import HeadConfig, head_logits, head_shapes, init_head
-from drafters.eagle.objective import HeadTraining, published_training
+from drafters.eagle.objective import VARIANTS, HeadTraining, published_training
 from drafters.eagle.spot_trainer import head_optimizer
 from drafters.eagle.training import head_loss, init_state, jitted_train_step
 from drafters.eagle.unrolling import unroll
-from drafters.eagle.variant import VARIANTS
 from rljax.models import transformer
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 
