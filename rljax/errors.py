@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import ParamSpec
@@ -64,7 +65,8 @@ def exit_status(
     interrupted: str = "",
 ) -> Callable[[Callable[_Arguments, int | None]], Callable[_Arguments, int]]:
     """Makes a command's `main` return its exit status: 0 if it returns nothing, 2 and one line for a
-    `UserError`, 130 where Ctrl-C ends it, with what `interrupted` says.
+    `UserError`, 130 where Ctrl-C ends it, with what `interrupted` says, and 141 where what reads its output
+    has gone, as `head` does.
     """
 
     def decorate(main: Callable[_Arguments, int | None]) -> Callable[_Arguments, int]:
@@ -79,6 +81,9 @@ def exit_status(
                 if interrupted:
                     print(interrupted, file=sys.stderr)
                 return 130
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the final flush
+                return 141
 
         return command
 

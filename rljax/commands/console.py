@@ -3,11 +3,10 @@
 import argparse
 import importlib
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 
-from rljax.errors import known_names
+from rljax.errors import exit_status, known_names
 
 # Each is a module of this package.
 COMMANDS = {
@@ -35,19 +34,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    version = importlib.metadata.version("rljax") if _installed() else "not installed"
+    try:
+        version = importlib.metadata.version("rljax")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
     parser.add_argument("--version", action="version", version=f"rljax {version}")
     return parser
 
 
-def _installed() -> bool:
-    try:
-        importlib.metadata.version("rljax")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
+@exit_status()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -63,8 +58,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"rljax.commands.{name}")
     # A training process may have others to end.
     run = getattr(module, "main_of_process", module.main)
-    try:
-        return run(arguments, f"rljax {name}")
-    except BrokenPipeError:  # the reader has closed the pipe, as `| head -n 1` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the final flush
-        return 141
+    return run(arguments, f"rljax {name}")

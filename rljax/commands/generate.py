@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import queue
 import sys
 import time
@@ -130,18 +129,6 @@ def check_policy_options(arguments: argparse.Namespace) -> None:
     check_holds_policy(arguments.policy)
 
 
-@exit_status()
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs the command line and returns its exit status."""
-    arguments = _parser(prog).parse_args(argv)
-    try:
-        _generate(arguments)
-    except BrokenPipeError:  # the reader has closed the pipe, as `| head -n 1` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the final flush
-        return 141
-    return 0
-
-
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None and arguments.file is not None:
         raise ConfigError("--file: the prompt is given already; leave one out")
@@ -159,7 +146,10 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return prompt
 
 
-def _generate(arguments: argparse.Namespace) -> None:
+@exit_status()
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Runs the command line."""
+    arguments = _parser(prog).parse_args(argv)
     plays = arguments.episode is not None
     if plays and (arguments.prompt is not None or arguments.file is not None or arguments.raw):
         raise ConfigError("--episode: the problem is the prompt; leave the prompt, --file and --raw out")

@@ -1,11 +1,10 @@
 """Turn a GGUF file into a Hugging Face directory: `rljax import model.gguf models/mine`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rljax.accelerators import skip_absent
-from rljax.errors import UserError
+from rljax.errors import UserError, exit_status
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
@@ -26,19 +25,16 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Runs the command line and returns its exit status."""
+@exit_status()
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Runs the command line."""
     arguments = _parser(prog).parse_args(argv)
-    try:
-        skip_absent()
-        # JAX takes seconds to import, and --help should be instant.
-        from rljax.models.gguf_files import import_gguf
+    skip_absent()
+    # JAX takes seconds to import, and --help should be instant.
+    from rljax.models.gguf_files import import_gguf
 
+    try:
         import_gguf(arguments.file, arguments.output, arguments.dtype)
-        print(f"policy: {arguments.output}")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    except OSError as error:
+        raise UserError(str(error)) from error
+    print(f"policy: {arguments.output}")
