@@ -141,8 +141,8 @@ class AgentService:
                         tuple(each.logprobs),
                         job.response.ending,
                         tuple(job.response.versions),
-                        job.drafted,
-                        job.accepted,
+                        job.response.drafted,
+                        job.response.accepted,
                     )
                     for each, job in zip(exchange.answers, exchange.jobs, strict=True)
                 ]

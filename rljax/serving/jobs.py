@@ -59,21 +59,6 @@ class Job:
         self._delivered = 0
         self.cancelled = False
 
-    @property
-    def tokens(self) -> list[int]:
-        """Token ids sampled so far."""
-        return self.response.tokens
-
-    @property
-    def drafted(self) -> int:
-        """Number of draft nodes verified for the response; valid once it has ended."""
-        return self.response.drafted
-
-    @property
-    def accepted(self) -> int:
-        """Number of tokens accepted from drafts; valid once the response has ended."""
-        return self.response.accepted
-
 
 class JobThread:
     """A thread that decodes jobs as they arrive, with a bounded queue, and an error for every job if decoding

@@ -10,8 +10,6 @@ the prefix alone, from 0.3.0 on also the first token; the adapter follows the in
 """
 
 import typing
-import uuid
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +20,6 @@ from jax import Array
 from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError
 from rljax.models.tokenizer import Tokenizer
-from rljax.models.transformer import Params
 from rljax.serving.jetstream.slots import ResultTokens, SlotEngine
 
 try:
@@ -101,35 +98,13 @@ class JetStreamEngine(SlotEngine, engine_api.Engine):
     """
 
     result_type = JetStreamTokens
+    first_token = FIRST_TOKEN
 
     def __init__(
         self, engine: DecodeEngine, tokenizer: Tokenizer, slots: int, max_prompt_length: int, seed: int = 0
     ) -> None:
         super().__init__(engine, slots, max_prompt_length, seed)
         self._tokenizer = tokenizer
-
-    def prefill(
-        self,
-        *,
-        params: Params,
-        existing_prefix: Any = None,
-        padded_tokens: Any,
-        true_length: int,
-        sampler: Callable[[Any], Any] | None = None,
-        request_id: uuid.UUID | None = None,
-    ) -> Any:
-        """See `SlotEngine.prefill`; returns only a `SlotPrefix` where `FIRST_TOKEN` is False."""
-        if FIRST_TOKEN:
-            return super().prefill(
-                params=params,
-                existing_prefix=existing_prefix,
-                padded_tokens=padded_tokens,
-                true_length=true_length,
-                sampler=sampler,
-                request_id=request_id,
-            )
-        keys = self._noise_keys(1, None, request_id)
-        return self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
 
     def free_resource(self, slot: int) -> None:
         """Does nothing: JetStream may call it when the slot already decodes the next request, which it would

@@ -134,6 +134,8 @@ class SlotEngine:
     """
 
     result_type: type[ResultTokens] = ResultTokens
+    first_token = True
+    """Whether a prefill returns the first token, too."""
 
     def __init__(self, engine: DecodeEngine, slots: int, max_prompt_length: int, seed: int = 0) -> None:
         if not 0 < max_prompt_length < engine.buckets.cache[-1]:
@@ -164,8 +166,9 @@ class SlotEngine:
         true_length: int,
         sampler: Callable[[Any], Any] | None = None,
         request_id: uuid.UUID | None = None,
-    ) -> tuple[SlotPrefix, ResultTokens]:
-        """Prefills a prompt and samples its first token.
+    ) -> Any:
+        """Prefills a prompt and samples its first token: returns a `SlotPrefix` and `ResultTokens`; without
+        `first_token` only the prefix, with no token sampled.
 
         Args:
           params: weights from `load_params`.
@@ -177,7 +180,7 @@ class SlotEngine:
         """
         keys = self._noise_keys(1, None, request_id)
         prefix = self._prefilled(params, existing_prefix, padded_tokens, true_length, sampler, keys)
-        return self._with_first_tokens(params, prefix)
+        return self._with_first_tokens(params, prefix) if self.first_token else prefix
 
     def prefill_multisampling(
         self,

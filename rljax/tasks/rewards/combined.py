@@ -14,7 +14,7 @@ from rljax.sandbox.process import Sandbox, SandboxError
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Problem, Rewards, Split, Task
 from rljax.tasks.judging import Answered, own_reward
-from rljax.tasks.rewards.checkers import Score
+from rljax.tasks.rewards.checkers import Score, as_score
 from rljax.tasks.rewards.endpoints import checked
 from rljax.tasks.rewards.extraction import last_code_block
 from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout, Failures, Kind, shown
@@ -180,7 +180,7 @@ class RewardedTask(Wrapper):
             return endpoint.executor.submit(endpoint.score, problem, text, self._config.reward_timeout)
         if reward.place == "tests":
             return self._pool.executor.submit(self._run_tests, reward, problem, text)
-        return self._pool.executor.submit(self._pool.compute, reward, _request(problem, text))
+        return self._pool.executor.submit(self._pool.ask, reward, _request(problem, text), as_score)
 
     def _own(self, reward: Reward, problem: Problem, text: str) -> Score:
         """Computes a reward in this process."""

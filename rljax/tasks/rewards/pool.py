@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import rljax
 from rljax.errors import ConfigError
 from rljax.sandbox.process import Process, Sandbox, start_unconfined
-from rljax.tasks.rewards.checkers import Score, as_score
+from rljax.tasks.rewards.checkers import as_score
 from rljax.tasks.rewards.failures import CheckerError, CheckerTimeout
 from rljax.tasks.rewards.registry import Reward
 
@@ -64,10 +64,6 @@ class CheckerPool:
         for place in ("worker", "sandbox"):
             if any(reward.place == place for reward in self._rewards):
                 self.executor.submit(self._worker, place).result()
-
-    def compute(self, reward: Reward, request: Mapping[str, Any]) -> Score:
-        """Computes one reward of one response; see `ask`."""
-        return self.ask(reward, request, as_score)
 
     def compute_together(
         self, asked: Sequence[tuple[Reward, Mapping[str, Any]]], parallel: int
