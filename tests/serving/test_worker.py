@@ -282,7 +282,7 @@ def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
             for each, completion in zip(joined, expected, strict=True):
                 assert_same(each.result(), completion)
         assert worker.statistics.accepted > 0
-        assert sum(each.job.accepted for each in joined) > 0
+        assert sum(each.job.response.accepted for each in joined) > 0
         assert steps and max(steps) <= 2
         if name != "prompt_lookup":
             assert [len(past.lengths) for past in drafter.history.recall(prompts[0])] == [5]
