@@ -113,7 +113,7 @@ def decode(mesh):
     engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], pool=pool, mesh=mesh)
     weights = engine.load_params(params)
     if mesh is not None:
-        warm_up_plain(engine, weights, 8, 64)
+        warm_up_plain(engine, weights, 8, 16)
     compiled = engine.pool.compilations
     results["decoding_shapes"] = shapes(weights)
     prompts = [[1 + i, 2, 3 + i] for i in range(5)]

@@ -359,13 +359,3 @@ def test_warm_programs_serve_the_rollout():
         companion.widen(batch)
         companion.draft_chains(world.engine.init_state(batch, 64), NODES)
     assert companion.extended == 0 and len(world.engine.pool) == compiled
-
-
-def test_another_shape_than_the_targets_is_refused():
-    world = world_of()
-    pair = Pair(world, stranger(world))
-    for state in (pair.engine.init_state(2, 512), pair.engine.init_state(5, 64)):
-        with pytest.raises(ValueError, match=r"the target's state is .*, the companion's \(5, 512\)"):
-            pair.companion.draft_chains(state, NODES)
-    with pytest.raises(ValueError, match=f"cannot draft {NODES + 1} steps"):
-        pair.companion.draft_chains(pair.state, NODES + 1)

@@ -82,17 +82,6 @@ def test_fewer_steps_are_the_beginning_of_more_by_the_same_program():
             world.engine.draft(world.params, state, steps)
 
 
-def test_each_format_has_a_program_of_its_own():
-    world = world_of(*POLICIES[0])
-    state = world.state()
-    drafted = []
-    for params in (world.params, *(quantized(*POLICIES[0], fmt) for fmt in FORMATS)):
-        for _ in range(2):
-            state, drafts = world.engine.draft(params, state, NODES)
-        drafted.append(host(drafts).logprobs)
-    assert len({rows.tobytes() for rows in drafted}) == 3
-
-
 def test_a_full_cache_ends_the_chain_and_an_idle_slot_has_none():
     world = world_of(*POLICIES[0])
     state = world.state([0, 2], capacity=64)  # prompts of 3 and 63: one position is left for the second
@@ -209,18 +198,3 @@ def test_rejection_takes_every_draft_of_the_policy_itself():
     state, pending = world.engine.verify(world.params, state, drafts.tree(NODES), proposal=drafts.proposal)
     result = pending.result()
     np.testing.assert_array_equal(result.tokens[:4, :NODES], tokens[:4])
-
-
-def test_rejection_refuses_some_of_other_weights():
-    """With a proposal as wide as the tree, sliced from a wider one."""
-    world = world_of(*POLICIES[0], rule="rejection")
-    state, accepted, drafted = world.state(), 0, 0
-    while np.asarray(state.active)[:4].all():
-        state, drafts = world.engine.draft(quantized(*POLICIES[0], "w4"), state, 3, with_proposal=True)
-        drafted += int((host(drafts).tokens >= 0).sum())
-        state, pending = world.engine.verify(
-            world.params, state, drafts.tree(3), proposal=drafts.proposal[:, :4]
-        )
-        result = pending.result()
-        accepted += int((result.tokens >= 0).sum()) - 4
-    assert 0.5 * drafted < accepted < drafted

@@ -24,7 +24,6 @@ from tests.engines import (
     decode,
     engine_of,
     lively_params,
-    poison,
     speculate,
     tangled,
     world_of,
@@ -186,24 +185,6 @@ def test_what_is_not_committed_is_invisible(policy, value):
         speculate(world.engine, world.params, asked, draft, 7, capacity=LONGEST, poisoned=value).outputs,
         plain,
     )
-
-
-def test_only_the_accepted_path_is_written():
-    """What was poisoned before a pass still is: behind every slot's new length, and all of an idle slot."""
-    world = world_of(*POLICIES[0])
-    state, draft = poison(world.state([0, 1, 2]), 1e4), tangled(world.truth)
-    tree = empty_tree(state.batch, 7)
-    for slot in range(3):
-        draft(DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot]), slot, [])
-    state, pending = world.engine.verify(world.params, state, tree)
-    result = pending.result()
-    assert result.lengths[:3].min() > 0 and (result.tokens >= 0).sum() > 3
-    for keys, values in zip(state.cache.keys, state.cache.values, strict=True):
-        keys = np.asarray(keys).transpose(0, 1, 2, 4, 3).reshape(values.shape)
-        for written in (keys, np.asarray(values)):
-            for slot, length in enumerate([*result.lengths[:3], 0, 0]):
-                assert (written[slot, :, length:] == 1e4).all()
-                assert (np.abs(written[slot, :, :length]) < 1e3).all()
 
 
 def test_plain_and_speculative_decoding_take_turns():

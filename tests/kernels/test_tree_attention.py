@@ -1,7 +1,6 @@
 """Tree attention by every backend, against sums in float64."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -194,23 +193,6 @@ def test_neither_batch_nor_bucket_changes_a_bit(implementation):
     np.testing.assert_array_equal(_run(implementation, alone)[0], together[3])
     shorter = (alone[0], alone[1][:, :, :2], alone[2][:, :, :128], *alone[3:])
     np.testing.assert_array_equal(_run(implementation, shorter)[0], together[3])
-
-
-def test_a_tpu_fetches_no_chunk_behind_the_length():
-    lengths, chunk, kv_heads, chunks = (0, 256, 257, 700), 256, 2, 4
-    told = jnp.asarray(lengths, jnp.int32)
-    steps = list(itertools.product(range(len(lengths)), range(kv_heads), range(chunks)))
-    plan = [
-        tuple(int(x) for x in mosaic_tpu.fetched(*map(jnp.int32, step), told, chunk, kv_heads))
-        for step in steps
-    ]
-    for (slot, head, index), got in zip(steps, plan, strict=True):
-        if index * chunk < lengths[slot]:  # what is used is there
-            assert got == (slot, head, index)
-        assert got[2] == 0 or got[2] * chunk < lengths[got[0]]
-    # A chunk that is asked for again and again is fetched once.
-    fetches = 1 + sum(one != other for one, other in itertools.pairwise(plan))
-    assert fetches <= kv_heads * sum(max(-(-length // chunk), 1) for length in lengths) + 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from drafters.registry import make_drafter
 from rljax.assembly import decoding as assembly
-from rljax.engine.shapes import warm_up_plain
 from rljax.requests import PartialResponse
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
@@ -107,28 +106,16 @@ def resume(engine, params, request, whole, count):
     assert_same([response.completion(False)], [whole])
 
 
-def test_resuming_compiles_nothing_after_warm_up(requests):
-    engine = make_engine(PENALTIES, BUCKETS)
+def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests):
+    engine, config = make_engine(PENALTIES, BUCKETS), experiment(rollout={"max_prompt_length": 20})
     params, longest = engine.load_params(make_params()), max(requests, key=lambda each: each.max_response)
     (whole,), _ = Scheduler(engine, SLOTS).run(params, [longest])
     warm = make_engine(PENALTIES, BUCKETS)
-    warm_up_plain(warm, params, SLOTS, prompt_length=3, late_inserts=True, resumes=True, widens=True)
-    compiled = len(warm.pool)
+    assembly.warm_up(Scheduler(warm, SLOTS), params, config, requests_join=True, resumes=True)
+    before = len(warm.pool)
     for count in range(1, len(whole.response_ids), 9):
         resume(warm, params, longest, whole, count)
-    assert len(warm.pool) == compiled
-
-
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests, resumes):
-    engine, config = make_engine(buckets=BUCKETS), experiment(rollout={"max_prompt_length": 20})
-    params, longest = engine.load_params(make_params()), max(requests, key=lambda each: each.max_response)
-    (whole,), _ = Scheduler(engine, SLOTS).run(params, [longest])
-    warm = make_engine(buckets=BUCKETS)
-    assembly.warm_up(Scheduler(warm, SLOTS), params, config, requests_join=True, resumes=resumes)
-    before = len(warm.pool)
-    resume(warm, params, longest, whole, 90)
-    assert (len(warm.pool) == before) == resumes
+    assert len(warm.pool) == before
 
 
 def test_weights_are_swapped_between_two_host_syncs(engine, params, requests):

@@ -60,7 +60,7 @@ def requests():
     """Prompts in groups of three, the settings of neighbours all different."""
     return [
         dataclasses.replace(request, sampling=SETTINGS[i % len(SETTINGS)])
-        for i, request in enumerate(make_requests())
+        for i, request in enumerate(make_requests()[: SLOTS * len(SETTINGS)])
     ]
 
 
