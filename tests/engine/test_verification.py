@@ -377,10 +377,21 @@ def trees_of(drafter, shape):
     return lambda state, keys, positions, rng: propose(DRAFTERS[drafter], SHAPES[shape], state, rng)
 
 
-def test_careless_trees():
-    tokens, logprobs, accepted = decode(
-        random_shape_trees(DRAFTERS["good"], 7), rule_program("target_only", PLAIN)
-    )
+def repeated_trees(state, keys, positions, rng):
+    """Nodes 0 and 1 are siblings with the same token and different children, the later with more."""
+    tree, states = propose(DRAFTERS["good"], [-1, 0, 0, 0, 0], state, rng)
+    # The later sibling's first child is the likelier one: most is to be gained by going on behind it.
+    tokens = np.concatenate([tree.tokens[:, :1], tree.tokens[:, [0, 2, 1, 3]]], axis=1)
+    parents = np.broadcast_to(np.array([-1, -1, 0, 1, 1], np.int32), tokens.shape)
+    behind = np.concatenate([states[:, :2], states[:, [1, 3, 2, 4]]], axis=1)
+    return DraftTree(tokens=tokens, parents=parents, valid=tree.valid), behind
+
+
+@pytest.mark.parametrize(
+    "make_tree", [repeated_trees, random_shape_trees(DRAFTERS["good"], 7)], ids=["repeated", "of any shape"]
+)
+def test_careless_trees(make_tree):
+    tokens, logprobs, accepted = decode(make_tree, rule_program("target_only", PLAIN))
     assert min(p_values(tokens, PLAIN)) > RIGHT
     check_logprobs(tokens, logprobs, PLAIN)
     assert accepted[0] > 0.2
