@@ -5,15 +5,11 @@ import time
 import weakref
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from rljax.engine.background import BackgroundCompiler, CompilerThread, compile_all
 from rljax.engine.buckets import Buckets
-from rljax.engine.draft_tree import empty_tree, pack_rows
 from rljax.engine.executables import ExecutablePool, in_background
-from tests.tiny_policy import BUCKETS as TINY
-from tests.tiny_policy import make_engine, make_params
 
 BUCKETS = Buckets((2, 4, 8), (64, 128, 192))
 SHAPES = [(batch, length) for batch in (2, 4) for length in (64, 128, 192)]
@@ -201,15 +197,3 @@ def test_an_error_in_one_thread_reaches_those_that_wait_and_the_next_compiles_an
     assert errors == ["no such program"] * 2
     monkeypatch.setattr(ExecutablePool, "_make", make)
     assert sine(pool)(jnp.zeros(4)).shape == (4,)
-
-
-def test_a_pass_compiled_without_a_decode_state_is_the_one_that_verifies():
-    engine = make_engine(None, TINY)
-    params = engine.load_params(make_params())
-    needed = engine.compile_verify(engine.param_shapes(params), 2, 64, 8, 3)
-    assert needed > 0
-    tree = empty_tree(2, 3)
-    rows = pack_rows(tree, np.arange(2), 8)
-    _, pending = engine.verify(params, engine.init_state(2, 64), tree, rows)
-    assert pending.result().tokens.shape[0] == 2
-    assert len(engine.pool) == 1

@@ -18,7 +18,8 @@ from tests.engines import BUCKETS, PROMPTS, SAMPLING, VOCAB, World, ask, lively_
 
 NODES = BUCKETS.max_drafts
 OTHER = ModelConfig("llama", VOCAB, 32, 1, 2, 1, 32, 64)
-LIMITS = (90, 80, 60, 30)
+SHORT = ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64)
+LIMITS = (50, 70, 40, 25)
 ASKED = ask(PROMPTS, LIMITS)
 
 
@@ -130,10 +131,9 @@ def stranger(world, config=OTHER):
 # -- a companion that is the policy ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-def test_the_policy_beside_itself_drafts_what_will_be_sampled(dtype):
+def test_the_policy_beside_itself_drafts_what_will_be_sampled():
     """After passes that took all, some and none of the drafts, of chains of every length."""
-    world = world_of(dtype=dtype)
+    world = world_of()
     pair, rng, taken = Pair(world, itself(world)), np.random.default_rng(0), set()
     while pair.slots:
         steps = int(rng.choice([1, 2, 4, NODES, NODES]))
@@ -303,23 +303,16 @@ def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
 # -- a companion that knows nothing ------------------------------------------------------------------------
 
 
-def test_a_stranger_changes_no_token():
-    world = world_of()
-    pair = Pair(world, stranger(world))
-    pair.finish(pair.draft)
-
-
 def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
     world = world_of()
     pair = Pair(world, itself(world, Numerics(True, "bfloat16")))
     assert pair.finish(pair.draft) < max(map(len, world.truth)) / 1.5
-    short = ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64)
-    pair = Pair(world, stranger(world, short))
-    for _ in range(4):
-        assert pair.drafted().max() < VOCAB - 30
-        pair.verify()
-    for emitted, wanted in zip(pair.emitted, world.truth, strict=True):
-        assert emitted == wanted[: len(emitted)]
+    pair = Pair(world, stranger(world, SHORT))
+
+    def draft():
+        assert pair.drafted().max() < SHORT.vocab_size
+
+    pair.finish(draft)
     with pytest.raises(ValueError, match="vocab_size: 97 is more than the target's 96"):
         stranger(world, ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
 
@@ -331,7 +324,7 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
     _, pending = pair.engine.verify(pair.params, pair.state, drafts.tree(NODES), proposal=drafts.proposal)
     tokens = pending.result().tokens
     np.testing.assert_array_equal(tokens[:2, :NODES], np.asarray(drafts.tokens)[:2])  # p = q
-    short = stranger(world, ModelConfig("llama", VOCAB - 30, 32, 1, 2, 1, 32, 64))
+    short = stranger(world, SHORT)
     pair = Pair(world, short, members=(0, 3), capacity=64)
     drafts = short.draft_chains(pair.state, NODES, with_proposal=True)
     proposal = np.asarray(drafts.proposal)
@@ -366,13 +359,3 @@ def test_warm_programs_serve_the_rollout():
         companion.widen(batch)
         companion.draft_chains(world.engine.init_state(batch, 64), NODES)
     assert companion.extended == 0 and len(world.engine.pool) == compiled
-
-
-def test_another_shape_than_the_targets_is_refused():
-    world = world_of()
-    pair = Pair(world, stranger(world))
-    for state in (pair.engine.init_state(2, 512), pair.engine.init_state(5, 64)):
-        with pytest.raises(ValueError, match=r"the target's state is .*, the companion's \(5, 512\)"):
-            pair.companion.draft_chains(state, NODES)
-    with pytest.raises(ValueError, match=f"cannot draft {NODES + 1} steps"):
-        pair.companion.draft_chains(pair.state, NODES + 1)

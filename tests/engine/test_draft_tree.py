@@ -47,7 +47,7 @@ def walk(tree, sampled, slot):
         level = deeper
 
 
-SHAPES = [(1, 1.0), (2, 0.5), (7, 0.4), (31, 0.4), (32, 0.4), (33, 0.6), (63, 0.0), (63, 0.5), (63, 1.0)]
+SHAPES = [(1, 1.0), (7, 0.4), (32, 0.4), (33, 0.6), (63, 0.0), (63, 1.0)]
 
 
 @pytest.mark.parametrize(("nodes", "chain"), SHAPES)
@@ -92,7 +92,9 @@ def test_empty_trees_and_too_large_ones():
 @pytest.mark.parametrize("vocab_size", [1, 2, 4])
 @pytest.mark.parametrize(("nodes", "chain"), SHAPES)
 def test_accepted_path(nodes, chain, vocab_size):
-    """Random trees, half-random samples, invalid nodes in between, and siblings with the same token."""
+    """Random trees, half-random samples, siblings with the same token, and invalid nodes: in between, or a
+    drafter's leftovers, whose parents are behind them, out of range or below -1.
+    """
     rng = np.random.default_rng(100 * nodes + vocab_size)
     batch = 64
     tree = random_trees(rng, batch, nodes, vocab_size, chain)
@@ -101,6 +103,9 @@ def test_accepted_path(nodes, chain, vocab_size):
         agrees = rng.random(batch) < 0.7
         parent = tree.parents[:, node] + 1
         sampled[agrees, parent[agrees]] = tree.tokens[agrees, node]
+    used = nodes * 2 // 3 + 1
+    tree.valid[::2, used:] = False
+    tree.parents[::2, used:] = rng.integers(-20, 99, size=tree.parents[::2, used:].shape)
     last = rng.integers(vocab_size, size=batch).astype(np.int32)
     path, count = map(np.asarray, ACCEPTED(tree, last, sampled))
     counts = []
@@ -131,26 +136,9 @@ def test_of_repeated_siblings_the_one_that_goes_on_is_taken():
         assert np.asarray(path)[0, : int(count[0])].tolist() == expected
 
 
-def test_parents_of_invalid_nodes_do_not_matter():
-    """A drafter's leftovers: parents behind their children, out of range or below -1, on invalid nodes."""
-    rng = np.random.default_rng(0)
-    tree = random_trees(rng, 64, 15, chain=0.7, valid=1.0)
-    tree.valid[:, 9:] = False
-    sampled = rng.integers(4, size=(64, 16)).astype(np.int32)
-    for node in range(9):
-        agrees = rng.random(64) < 0.7
-        sampled[agrees, tree.parents[agrees, node] + 1] = tree.tokens[agrees, node]
-    last = np.zeros(64, np.int32)
-    expected = ACCEPTED(tree, last, sampled)
-    tree.parents[:, 9:] = rng.integers(-20, 40, size=(64, 6))
-    for got, wanted in zip(ACCEPTED(tree, last, sampled), expected, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    assert np.asarray(expected[1]).max() > 3
-
-
 def test_rows_are_the_nodes_of_the_slots_that_take_part():
     rng = np.random.default_rng(0)
-    for _ in range(50):
+    for _ in range(12):
         tree = empty_tree(5, 6)
         tree.valid[:] = rng.random((5, 6)) < 0.5
         slots = rng.permutation(5)[: rng.integers(1, 6)]

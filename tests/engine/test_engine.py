@@ -11,7 +11,6 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
 from rljax.engine.host_sync import Assignment
-from rljax.engine.shapes import warm_up_plain
 from rljax.learning.packing import pack_sequences
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
@@ -77,13 +76,11 @@ def test_together_is_as_long_as_asked_and_worth_comparing(world):
 @pytest.mark.parametrize(
     ("members", "order", "capacity", "one_by_one"),
     [
-        ([0], [0], 0, False),  # alone, through growth
-        ([0], [1], LONGEST, False),  # alone, in another slot, in a large cache
-        ([1, 2], [1, 0], 0, False),
-        ([4, 0, 3], [4, 2, 0], LONGEST, False),  # with holes
-        ([4, 3, 2, 1, 0], [2, 0, 1, 4, 3], 0, True),  # joining one by one
+        ([0], [1], 0, False),  # through growth
+        ([4, 0, 3], [4, 2, 0], LONGEST, False),
+        ([4, 3, 2, 1, 0], [2, 0, 1, 4, 3], 0, True),
     ],
-    ids=["alone and growing", "alone, large cache", "two", "holes", "joining"],
+    ids=["alone", "with holes", "joining one by one"],
 )
 def test_same_bits_however_decoded(world, members, order, capacity, one_by_one):
     asked = [world.asked[i] for i in members]
@@ -92,7 +89,7 @@ def test_same_bits_however_decoded(world, members, order, capacity, one_by_one):
     assert outputs == [world.plain[i] for i in members]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_same_bits_where_many_slots_are_computed_and_fewer_later(dtype):
     config, buckets = CONFIGS["three"], Buckets((2, 24), (LONGEST,))
     engine = engine_of(config, buckets, dtype)
@@ -145,36 +142,24 @@ def test_training_recomputes_the_logprobs_bit_for_bit(world):
     check_training(world, gradients=False)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [*WORLDS[:2], *(pytest.param(each, marks=pytest.mark.long) for each in WORLDS[2:])],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("policy", WORLDS[:2], ids=" ".join)
 def test_and_so_does_the_pass_that_computes_gradients(policy):
     check_training(world_of(*policy), gradients=True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "joined"),
-    [
-        ("float32", False),
-        ("bfloat16", True),
-        pytest.param("bfloat16", False, marks=pytest.mark.long),
-        pytest.param("float32", True, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "joined"), [("float32", False), ("bfloat16", True)])
 def test_slabs_are_exact_where_every_number_of_rows_has_a_kernel_of_its_own(dtype, joined):
     """Alone, in a batch, verified, and in the pass that computes gradients, which has hundreds of rows."""
     form = ProductForm(64, 64, slabs=True, joined=joined)
     config, numerics = CONFIGS["three"], Numerics(True, dtype, measured_form=form)
     with replaced(every_count):
         engine = DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], 64)
-        world = engines.World(engine, engine.load_params(lively_params(config)), ask([1, 40, 9], [50, 30, 8]))
+        world = engines.World(engine, engine.load_params(lively_params(config)), ask([1, 40, 9], [30, 20, 8]))
         for i, asked in enumerate(world.asked[:2]):
             assert decode(engine, world.params, [asked], capacity=LONGEST) == [world.plain[i]]
         draft = tangled(world.truth)
         emitted = speculate(engine, world.params, world.asked, draft, 7, capacity=LONGEST)
-        assert emitted.outputs == world.plain and emitted.passes < 50
+        assert emitted.outputs == world.plain and emitted.passes < 30
         check_training(world, gradients=True)
 
 
@@ -217,32 +202,6 @@ def insert(world, prompts, placed, slots=4, length=64):
     return world.engine.bulk_insert(prefix, world.engine.init_state(slots, length), assignments)
 
 
-def test_one_prompt_gives_a_group_of_different_samples():
-    world = world_of("three")
-    placed = [(0, request_key(3, sample), 20) for sample in (0, 1, 2, 3, 0)]
-    state = insert(world, [world.asked[1].prompt], placed, 5, LONGEST)
-    _, result = world.engine.generate(world.params, state)
-    assert len({tuple(row) for row in result.tokens.tolist()}) == 4
-    np.testing.assert_array_equal(result.tokens[0], result.tokens[4])  # the same request
-
-
-def test_eos_ends_a_response_and_is_kept(small):
-    ended = 0
-    for identity in range(40):
-        state = insert(small, [[3, 4]], [(0, request_key(identity, i), 16) for i in range(4)])
-        state, result = small.engine.generate(small.params, state)
-        assert not result.active.any()
-        for row, length in enumerate(result.lengths):
-            valid = result.tokens[row] >= 0
-            tokens = result.tokens[row][valid].tolist()
-            assert valid[: len(tokens)].all()  # nothing after the end, nothing left out before it
-            assert not any(token in (EOS, EOS + 1) for token in tokens[:-1])
-            assert (result.logprobs[row][: len(tokens)] < 0).all() and length == 2 - 1 + len(tokens)
-            assert len(tokens) == 16 or tokens[-1] in (EOS, EOS + 1)
-            ended += len(tokens) < 16
-    assert ended > 3
-
-
 def test_each_request_has_its_own_longest_response_and_generate_returns_when_few_are_active():
     world = world_of("three")
     limits = [1, 2, 10, 10]
@@ -276,21 +235,6 @@ def test_freed_slots_stop_and_can_be_taken_again(small):
     np.testing.assert_array_equal(again.logprobs[0][: alone.steps], alone.logprobs[0])
 
 
-def test_generate_stops_before_a_cache_overflows(small):
-    engine, params = small.engine, small.params
-    stops = []
-    for identity in range(4):
-        state = insert(small, [[3] * 60], [(0, request_key(identity, 0), 60)], slots=2)
-        state, result = engine.generate(params, state)
-        if result.active[0]:
-            stops.append((int(result.lengths[0]), result.steps))
-            state, stuck = engine.generate(params, state)
-            assert stuck.steps == 0
-            state, result = engine.generate(params, engine.grow(state))
-            assert result.steps > 0 and state.cache.length == 128
-    assert stops and set(stops) == {(64, 5)}
-
-
 @pytest.mark.accelerator(needed=False)
 def test_greedy_tokens_are_those_of_full_forward_passes(small):
     """Prefill and cached decoding against the whole sequence at once."""
@@ -318,17 +262,6 @@ def test_greedy_tokens_are_those_of_full_forward_passes(small):
         most = 0 if jax.default_backend() == "cpu" else max(1, MOST_FLIPS * 16)
         assert np.count_nonzero(np.asarray(tokens) != expected) <= most  # each follows the tokens before it
         assert logprobs == [0.0] * 16
-
-
-def test_nothing_compiles_after_warm_up(small):
-    buckets, eos = small.engine.buckets, small.engine.eos_token_ids
-    engine = DecodeEngine(small.engine.config, NUMERICS, SAMPLING, buckets, eos, 16, stored_pool())
-    warm_up_plain(engine, small.params, slots=4, prompt_length=60)
-    compiled = len(engine.pool)
-    asked = ask([60, 3, 2, 50], [60, 30, 9, 70])
-    decode(engine, small.params, asked)
-    decode(engine, small.params, asked[:1], order=[3])
-    assert len(engine.pool) == compiled
 
 
 def test_what_samples_nothing_is_compiled_once_for_all_ways_to_sample(small):

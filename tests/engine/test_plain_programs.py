@@ -152,14 +152,6 @@ def test_similar_prompts_share_a_prefill_at_first(params):
     assert shapes == {(2, 64), (2, 16)}  # 32 fits into 64; 16 would be padded to four times its length
 
 
-def test_after_closing_the_thread_that_decodes_compiles(params, requests, plain, held_back):
-    engine = make_engine()
-    compile_in_background(engine, params, requests)
-    held_back.set()
-    engine.close()
-    assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
-
-
 def test_a_shape_that_cannot_be_compiled_stops_only_what_needs_it(
     params, requests, short, plain, monkeypatch
 ):

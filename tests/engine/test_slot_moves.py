@@ -13,7 +13,6 @@ MESHES = {
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
     "fsdp 8": {"fsdp": 8},
     "tensor 3": {"tensor": 3, "data": 2},  # does not divide the key/value heads
-    "tensor 2": {"tensor": 2},  # splits no slots
 }
 MOVES = ("insert", "compact", "widen")
 

@@ -24,7 +24,6 @@ from tests.engines import (
     decode,
     engine_of,
     lively_params,
-    poison,
     speculate,
     tangled,
     world_of,
@@ -91,20 +90,20 @@ def test_trees_give_the_bits_of_plain_decoding(world):
 
 
 # Every policy has trees of 7 nodes above.
-SIZES = [pytest.param(POLICIES[0], nodes, marks=pytest.mark.accelerator(needed=False)) for nodes in (1, 31)]
-SIZES += [pytest.param(POLICIES[0], nodes, marks=pytest.mark.long) for nodes in (3, 15, 63)]
-SIZES += [pytest.param(policy, nodes, marks=pytest.mark.long) for policy in POLICIES[1:] for nodes in (1, 63)]
-
-
-@pytest.mark.parametrize(("policy", "nodes"), SIZES)
+@pytest.mark.parametrize(
+    ("policy", "nodes"),
+    [
+        *(pytest.param(POLICIES[0], nodes, marks=pytest.mark.accelerator(needed=False)) for nodes in (1, 31)),
+        *(pytest.param(policy, 63, marks=pytest.mark.long) for policy in (POLICIES[0], POLICIES[3])),
+    ],
+)
 def test_trees_of_any_size(policy, nodes):
     world = world_of(*policy)
-    for seed in range(3):
-        emitted = speculate(
-            world.engine, world.params, world.asked, tangled(world.truth, seed), nodes, capacity=LONGEST
-        )
-        check_same(emitted.outputs, world.plain)
-        check_sped_up(emitted, world.plain, {1: 1.3, 3: 1.8}.get(nodes, 4.0))
+    emitted = speculate(
+        world.engine, world.params, world.asked, tangled(world.truth), nodes, capacity=LONGEST
+    )
+    check_same(emitted.outputs, world.plain)
+    check_sped_up(emitted, world.plain, 1.3 if nodes == 1 else 4.0)
 
 
 def test_chains_across_every_position_of_the_chunk_boundary():
@@ -132,10 +131,9 @@ def test_caches_that_grow_and_slots_with_gaps():
     asked = [world.asked[i] for i in members]
     plain = [world.plain[i] for i in members]
     truth = [tokens for tokens, _ in plain]
-    for order in ([4, 0, 2], [0, 3, 1]):
-        emitted = speculate(world.engine, world.params, asked, tangled(truth), 7, order)
-        check_same(emitted.outputs, plain)
-        check_sped_up(emitted, plain, 2.0)
+    emitted = speculate(world.engine, world.params, asked, tangled(truth), 7, [4, 0, 2])
+    check_same(emitted.outputs, plain)
+    check_sped_up(emitted, plain, 2.0)
 
 
 @pytest.mark.accelerator(needed=False)
@@ -152,18 +150,16 @@ def test_a_drafter_that_always_lies_or_is_silent_costs_passes_only(drafts):
 def test_some_nodes_of_some_slots():
     """Ragged passes: few rows for many slots, slots that stand still, trees of any size side by side."""
     world = world_of(*POLICIES[0])
-    rng, sizes, shares = np.random.default_rng(0), set(), set()
+    rng, size, shares = np.random.default_rng(0), 9, set()
 
     def take(active, tree):
         part = rng.permutation(active)[: rng.integers(1, len(active) + 1)]
-        size = int(rng.choice([6, 24]))
         room = size - len(part)
         for slot in part:  # a prefix of each tree, so that no node is without its parent
             kept = int(rng.integers(0, room + 1))
             own = np.flatnonzero(tree.valid[slot])
             tree.valid[slot, own[kept:]] = False
             room -= min(kept, len(own))
-        sizes.add(size)
         shares.add(len(part) / len(active))
         return part, size
 
@@ -171,12 +167,16 @@ def test_some_nodes_of_some_slots():
         world.engine, world.params, world.asked, tangled(world.truth, 5), 7, capacity=LONGEST, take=take
     )
     check_same(emitted.outputs, world.plain)
-    assert sizes == {6, 24} and len(shares) > 3 and max(emitted.counts) > 4
+    assert len(shares) > 3 and max(emitted.counts) > 4
 
 
-@pytest.mark.parametrize("value", [1e4, -3e38, float("nan"), float("inf")])
-def test_what_is_not_committed_is_invisible(world, value):
+@pytest.mark.parametrize(
+    ("policy", "value"),
+    list(zip([POLICIES[0], *POLICIES[:3]], (1e4, float("nan"), -3e38, float("inf")), strict=True)),
+)
+def test_what_is_not_committed_is_invisible(policy, value):
     """Rejected nodes, old entries and whatever else lies at or behind a slot's length."""
+    world = world_of(*policy)
     limits = (280, 9, 9, 9)
     asked = [dataclasses.replace(each, limit=n) for each, n in zip(world.asked, limits, strict=True)]
     plain = [(tokens[:n], logprobs[:n]) for n, (tokens, logprobs) in zip(limits, world.plain, strict=True)]
@@ -185,24 +185,6 @@ def test_what_is_not_committed_is_invisible(world, value):
         speculate(world.engine, world.params, asked, draft, 7, capacity=LONGEST, poisoned=value).outputs,
         plain,
     )
-
-
-def test_only_the_accepted_path_is_written():
-    """What was poisoned before a pass still is: behind every slot's new length, and all of an idle slot."""
-    world = world_of(*POLICIES[0])
-    state, draft = poison(world.state([0, 1, 2]), 1e4), tangled(world.truth)
-    tree = empty_tree(state.batch, 7)
-    for slot in range(3):
-        draft(DraftTree(tree.tokens[slot], tree.parents[slot], tree.valid[slot]), slot, [])
-    state, pending = world.engine.verify(world.params, state, tree)
-    result = pending.result()
-    assert result.lengths[:3].min() > 0 and (result.tokens >= 0).sum() > 3
-    for keys, values in zip(state.cache.keys, state.cache.values, strict=True):
-        keys = np.asarray(keys).transpose(0, 1, 2, 4, 3).reshape(values.shape)
-        for written in (keys, np.asarray(values)):
-            for slot, length in enumerate([*result.lengths[:3], 0, 0]):
-                assert (written[slot, :, length:] == 1e4).all()
-                assert (np.abs(written[slot, :, :length]) < 1e3).all()
 
 
 def test_plain_and_speculative_decoding_take_turns():
@@ -273,7 +255,7 @@ def test_eos_inside_an_accepted_run_ends_it_there():
     assert len(set(cut)) > 3 and any(1 < place < 15 for place in cut)
 
 
-@pytest.mark.parametrize("limits", [(1, 2), (3, 16), (17, 8), (31, 33)])
+@pytest.mark.parametrize("limits", [(1, 16), (17, 8), (2, 33)])
 def test_the_longest_response_ends_inside_an_accepted_run(limits):
     engine, params = small_of()
     truth = [tokens for tokens, _ in decode(engine, params, ask([4, 9], [60, 60]), capacity=ROOM)]
@@ -285,7 +267,7 @@ def test_the_longest_response_ends_inside_an_accepted_run(limits):
     assert emitted.passes == -(-max(limits) // 16)
 
 
-@pytest.mark.parametrize("prompt", [49, 57, 60, 63, 64])
+@pytest.mark.parametrize("prompt", [49, 60, 64])
 def test_an_accepted_run_beyond_a_full_cache_waits_for_its_growth(prompt):
     """Up to the last position of the smaller cache, and up to the very last of the largest."""
     engine, params = small_of()
@@ -339,16 +321,3 @@ def test_the_other_rules_end_and_fill_like_plain_decoding(rule):
         assert not set(tokens[:-1]) & {7, 8}
         assert logprobs == score(engine, params, each.prompt, tokens)
     assert max(emitted.counts) > 1
-
-
-def test_nothing_compiles_after_a_first_pass():
-    engine, params = small_of()
-    asked = ask([40, 9], [80, 30])
-    truth = [tokens for tokens, _ in decode(engine, params, asked, capacity=ROOM)]
-    speculate(engine, params, asked, tangled(truth, 0), 7, capacity=ROOM)
-    compiled = len(engine.pool)
-    for seed in range(1, 4):
-        emitted = speculate(engine, params, asked, tangled(truth, seed), 7, capacity=ROOM)
-        assert len(emitted.outputs[0][0]) == 80
-    speculate(engine, params, asked, chain(truth), 7, capacity=ROOM)
-    assert len(engine.pool) == compiled

@@ -2,7 +2,7 @@
 
     compiled = compile_for("v5e", function, *shapes)
 
-`DEVICES` are the names; a device whose compiler is not installed skips the test and says what is missing:
+Devices are v5e, v6e and `HOPPER`; one whose compiler is missing skips the test and says what to install:
 `pip install -e '.[compilers]'`, and for Hopper the CUDA 13 toolkit (`ptxas` on the path). A compiler that is
 installed and does not work fails the test.
 """
@@ -23,11 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rljax import target
 
-TPUS = ("v5e", "v6e")
 HOPPER = "hopper"
-DEVICES = (*TPUS, HOPPER)
-USUAL_TPUS = [TPUS[0], pytest.param(TPUS[1], marks=pytest.mark.long)]  # parameters of tests
-USUAL_DEVICES = [*USUAL_TPUS, HOPPER]
 
 # Of an H200, as XLA's own compiler wants to know them (xla/backends/gpu/target_config).
 _H200 = """
@@ -93,7 +89,7 @@ def compile_for(device: str, function: Callable[..., Any], *shapes: Any, donate:
     """The program of `function` on one `device`, compiled to machine code.
 
     Args:
-      device: one of `DEVICES`.
+      device: v5e, v6e or `HOPPER`.
       function: pure.
       shapes: its arguments, pytrees of `jax.ShapeDtypeStruct` or arrays.
       donate: arguments that are given up.

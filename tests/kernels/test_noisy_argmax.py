@@ -7,18 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.engine.buckets import Buckets
-from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.engine.sampling import sample
 from rljax.kernels.noisy_argmax import mosaic_gpu, mosaic_tpu, noisy_argmax, race
 from rljax.kernels.switch import backend
-from rljax.models.config import ModelConfig
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling import noise
 from rljax.sampling.distribution import SamplingParams
-from tests.engines import scaled_params, stored_pool
-from tests.kernels.compilation import HOPPER, USUAL_DEVICES, compile_for
+from tests.kernels.compilation import HOPPER, compile_for
 
 NUMERICS = Numerics()
 KERNELS = ["interpret_gpu", "interpret_tpu"]
@@ -91,11 +87,8 @@ def assert_sampled(tokens, logprobs, logits, params, seed=0):
     ("batch", "vocab_size", "params"),
     [
         (1, 5, SamplingParams(0.6)),
-        pytest.param(3, 97, SamplingParams(), marks=pytest.mark.long),
-        pytest.param(2, 128, SamplingParams(1.7), marks=pytest.mark.long),
-        (9, 2049, SamplingParams(0.6)),
         # Several tiles, stretches and blocks, with and without a last one that is cut short.
-        *((2, size, SamplingParams()) for size in (3 * 4096, 2 * 8192 + 4, 20_011)),
+        *((2, size, SamplingParams()) for size in (2 * 8192 + 4, 20_011)),
         *((5, 1000, params) for params in FILTERS),
     ],
     ids=str,
@@ -109,13 +102,12 @@ def test_samples_and_logprobs(implementation, batch, vocab_size, params):
 @pytest.mark.parametrize("implementation", ["interpret_gpu", "mosaic_gpu"])
 def test_blocks_that_share_a_row_do_not_change_its_bits(implementation, monkeypatch):
     logits, outputs = normal(1, 20_011), []
-    for blocks in (1, 2, 99):
+    for blocks in (1, 99):
         monkeypatch.setattr(mosaic_gpu, "_BLOCKS", blocks)
         program.cache_clear()
         outputs.append(computed(implementation, logits, SamplingParams()))
     program.cache_clear()
-    for other in outputs[1:]:
-        np.testing.assert_array_equal(other, outputs[0])
+    np.testing.assert_array_equal(*outputs)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
@@ -178,18 +170,10 @@ def test_greedy_and_what_is_not_finite(implementation):
     assert np.all((tokens >= 0) & (tokens < 5000))
     np.testing.assert_array_equal(np.isnan(logprobs), [True, True, True, False])
     assert tokens[1] == 3000 and tokens[2] == 0 and tokens[3] < 100
-
-
-@pytest.mark.parametrize("implementation", KERNELS)
-def test_nothing_is_kept(implementation):
-    """A row with NaN under top-p keeps nothing; all backends say the same."""
-    logits = normal(2, 300)
-    logits[0, 7] = np.nan
-    params = SamplingParams(top_p=0.9)
-    tokens, logprobs = computed(implementation, logits, params)
-    expected, expected_logprobs = computed("xla", logits, params)
-    np.testing.assert_array_equal(tokens, expected)
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-6)
+    params = SamplingParams(top_p=0.9)  # of the row with NaN nothing is kept; all backends say the same
+    (tokens, logprobs), expected = (computed(name, logits[:1], params) for name in (implementation, "xla"))
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_allclose(logprobs, expected[1], atol=1e-6)
 
 
 def test_nothing_that_could_win_is_passed_over():
@@ -211,33 +195,15 @@ def test_nothing_that_could_win_is_passed_over():
         assert not np.asarray(leads > 0)[could].any()
 
 
-def test_most_of_what_cannot_win_is_passed_over():
-    x = jnp.asarray(normal(1, 50_000)[0])
-    keys, positions = (jnp.asarray(each) for each in identities(1))
-    words = noise.token_bits(keys, positions, jnp.arange(50_000)[None])[0]
-    best = jnp.max(x + noise.gumbel_of_words(words))
-    leads = race.lead(words, jnp.exp(x - jnp.max(x)), race.reach(jnp.max(x), best))
-    assert np.sum(np.asarray(leads) <= 0) < 5
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_logarithm_of_a_device_without_log1p(compiled):
-    """Compiled for a CPU, too: XLA simplifies what rounding makes exact, (1 + x) - 1 to x."""
-    log1p = jax.jit(mosaic_gpu._log1p) if compiled else mosaic_gpu._log1p
+def test_logarithm_of_a_device_without_log1p():
+    """Compiled for a CPU: XLA simplifies what rounding makes exact, (1 + x) - 1 to x."""
     u = np.float32(2.0) ** -np.linspace(1e-3, 33, 20_000).astype(np.float32)
     exact = np.log1p(-u.astype(np.float64))
-    np.testing.assert_allclose(log1p(jnp.asarray(-u)), exact, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(mosaic_gpu._log1p)(jnp.asarray(-u)), exact, rtol=1e-6)
 
 
-SIZES = {"Qwen2.5": 151_936, "SmolLM2": 49_152, "GPT-2, odd": 50_257}
-
-
-@pytest.mark.parametrize(
-    "vocab_size",
-    [pytest.param(size, marks=() if "odd" in name else pytest.mark.long) for name, size in SIZES.items()],
-    ids=SIZES,
-)
-@pytest.mark.parametrize("device", USUAL_DEVICES)
+@pytest.mark.parametrize("vocab_size", [151_936, 50_257], ids=["Qwen2.5", "GPT-2, odd"])
+@pytest.mark.parametrize("device", ["v5e", HOPPER])
 def test_compiles_for_the_device(device, vocab_size):
     function = (mosaic_gpu if device == HOPPER else mosaic_tpu).noisy_argmax
 
@@ -252,37 +218,7 @@ def test_compiles_for_the_device(device, vocab_size):
         assert compiled.memory_analysis().temp_size_in_bytes < 2**19 + batch * vocab_size * 4 / 20
 
     run(64, SamplingParams(temperature=0.7))
-    if vocab_size == SIZES["Qwen2.5"]:
-        for batch in (1, 13, 4096):
-            run(batch, SamplingParams())
-        run(16, SamplingParams(temperature=0.0))
-
-
-@functools.lru_cache
-def rollout(implementation, temperature):
-    """Tokens and logprobs of two requests under one policy, decoded by the engine."""
-    config = ModelConfig("qwen3", 96, 32, 1, 2, 1, 16, 64, tie_embeddings=True, qk_norm=True)
-    numerics = Numerics(kernels=KernelChoice(noisy_argmax=implementation))
-    sampling = SamplingParams(temperature=temperature)
-    engine = DecodeEngine(config, numerics, sampling, Buckets((2,), (64,)), [], 8, stored_pool())
-    params = engine.load_params(scaled_params(config, 3, 3))
-    prefix = engine.prefill(params, [[3, 5, 8], [2, 9]])
-    state = engine.init_state(2, 16)
-    assignments = [Assignment(i, i, noise.request_key(4, i), 8) for i in range(2)]
-    state = engine.bulk_insert(prefix, state, assignments)
-    _, result = engine.generate(params, state, 8)
-    return np.asarray(result.tokens), np.asarray(result.logprobs)
-
-
-@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.long)])
-@pytest.mark.parametrize("implementation", [*KERNELS, *NATIVE])
-def test_the_engine_decodes_the_same(implementation, temperature):
-    skip_where_it_does_not_run(implementation)
-    tokens, logprobs = rollout(implementation, temperature)
-    expected, expected_logprobs = rollout("xla", temperature)
-    assert len(np.unique(expected)) > 3
-    np.testing.assert_array_equal(tokens, expected)
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
+    run(*((13, SamplingParams()) if vocab_size % 2 else (4096, SamplingParams(temperature=0.0))))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is another device")

@@ -21,7 +21,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from tests.engines import stored_pool
-from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+from tests.kernels.compilation import HOPPER, compile_for
 
 SLOW_INTERPRETER = jax.__version_info__ < (0, 11)  # for GPUs: ten times as slow
 SLOW = pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
@@ -59,7 +59,6 @@ def check(x, weight, implementation, tolerance=1e-6):
 SHAPES = {
     "w4, groups of 128": (200, 512, 3, WeightFormat(4, 128)),
     "w8, whole rows": (136, 192, 16, WeightFormat(8, 0)),
-    "w4, groups of 64": (128, 448, 1, WeightFormat(4, 64)),
     "w4, groups of 32": (144, 192, 9, WeightFormat(4, 32)),
     "w4, whole rows": (136, 384, 64, WeightFormat(4, 0)),
     "w4, short last group": (128, 576, 2, WeightFormat(4, 128)),
@@ -70,7 +69,6 @@ ODD = {
     "w4, odd inputs": (40, 255, 5, WeightFormat(4, 128)),
     "w4, odd groups": (128, 190, 5, WeightFormat(4, 48)),
     "w8, odd inputs": (300, 131, 1, WeightFormat(8, 0)),
-    "w8, odd groups": (10, 77, 2, WeightFormat(8, 20)),
     "w8, odd outputs": (131, 192, 16, WeightFormat(8, 0)),
 }
 
@@ -111,7 +109,7 @@ def test_blocks_of_many_steps(splits, monkeypatch):
     check(rows_of(3, 448), weight_of(128, 448, WeightFormat(4, 32)), "interpret_gpu")
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize("rows", [1, 16])
 def test_the_reference_against_float64(rows):
     weight = weight_of(70, 300, WeightFormat(4, 128))
     check(rows_of(rows, 300).astype(jnp.float32), weight, None)
@@ -138,7 +136,7 @@ def test_a_row_is_computed_as_if_alone(implementation, bits):
     # A CPU's own product of more rows than 16 is not row-invariant.
     x = rows_of(64 if implementation == "native" else 13, size)
     together = np.asarray(multiplied(x, weight, implementation))
-    for rows in [slice(0, 1), slice(12, 13), *(slice(0, n) for n in (2, 8, 9, 16, 33) if n < len(x))]:
+    for rows in [slice(12, 13), *(slice(0, n) for n in (2, 9, 33) if n < len(x))]:
         np.testing.assert_array_equal(multiplied(x[rows], weight, implementation), together[rows])
     if implementation == "native":
         check(x, weight, implementation, 4e-6)
@@ -157,17 +155,14 @@ def test_what_is_not_a_number_stays_in_its_row_or_output(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", "interpret_tpu"])
-@pytest.mark.parametrize(
-    ("fmt", "rows", "dtype", "why"),
-    [
+def test_what_kernels_refuse(implementation):
+    for fmt, rows, dtype, why in (
         (WeightFormat(8, 0, "int8"), 2, jnp.bfloat16, "activations are rounded to int8"),
         (WeightFormat(4, 128), 2, jnp.float32, "activations are float32, it multiplies bfloat16"),
         (WeightFormat(4, 128), 257, jnp.bfloat16, "257 rows, it multiplies 1 to 256; lower speculation"),
-    ],
-)
-def test_what_kernels_refuse(implementation, fmt, rows, dtype, why):
-    with pytest.raises(Refused, match=why):
-        multiplied(rows_of(rows, 256).astype(dtype), weight_of(128, 256, fmt), implementation)
+    ):
+        with pytest.raises(Refused, match=why):
+            multiplied(rows_of(rows, 256).astype(dtype), weight_of(128, 256, fmt), implementation)
 
 
 def test_more_rows_than_a_kernel_holds():
@@ -176,13 +171,6 @@ def test_more_rows_than_a_kernel_holds():
     assert together.shape == (70, 128)
     assert np.array_equal(together[64:], np.asarray(multiplied(x[64:], weight, "interpret_tpu")))
     assert np.array_equal(together[:64], np.asarray(multiplied(x[:64], weight, "interpret_tpu")))
-
-
-def test_splits_do_not_depend_on_rows_and_cover_the_inputs():
-    for tiles, steps in [(28, 14), (28, 74), (148, 14), (1, 7), (12, 35), (1, 1)]:
-        splits = mosaic_gpu._splits(tiles, steps)
-        most = -(-steps // splits)
-        assert (splits - 1) * most < steps <= splits * most  # no block without a step
 
 
 # -- whole compilations ------------------------------------------------------------------------------------
@@ -214,8 +202,18 @@ def abstract_weight(outputs, inputs, bits):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("bits", "rows"), [(4, 1), (4, 16), (4, 64), (8, 16)])
+@pytest.mark.parametrize(
+    ("device", "bits", "rows"),
+    [
+        ("v5e", 4, 16),
+        ("v5e", 8, 1),
+        ("v6e", 4, 64),
+        ("v6e", 8, 16),
+        (HOPPER, 4, 16),
+        (HOPPER, 4, 64),
+        (HOPPER, 8, 1),
+    ],
+)
 @pytest.mark.long
 def test_compiles_for_real_policies(device, bits, rows):
     kernel = mosaic_gpu if device == HOPPER else mosaic_tpu

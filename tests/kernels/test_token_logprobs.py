@@ -21,7 +21,7 @@ from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.scoring import score_packed
 from tests.engines import scaled_params
-from tests.kernels.compilation import DEVICES, HOPPER, compile_for
+from tests.kernels.compilation import HOPPER, compile_for
 
 NUMERICS = Numerics(compute_dtype="bfloat16")
 OLD = jax.__version_info__ < (0, 11)
@@ -250,24 +250,23 @@ def test_the_choice_reaches_training():
         scored("mosaic_tpu")
 
 
-POLICIES = {
-    "SmolLM2-135M": (49_152, 576),
-    "Qwen2.5-0.5B": (151_936, 896),
-    "7B": (152_064, 3584),
-    "Llama-3.1-8B": (128_256, 4096),
-}
-ODD = {"GPT-2, odd": (50_257, 768)}
-SMALLEST, WIDEST = POLICIES["Qwen2.5-0.5B"], POLICIES["Llama-3.1-8B"]
-WITH_GRADIENT = {"v5e": [WIDEST], "v6e": [SMALLEST], HOPPER: [SMALLEST, WIDEST]}
-
-
+# Rows and width of LM heads: SmolLM2-135M, Qwen2.5-0.5B, Qwen2.5-7B, Llama-3.1-8B and GPT-2, which is odd
+SMOL, SMALLEST, LARGE, WIDEST, ODD = (
+    (49_152, 576),
+    (151_936, 896),
+    (152_064, 3584),
+    (128_256, 4096),
+    (50_257, 768),
+)
+WITH_GRADIENT = {"v5e": [WIDEST], "v6e": [SMALLEST], HOPPER: [SMALLEST]}
 SIZES = [
-    pytest.param(size, device, id=f"{device}-{name}", marks=() if "SmolLM2" in name else pytest.mark.long)
-    for device in DEVICES
-    for name, size in (POLICIES | ODD).items()
+    *((SMOL, device) for device in ("v5e", HOPPER)),
+    ((50_304, 576), HOPPER),  # the last chunk is not whole: there XLA would cast all of the LM head
+    *(
+        pytest.param(*each, marks=pytest.mark.long)
+        for each in [(WIDEST, "v5e"), (ODD, "v6e"), (SMALLEST, "v6e"), (SMALLEST, HOPPER), (LARGE, HOPPER)]
+    ),
 ]
-# The last chunk is not whole: there XLA would cast all of the LM head.
-SIZES.append(pytest.param((50_304, 576), HOPPER, id=f"{HOPPER}-a rest"))
 
 
 @pytest.mark.parametrize(("size", "device"), SIZES)

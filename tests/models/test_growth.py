@@ -62,15 +62,7 @@ def test_new_layers_change_no_bit(policy):
     jax.tree.map(np.testing.assert_array_equal, same.params, policy.params)
 
 
-@pytest.mark.parametrize(
-    ("hidden_size", "mlp_size"),
-    [
-        (64, 129),
-        pytest.param(64, 256, marks=pytest.mark.long),
-        pytest.param(256, 128, marks=pytest.mark.long),
-        (100, 150),
-    ],
-)
+@pytest.mark.parametrize(("hidden_size", "mlp_size"), [(64, 129), (100, 150)])
 def test_greater_width_changes_rounding_at_most(policy, hidden_size, mlp_size):
     """Zeros are added to every sum, but a longer sum may be taken in another order."""
     before = compute(policy)
@@ -91,13 +83,6 @@ def test_a_grown_policy_has_the_size_it_says(policy):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(larger.params))
     # Everything but the weights is the policy's own.
     assert dataclasses.replace(larger, params=policy.params, config=policy.config) == policy
-
-
-def test_the_seed_chooses_the_new_weights(policy):
-    one, same, other = (grown(policy, 200, 3, seed).params["layers"] for seed in (3, 3, 4))
-    for layer, name in ((0, "gate"), (0, "up"), (2, "q")):
-        np.testing.assert_array_equal(one[layer][name], same[layer][name])
-        assert (np.asarray(one[layer][name]) != np.asarray(other[layer][name])).any()
 
 
 def test_gradients_reach_what_is_new(policy):
@@ -150,11 +135,15 @@ def test_a_policy_does_not_shrink(policy, size, message):
 
 
 def test_a_run_starts_from_the_grown_policy(tmp_path, capsys):
-    """The tiny run's policy has one layer and an MLP of 64: to shrink it is an error."""
+    """Grown to the tiny run's policy, which has one layer and an MLP of 64; to shrink that is an error."""
     options = ("warm_start=null", "training.steps=1", "evaluation.problems=0")
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         with pytest.raises(ConfigError, match=r"^policy\.growth: .* mlp_size 32 from 64$"):
             train(tmp_path, *options, "policy.growth={hidden_size: 64, mlp_size: 32, num_layers: 1}")
         (tmp_path / "grown").mkdir()
-        train(tmp_path / "grown", *options, "policy.growth={hidden_size: 64, mlp_size: 96, num_layers: 2}")
+        options += (
+            "policy.shape.mlp_size=32",
+            "policy.growth={hidden_size: 64, mlp_size: 64, num_layers: 1}",
+        )
+        train(tmp_path / "grown", *options)
     assert "grown to" in capsys.readouterr().out

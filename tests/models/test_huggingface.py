@@ -114,8 +114,7 @@ def assert_same_params(actual, expected):
 # --- against transformers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["whole", "shards"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shards"), [(kind, place % 2 == 0) for place, kind in enumerate(KINDS)])
 def test_logits_are_those_of_transformers_before_and_after_export(kind, shards, tmp_path):
     model = make_checkpoint(tmp_path / "made", kind, max_shard_size="100KB" if shards else None)
     config = load_model_config(tmp_path / "made")
@@ -132,15 +131,7 @@ def test_logits_are_those_of_transformers_before_and_after_export(kind, shards, 
     assert_same_params(load_params(exported, config), params)
 
 
-def test_the_rope_scaling_matters_in_these_tests(tmp_path):
-    model = make_checkpoint(tmp_path, "llama3")
-    config = dataclasses.replace(load_model_config(tmp_path), rope_scaling=None)
-    wrong = our_logits(config, load_params(tmp_path, config))
-    _, segment_ids = right_padded_batch()
-    assert np.abs(wrong - reference_logits(model))[segment_ids == 1].max() > 0.1
-
-
-@pytest.mark.parametrize("theta,head_dim", [(500_000.0, 64), (500_000.0, 128), (1_000_000.0, 128)])
+@pytest.mark.parametrize("theta,head_dim", [(500_000.0, 64), (1_000_000.0, 128)])
 def test_rope_frequencies_are_those_of_transformers(theta, head_dim):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
@@ -202,25 +193,6 @@ def checkpoint(tmp_path):
     directory = tmp_path / "checkpoint"
     save_model(directory, small_config(), random_params(small_config()), "float32", tmp_path / "tokenizer")
     return directory
-
-
-ROUND_TRIPS = [
-    small_config(),
-    small_config(tie_embeddings=True),
-    small_config(architecture="qwen2", qk_norm=False, attention_bias=True, rope_theta=1e6),
-    small_config(
-        architecture="llama", qk_norm=False, norm_epsilon=1e-5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
-    ),
-]
-
-
-@pytest.mark.parametrize("config", ROUND_TRIPS, ids=["qwen3", "qwen3-tied", "qwen2", "llama"])
-@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
-def test_export_and_reload_is_exact(config, max_shard_bytes, tmp_path):
-    params = random_params(config)
-    save_model(tmp_path / "exported", config, params, "float32", max_shard_bytes=max_shard_bytes)
-    assert load_model_config(tmp_path / "exported") == config
-    assert_same_params(load_params(tmp_path / "exported", config), params)
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])

@@ -1,7 +1,5 @@
 """Attention of packed rows, held against plain softmax attention in float64."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,15 +62,11 @@ def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int):
     return tuple(rng.standard_normal(each, dtype=np.float32) for each in (shape, kv_shape, kv_shape, shape))
 
 
-USUAL = [(case, heads, True) for case, heads in zip(CASES, ["grouped", "narrow"] * 3, strict=False)]
-USUAL += [("a sequence over several chunks beside short ones", "narrow", False)]
-
-
 @pytest.mark.parametrize(
     ("case", "heads", "row_invariant"),
     [
-        pytest.param(*each, marks=() if each in USUAL else pytest.mark.long)
-        for each in itertools.product(CASES, HEADS, (True, False))
+        *((case, heads, True) for case, heads in zip(CASES, ["grouped", "narrow"] * 3, strict=False)),
+        ("a sequence over several chunks beside short ones", "narrow", False),
     ],
 )
 def test_outputs_and_gradients_are_those_of_plain_attention(case, heads, row_invariant):
@@ -106,7 +100,7 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(4096) < 2.2 * temporaries(2048)
+    assert temporaries(2048) < 2.2 * temporaries(1024)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +108,6 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
     [
         ("tpu", "a sequence over several chunks beside short ones"),
         ("gpu", "one chunk"),
-        pytest.param("gpu", "a sequence over several chunks beside short ones", marks=pytest.mark.long),
-        pytest.param("tpu", "one chunk", marks=pytest.mark.long),
     ],
 )
 def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
@@ -146,15 +138,8 @@ def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
         assert error.max() < 0.03 * np.abs(other).max() and error.mean() < 0.01 * np.abs(other).mean()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "a sequence over several chunks beside short ones",
-        pytest.param("an empty row", marks=pytest.mark.long),
-    ],
-)
-def test_rows_one_after_another_have_the_bits_of_all_at_once(case, monkeypatch):
-    segment_ids = CASES[case]
+def test_rows_one_after_another_have_the_bits_of_all_at_once(monkeypatch):
+    segment_ids = CASES["a sequence over several chunks beside short ones"]
     q, k, v, weights = random_inputs(segment_ids, 6, 2, 64)
     weights *= (segment_ids > 0)[:, :, None, None]
     shapes, attend = [], packed_attention._attend

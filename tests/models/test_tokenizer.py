@@ -29,7 +29,7 @@ CHATS = [
 ]
 
 
-@pytest.fixture(params=[("qwen", False), ("qwen", True), ("llama3", False), ("llama3", True)], ids=str)
+@pytest.fixture(params=[("qwen", True), ("llama3", False)], ids=str)
 def pair(request, tmp_path):
     """Ours and transformers' tokenizer of the same directory, its template in the config or in a file."""
     transformers = pytest.importorskip("transformers")
@@ -134,16 +134,15 @@ def test_variables_that_a_template_does_not_read_are_refused(args, template, mes
         ("{% for m in massages %}{{ m.content }}{% endfor %}\n", "writes nothing"),
     ],
 )
-@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_that_fails_or_writes_nothing_is_named_in_one_line(template, message, file, tmp_path):
+def test_a_template_that_fails_or_writes_nothing_is_named_in_one_line(template, message, tmp_path):
     write_tokenizer(tmp_path)
-    if file == "chat_template.jinja":
-        (tmp_path / file).write_text(template)
-    else:
-        edit_config(tmp_path, chat_template=template)
-    with pytest.raises(TokenizerError, match=f"{file}: the chat template .*{message}") as error:
-        Tokenizer.load(tmp_path).encode_chat(CHATS[0])
-    assert "\n" not in str(error.value)
+    edit_config(tmp_path, chat_template=template)
+    for file in ("tokenizer_config.json", "chat_template.jinja"):  # the file comes first
+        if file == "chat_template.jinja":
+            (tmp_path / file).write_text(template)
+        with pytest.raises(TokenizerError, match=f"{file}: the chat template .*{message}") as error:
+            Tokenizer.load(tmp_path).encode_chat(CHATS[0])
+        assert "\n" not in str(error.value)
 
 
 def test_the_text_of_a_response_lacks_eos_and_padding_alone(tmp_path):

@@ -35,7 +35,7 @@ def test_rounded_dot_has_the_bits_of_dot(rows):
         np.testing.assert_array_equal(products.padded_dot(x, weight, form, rounded=True), plain)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 64, 129])
+@pytest.mark.parametrize("rows", [1, 64, 129])
 def test_gradients_of_rounded_dot_are_exact_products_rounded_once(rows):
     """An odd number of rows is among them: it is contracted as an even one with a row of zeros."""
     x, weight, cotangent = factors(rows)
@@ -48,8 +48,7 @@ def test_gradients_of_rounded_dot_are_exact_products_rounded_once(rows):
     np.testing.assert_allclose(np.asarray(d_weight, np.float64), exact.T @ x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rows", [3, 64, 130])
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 3), ("float32", 130)])
 def test_products_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
     x, weight, cotangent = factors(rows)
     x, form = x.astype(dtype), products.ProductForm(64, 64, slabs=True)
@@ -67,8 +66,7 @@ def test_products_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rows", [3, 130])
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 130), ("float32", 3)])
 def test_joined_weights_are_one_matrix_with_gradients_of_their_own(rows, dtype):
     x, weight, cotangent = factors(rows)
     x, form = x.astype(dtype), products.ProductForm(64, 64, slabs=True, joined=True)

@@ -67,16 +67,9 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
         pytest.param(
             [
                 "algorithm.name=ppo",
-                "speculation.drafter=quantized",
-                "speculation.verify_buckets=[8]",
-            ],
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            [
-                "policy.lora={rank: 4}",
                 "algorithm.kl_coefficient=0.1",
-                "speculation.drafter=srt",
+                "policy.lora={rank: 4}",
+                "speculation.drafter=quantized",
                 "speculation.verify_buckets=[8,16]",
                 "engine.cache_buckets=[64,128]",
             ],
@@ -107,8 +100,7 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
         ),
     ],
     ids=[
-        "quantized, critic",
-        "srt, lora, several buckets",
+        "quantized, critic, lora, several buckets",
         "eagle",
         "tools, run-ahead",
         "small model, several sizes",
@@ -165,7 +157,7 @@ def _compile_only(monkeypatch, which):
 
 def test_a_small_model_keeps_its_depth_in_the_plan_of_a_deeper_policy(tmp_path, monkeypatch):
     """Also with as many layers as the deeper of the two depths at which the policy is compiled."""
-    _compile_only(monkeypatch, lambda pool, key: pool._drafter)
+    _compile_only(monkeypatch, lambda pool, key: pool._drafter and key[0] == "draft_for")
     model = _small_model(tmp_path, layers=4)
     drafting = ["speculation.drafter=small_model", f"speculation.args={{path: {model}}}"]
     overrides = ["policy.shape.num_layers=12", "speculation.verify_buckets=[8]"]
@@ -211,11 +203,11 @@ def test_bytes_are_those_of_the_arrays(tmp_path, monkeypatch):
     assert memory.peak >= max(program.total for program in plan.programs)
 
 
-@pytest.mark.parametrize("programs", ["largest", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("programs", ["gradients", pytest.param("all", marks=pytest.mark.long)])
 def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch, programs):
-    if programs == "largest":
-        _compile_only(monkeypatch, lambda pool, key: key[0] in ("generate", "gradients"))
-    drafting = ("speculation.drafter=srt", "speculation.verify_buckets=[8]")
+    if programs == "gradients":
+        _compile_only(monkeypatch, lambda pool, key: key[0] == "gradients")
+    drafting = ("speculation.drafter=srt", "speculation.verify_buckets=[8]") if programs == "all" else ()
     config = _config(tmp_path, "policy.shape.num_layers=5", *drafting)
     whole = _plan(config, full_depth=True)
     short = _plan(config, full_depth=False)
@@ -261,6 +253,17 @@ def test_what_never_fits_is_said_before_anything_compiles(tmp_path, monkeypatch)
         _plan(_config(tmp_path), hardware=dataclasses.replace(ROOMY, memory=1e5))
 
 
+def test_what_does_not_fit_the_topology_or_the_config(tmp_path):
+    with pytest.raises(ConfigError, match="mesh: data 2"):
+        _plan(_config(tmp_path, "mesh.data=2"))
+    for median, longest, said in (
+        (None, 49, r"at most rollout\.max_response_length 48"),
+        (40, 30, "in this order"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            default_lengths(_config(tmp_path), median, longest, 0.8)
+
+
 def test_programs_compile_in_other_threads_and_the_first_error_ends_the_plan(tmp_path, monkeypatch):
     seen = set()
 
@@ -275,26 +278,9 @@ def test_programs_compile_in_other_threads_and_the_first_error_ends_the_plan(tmp
     assert not any(thread.is_alive() for thread in seen)
 
 
-def test_a_mesh_of_more_devices_than_the_topology(tmp_path):
-    with pytest.raises(ConfigError, match="mesh: data 2"):
-        _plan(_config(tmp_path, "mesh.data=2"))
-
-
-def test_lengths_that_do_not_fit(tmp_path):
-    config = _config(tmp_path)
-    with pytest.raises(ConfigError, match=r"at most rollout\.max_response_length 48"):
-        default_lengths(config, None, 49, 0.8)
-    with pytest.raises(ConfigError, match="in this order"):
-        default_lengths(config, 40, 30, 0.8)
-
-
-KINDS = pytest.mark.parametrize("kinds", ["generate", pytest.param("all", marks=pytest.mark.long)])
-
-
 @HAS_TPU
-@KINDS
-def test_a_mesh_of_tpus(tmp_path, monkeypatch, kinds):
-    _compile_only(monkeypatch, lambda pool, key: kinds in (key[0], "all"))
+def test_a_mesh_of_tpus(tmp_path, monkeypatch):
+    _compile_only(monkeypatch, lambda pool, key: key[0] == "generate")
     overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
     overrides += ["training.rows_per_microbatch=2"]
     config = _config(tmp_path, *overrides)
@@ -310,7 +296,7 @@ def test_a_mesh_of_tpus(tmp_path, monkeypatch, kinds):
 
 
 @HAS_CUDA
-@KINDS
+@pytest.mark.parametrize("kinds", ["generate", pytest.param("all", marks=pytest.mark.long)])
 def test_one_gpu(tmp_path, monkeypatch, kinds):
     """With its defaults: in bfloat16, and with the kernels for Hopper."""
     _compile_only(monkeypatch, lambda pool, key: kinds in (key[0], "all"))
@@ -324,7 +310,7 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     from rljax.planning import planner
 
     monkeypatch.setattr(planner, "hardware_of", lambda topology, dtype: ROOMY)
-    _compile_only(monkeypatch, lambda pool, key: key[0] in ("generate", "verify"))
+    _compile_only(monkeypatch, lambda pool, key: False)
     file, out = write_config(tmp_path), tmp_path / "plan.json"
     overrides = [f"mesh.data={jax.device_count()}", "speculation.drafter=srt", "training.steps=7"]
     overrides += ["speculation.verify_buckets=[8]", f"training.rows_per_microbatch={jax.device_count()}"]

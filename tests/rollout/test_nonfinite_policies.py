@@ -25,9 +25,14 @@ def changed(name, change):
     return params | {"layers": [layer | {name: layer[name].at[entry].apply(change)}]}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "q_norm", "down"])
+@pytest.mark.parametrize(
+    ("name", "value", "dtype"),
+    [
+        ("q", float("nan"), "float32"),
+        ("q_norm", float("inf"), "float32"),
+        ("down", -float("inf"), "bfloat16"),
+    ],
+)
 def test_weights_that_are_not_finite_are_refused_by_name(engine, name, value, dtype):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), changed(name, lambda _: jnp.float32(value)))
     with pytest.raises(PolicyError, match=rf"^policy: layers\.0\.{name} holds NaN or infinity; [^\n]*$"):

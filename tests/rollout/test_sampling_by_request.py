@@ -30,7 +30,6 @@ SETTINGS = [
     SamplingParams(0.9, 20, 0.7, 0.02),
     None,  # the engine's
     SamplingParams(temperature=0.6),
-    SamplingParams(temperature=1.3, top_k=5),
 ]
 BUCKETS = Buckets((2, SLOTS), (128,), (16,), 3)
 POOL = stored_pool()
@@ -61,7 +60,7 @@ def requests():
     """Prompts in groups of three, the settings of neighbours all different."""
     return [
         dataclasses.replace(request, sampling=SETTINGS[i % len(SETTINGS)])
-        for i, request in enumerate(make_requests())
+        for i, request in enumerate(make_requests()[: SLOTS * len(SETTINGS)])
     ]
 
 
@@ -98,14 +97,7 @@ def test_a_mix_has_the_bits_of_programs_with_the_settings_inside(engine, params,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "drafter"),
-    [
-        ("float32", "srt"),
-        ("float32", "quantized"),
-        ("bfloat16", "srt"),
-        pytest.param("bfloat16", "quantized", marks=pytest.mark.long),
-    ],
-    indirect=["dtype"],
+    ("dtype", "drafter"), [("float32", "quantized"), ("bfloat16", "srt")], indirect=["dtype"]
 )
 def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, drafter):
     """The drafters draft under the engine's settings, whatever those of the requests."""
@@ -115,9 +107,7 @@ def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, dra
     assert statistics.accepted > (100 if drafter == "quantized" else 20)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)], indirect=True
-)
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 def test_requests_that_join_and_leave_keep_their_settings(engine, params, requests, expected):
     """One after the other, as in a server: states are widened for them, and compacted when they leave."""
     policy = LoopPolicy(sync_at_every_ending=True, most_steps=3)
@@ -140,7 +130,7 @@ def test_every_move_of_a_slot_takes_its_settings_along():
     ]
     prefix = engine.prefill(params, [[2, 3, 4]])
     keys = np.zeros(2, np.uint32)
-    placed = [Assignment(0, slot, keys, 50, SETTINGS[1 + slot]) for slot in range(SLOTS)]
+    placed = [Assignment(0, slot, keys, 50, settings) for slot, settings in enumerate(SETTINGS)]
     state = engine.bulk_insert(prefix, engine.init_state(SLOTS, 64), placed)
     before = shown(state, range(SLOTS))
     assert len({str(each) for each in before}) == SLOTS
@@ -161,24 +151,18 @@ def test_without_settings_by_request_the_state_has_no_new_arrays():
     assert len(jax.tree.leaves(state)) == 2 * CONFIG.num_layers + 5
 
 
-@pytest.mark.parametrize("rule", ["rejection", "target_only"])
-def test_rules_that_sample_all_requests_alike_are_refused(rule):
-    with pytest.raises(ConfigError, match=rf"^engine\.verification: {rule} .* set coupled"):
-        make_engine("float32", verification=rule)
-
-
-@pytest.mark.parametrize(
-    ("per_slot", "settings", "said"),
-    [
+def test_what_cannot_be_chosen_by_request_is_refused(params, requests):
+    for rule in ("rejection", "target_only"):  # which sample all requests alike
+        with pytest.raises(ConfigError, match=rf"^engine\.verification: {rule} .* set coupled"):
+            make_engine("float32", verification=rule)
+    for per_slot, settings, said in (
         (False, SamplingParams(0.5), "per_slot_sampling"),
         (True, SamplingParams(presence_penalty=1.0), "penalties"),
         (True, SamplingParams(1e-40), "temperature"),
         (True, SamplingParams(1e40), "temperature"),
         (True, SamplingParams(top_p=1e-42), "top_p"),
-    ],
-)
-def test_impossible_settings_are_refused(params, requests, per_slot, settings, said):
-    loop = open_loop(open_slots(make_engine("float32", per_slot=per_slot), params), SLOTS)
-    with pytest.raises(ValueError, match=said):
-        loop.submit([LiveResponse(dataclasses.replace(requests[0], sampling=settings))])
-    assert not loop.waiting
+    ):
+        loop = open_loop(open_slots(make_engine("float32", per_slot=per_slot), params), SLOTS)
+        with pytest.raises(ValueError, match=said):
+            loop.submit([LiveResponse(dataclasses.replace(requests[0], sampling=settings))])
+        assert not loop.waiting

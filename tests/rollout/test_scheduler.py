@@ -47,7 +47,7 @@ def test_completions_are_what_was_asked_for(requests, expected):
     assert len({tuple(completion.response_ids.tolist()) for completion in expected[:3]}) == 3
 
 
-@pytest.mark.parametrize("max_slots", [1, 2, 4, 8])
+@pytest.mark.parametrize("max_slots", [1, 8])
 def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expected, max_slots):
     completions, statistics = Scheduler(engine, max_slots).run(params, requests)
     assert_same(completions, expected)
@@ -56,9 +56,8 @@ def test_same_bits_whatever_the_number_of_slots(engine, params, requests, expect
     assert 0 < statistics.occupancy <= 1
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_same_bits_in_any_order_and_results_in_that_order(engine, params, requests, expected, seed):
-    order = np.random.default_rng(seed).permutation(len(requests))
+def test_same_bits_in_any_order_and_results_in_that_order(engine, params, requests, expected):
+    order = np.random.default_rng(0).permutation(len(requests))
     completions, _ = Scheduler(engine, 8).run(params, [requests[i] for i in order])
     assert_same(completions, [expected[i] for i in order])
 
@@ -79,8 +78,7 @@ def test_each_prompt_is_prefilled_once_and_progress_reported_up_to_the_end(engin
         assert seen[-1] == (statistics.tokens, len(requests))
 
 
-@pytest.mark.parametrize("max_slots", [3, 16])
-def test_every_response_is_handed_out_once_when_it_has_ended(engine, params, requests, expected, max_slots):
+def test_every_response_is_handed_out_once_when_it_has_ended(engine, params, requests, expected):
     handed_out, finished = {}, []
 
     def hand_out(index, completion):
@@ -90,13 +88,14 @@ def test_every_response_is_handed_out_once_when_it_has_ended(engine, params, req
     def look(_, done):
         finished.append((done, len(handed_out)))
 
-    Scheduler(engine, max_slots).run(params, requests, look, hand_out)
+    Scheduler(engine, 3).run(params, requests, look, hand_out)
     assert_same([handed_out[index] for index in range(len(requests))], expected)
     assert all(done == out for done, out in finished) and len({done for done, _ in finished}) > 2
 
 
-@pytest.mark.parametrize("steps", [1, 4, 16])
-@pytest.mark.parametrize("strings", [("dd",), ("abc", "cab", "ba")], ids=str)
+@pytest.mark.parametrize(
+    ("steps", "strings"), [(1, ("dd",)), (4, ("abc", "cab", "ba")), (16, ("abc", "cab", "ba"))], ids=str
+)
 def test_stop_strings_are_exact_whatever_the_steps_per_sync(
     engine, params, requests, expected, steps, strings
 ):

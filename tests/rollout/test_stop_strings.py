@@ -37,7 +37,7 @@ def found_in_looks(stop, ids, size):
     return None
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize(
     ("strings", "ids"),
     [

@@ -75,18 +75,6 @@ def test_another_seed_request_position_or_token_is_other_noise():
     np.testing.assert_array_equal(bits(first=100)[:100], reference[100:200])  # no neighbour has a say
 
 
-def test_bits_are_uniform():
-    """Each bit, and each byte value, as often as it should be."""
-    keys = np.stack([noise.request_key(9, 0, 3, i) for i in range(32)])
-    tokens = np.broadcast_to(np.arange(2048, dtype=np.uint32), (32, 2048))
-    words = noise.token_bits(keys, np.arange(32, dtype=np.int32), tokens)
-    for shift in range(0, 32, 8):
-        counts = np.bincount(((words >> np.uint32(shift)) & np.uint32(255)).ravel(), minlength=256)
-        assert stats.chisquare(counts).pvalue > 1e-4
-    ones = np.array([np.sum(words >> np.uint32(bit) & np.uint32(1)) for bit in range(32)])
-    assert np.abs(ones - words.size / 2).max() < 5 * np.sqrt(words.size) / 2
-
-
 def test_noise_is_standard_gumbel(field):
     gumbel = stats.gumbel_r()
     assert stats.kstest(field.ravel(), gumbel.cdf).pvalue > 1e-3
@@ -98,17 +86,6 @@ def test_the_largest_along_each_axis_is_as_independence_has_it(field, axis):
     """The largest of n independent ones is Gumbel again, shifted by log n."""
     largest = field.max(axis=axis).ravel() - np.log(field.shape[axis])
     assert stats.kstest(largest, stats.gumbel_r().cdf).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2], ids=["requests", "positions", "tokens"])
-@pytest.mark.parametrize("distance", [1, 2, 8])
-def test_neighbours_are_not_correlated(field, axis, distance):
-    values = np.moveaxis(field, axis, 0)
-    a, b = values[distance:].ravel(), values[:-distance].ravel()
-    # Ranks too: a correlation of the tails alone would hide behind the mean.
-    assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(a.size)
-    a, b = np.exp(-np.exp(-a)), np.exp(-np.exp(-b))
-    assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(a.size)
 
 
 def test_the_extreme_words_give_finite_noise_in_the_stated_range(monkeypatch):

@@ -1,10 +1,6 @@
-"""Sampling settings by row: the same bits as programs with the settings inside, whatever the other rows have;
-with the vocabulary split over devices the same tokens.
-"""
+"""Sampling settings by row: the bits of programs with the settings inside, whatever the other rows have."""
 
 import functools
-import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +16,6 @@ from rljax.sampling import distribution, slots, split
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.sampling.slots import SlotSampling
-from tests.devices import run_on_devices
 
 ROWS, VOCAB = 48, 520
 NUMERICS = Numerics()
@@ -137,58 +132,3 @@ def test_what_slots_that_have_ended_had_on_is_off():
     rows = SlotSampling.of([SamplingParams(0.0), SamplingParams(top_k=3)], VOCAB)
     among = rows.among(jnp.asarray([False, True]))
     assert among.greedy.tolist() == [False, False] and among.filtered.tolist() == [False, True]
-
-
-CHECKS = """
-import json, sys
-import jax, jax.numpy as jnp, numpy as np
-from rljax.config import MeshConfig
-from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment
-from rljax.models.config import ModelConfig
-from rljax.numerics.rows import Numerics
-from rljax.sampling.distribution import SamplingParams
-from rljax.sampling.noise import request_key
-from rljax.sharding import make_mesh
-from tests.engines import scaled_params
-
-CONFIG = ModelConfig("qwen3", 259, 64, 1, 4, 2, 16, 64, qk_norm=True)
-SETTINGS = [
-    SamplingParams(), SamplingParams(0.0), SamplingParams(1.3, 40, 0.9, 0.01), SamplingParams(top_p=0.7)
-]
-weights = scaled_params(CONFIG, 2)
-
-def responses(axes):
-    mesh = make_mesh(MeshConfig(**axes)) if axes else None
-    buckets = Buckets((2, 4), (64,))
-    engine = DecodeEngine(
-        CONFIG, Numerics(), SamplingParams(), buckets, (), 16, mesh=mesh, per_slot_sampling=True
-    )
-    params = engine.load_params(weights)
-    prefix = engine.prefill(params, [[2 + i, 3, 5 + i] for i in range(4)])
-    placed = [Assignment(i, i, request_key(0, i), 30, settings) for i, settings in enumerate(SETTINGS)]
-    state, first = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(4, 64), placed))
-    state, second = engine.generate(params, engine.compact(state, [3, 1]))
-    tokens = [first.tokens[i].tolist() for i in range(4)]
-    for row, slot in enumerate((3, 1)):
-        tokens[slot] += second.tokens[row].tolist()
-    return tokens
-
-one = responses({})
-split = responses(json.loads(sys.argv[1]))
-print("FOUND" + json.dumps([row == alone for row, alone in zip(split, one)]))
-"""
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"tensor": 2, "data": 2},
-        *(pytest.param({axis: 2}, marks=pytest.mark.long) for axis in ("tensor", "data")),
-    ],
-    ids=str,
-)
-def test_split_over_devices_the_tokens_are_the_same(axes):
-    """Also where slots move between devices."""
-    assert run_on_devices(CHECKS, math.prod(axes.values()), json.dumps(axes)) == [True] * 4
