@@ -215,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--slots", type=int, default=64, help="of a decode step")
     parser.add_argument("--verified", type=int, default=8, help=f"slots of a verifying pass of {ROWS} rows")
     parser.add_argument("--length", type=int, default=2048, help="positions of a slot's cache")
-    parser.add_argument("--update", type=int, metavar="N", help=f"of a row of {UPDATE_TOKENS} tokens in N sequences")
+    parser.add_argument(
+        "--update", type=int, metavar="N", help=f"of a row of {UPDATE_TOKENS} tokens in N sequences"
+    )
     parser.add_argument("--output", type=Path, help="default: layers.json, or update-layers.json")
     arguments = parser.parse_args(argv)
     jax.config.update("jax_enable_compilation_cache", False)  # a device that is not there reads nothing back

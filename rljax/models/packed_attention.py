@@ -31,6 +31,7 @@ class PackedAttention:
         """Maps q [N, T, H, D], k and v [N, T, Hk, D] to ([N, T, H, D], (k, v) [N, S, Hk, D] or None)."""
         tokens, length = q.shape[1], self.segment_ids.shape[1]
         padded = [jnp.pad(x, ((0, 0), (0, length - tokens), (0, 0), (0, 0))) for x in (q, k, v)]
-        arguments = (self.segment_ids, self.numerics, self.span, self.computed, self.branches)
+        chosen = self.numerics.kernels.packed_attention
+        arguments = (self.segment_ids, self.numerics, self.span, self.computed, self.branches, chosen)
         out = packed_attention(*padded, *arguments)
         return out[:, :tokens].astype(q.dtype), (tuple(padded[1:]) if self.keep_kv else None)

@@ -1,4 +1,7 @@
-"""Causal attention inside the segments of packed rows: training, scoring and prefill."""
+"""Causal attention inside the segments of packed rows: training, scoring and prefill.
+
+The bits of plain JAX are those of decoding. So a kernel computes only where rows need not be invariant.
+"""
 
 from jax import Array
 
@@ -15,6 +18,7 @@ def packed_attention(
     span: int | None = None,
     computed: Array | None = None,
     branches: Array | None = None,
+    implementation: switch.Implementation = None,
 ) -> Array:
     """Computes attention of every token to those before it in its segment, and to itself.
 
@@ -28,9 +32,17 @@ def packed_attention(
       branches: int32 [N, S], tokens of a segment attend to those of branch 0 and of their own branch; only
         the chunk of keys in which a segment ends has branches other than 0, or a segment has one. None:
         segments have no branches.
+      implementation: see `switch.KernelChoice`; the default depends on (H, Hk, D), and is `xla` where rows
+        must be invariant.
 
     Returns:
       [N, S, H, D] in float32 or in the type of q: softmax(q k / sqrt(D)) v.
+
+    Raises:
+      Refused: the implementation cannot compute this.
     """
-    from rljax.kernels.packed_attention import base
-    return base.packed_attention(q, k, v, segment_ids, numerics, span, computed, branches)
+    sizes = (q.shape[2], *k.shape[2:])
+    if implementation is None and (numerics.row_invariant or branches is not None):
+        implementation = "xla"
+    arguments = (q, k, v, segment_ids, numerics, span, computed, branches)
+    return switch.call("packed_attention", implementation, sizes, *arguments)

@@ -1,16 +1,17 @@
 """Attention inside packed rows in plain JAX.
 
-Scores are computed for pairs of a chunk of `KEY_CHUNK` queries and a chunk of as many keys. Rows are packed so
-that sequences of at most one chunk lie within a chunk (`rljax/learning/packing.py`). So most queries are paired
-with the keys of their own chunk only, and of these only with the blocks up to their own. The scores of a whole
-row never exist, and nothing of their size is kept for the backward pass, which computes them again (Dao et al.,
-"FlashAttention", arXiv 2205.14135, algorithm 4). Unlike there, the forward pass finds a query's largest score
-before it sums, since the sums must have the bits of the decoder's sums (`rljax/engine/kv_cache.py`).
+Scores are computed for pairs of a chunk of `KEY_CHUNK` queries and a chunk of as many keys. Rows are packed
+so that sequences of at most one chunk lie within a chunk (`rljax/learning/packing.py`). So most queries are
+paired with the keys of their own chunk only, and of these only with the blocks up to their own. The scores of
+a whole row never exist, and nothing of their size is kept for the backward pass, which computes them again
+(Dao et al., "FlashAttention", arXiv 2205.14135, algorithm 4). Unlike there, the forward pass finds a query's
+largest score before it sums, since the sums must have the bits of the decoder's sums
+(`rljax/engine/kv_cache.py`).
 
-On a CPU a chunk of queries is paired with the earlier chunks of its sequence, one after another, in loops whose
-turns depend on the segments. A GPU's host would wait for the device before every turn. So on an accelerator a
-chunk is paired with all chunks that a sequence may reach back to, at once: a number that is known when the
-program is traced. Scores of the others are -inf, so they add exact zeros.
+On a CPU a chunk of queries is paired with the earlier chunks of its sequence, one after another, in loops
+whose turns depend on the segments. A GPU's host would wait for the device before every turn. So on an
+accelerator a chunk is paired with all chunks that a sequence may reach back to, at once: a number that is
+known when the program is traced. Scores of other sequences are -inf, so they add exact zeros.
 
 On a TPU or GPU, bfloat16 is multiplied as the kernels of the decoder multiply it
 (`rljax/kernels/tree_attention`): queries as they are, their scores scaled; terms rounded, their sum not. All
@@ -200,8 +201,8 @@ def _attend(
 
 
 def _windows(chunks: int, earlier: int | None) -> list[tuple[int, int, int | None]]:
-    """Divides chunks of queries, for up to `earlier` chunks of keys before their own: the first, the one after
-    the last, and how many earlier chunks each of them is paired with; None for those of its sequence.
+    """Divides chunks of queries, for up to `earlier` chunks of keys before their own: the first, the one
+    after the last, and how many earlier chunks each is paired with; None for those of its sequence.
 
     Quarters of a row, as far as they differ: of a row that is one sequence 5/8 of all pairs are computed, and
     half are needed.
