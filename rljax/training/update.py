@@ -197,7 +197,7 @@ class Trainer:
             self._score_program((params, batch, self._rope), unfiltered)
 
     def _empty_batches(self, sizes: Sequence[int] | None) -> Iterator[PackedBatch]:
-        """Yields a batch of each size and span; none where prompts are shared: their sizes are known later."""
+        """Yields a batch of each size and span; none where prompts are shared, whose sizes come later."""
         if self.share_prompts == "on":
             return
         sizes = self.sizes if sizes is None else sizes
