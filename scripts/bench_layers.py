@@ -27,7 +27,7 @@ from jax.sharding import SingleDeviceSharding
 
 from compiled_programs import Counts, counts_of_loop, counts_of_program, loops_of_program, text_of
 from engine_benchmarks.update import GRPO, equal_batch
-from gpu_parts.engines import cache_bytes, make_engine, run_numerics
+from gpu_parts.engines import cache_bytes, kernel_of, make_engine, run_numerics
 from rljax import target
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import exit_status
@@ -172,28 +172,23 @@ def update_rows(policy: str, name: str, sequences: int) -> Iterator[dict[str, An
     device = compile_devices(topology)[0]
     with target.tracing_for(device, 1, platform_of(topology)):
         exact = run_numerics(config, quick=False)
+        flash = dataclasses.replace(exact.kernels, packed_attention=kernel_of("packed_attention"))
         for variant, numerics in (
             ("exact", exact),
-            ("fast", dataclasses.replace(exact, row_invariant=False)),
+            ("fast", dataclasses.replace(exact, row_invariant=False, kernels=flash)),
         ):
             texts = [
                 update_text(dataclasses.replace(config, num_layers=depth), numerics, device, sequences)
                 for depth in UPDATE_DEPTHS
             ]
-            loops, unknown, kernels = (
-                [counted(text) for text in texts]
-                for counted in (
-                    lambda text: loops_of_program(text)[0],
-                    lambda text: loops_of_program(text)[1],
-                    lambda text: counts_of_program(text).kernels,
-                )
-            )
+            counts = [(*loops_of_program(text), counts_of_program(text).kernels) for text in texts]
+            loops, unknown, kernels = (_extrapolated(each, config) for each in zip(*counts, strict=True))
             yield {
                 "name": f"{name.split(':')[0]}/{policy}/update of {sequences} sequences/{variant}",
-                "value": _extrapolated(unknown, config),
+                "value": unknown,
                 "unit": "loops of unknown turns",
-                "loops": _extrapolated(loops, config),
-                "kernels": _extrapolated(kernels, config),
+                "loops": loops,
+                "kernels": kernels,
                 "tokens": UPDATE_TOKENS,
             }
 
