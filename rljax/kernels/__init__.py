@@ -10,7 +10,8 @@
 
 In each, `base.py` is the contract and the reference in plain JAX (the backend `xla`), `mosaic_gpu.py` a
 Pallas kernel for Hopper, `mosaic_tpu.py` one for TPUs, `triton.py` one for NVIDIA GPUs; `interpret_gpu`,
-`interpret_tpu` and `interpret_triton` run these on a CPU, for tests. The folder's `__init__.py` has the operation's one public function; who computes it is the
-config's `kernels`: a name, names in the order in which they are tried, or null for what `tuned.py` knows
-about device and policy. See `switch.py` and `docs/kernels.md`.
+`interpret_tpu` and `interpret_triton` run these on a CPU, for tests. The folder's `__init__.py` has the
+operation's one public function; who computes it is the config's `kernels`: a name, names in the order in
+which they are tried, or null for what `tuned.py` knows about device and policy. See `switch.py` and
+`docs/kernels.md`.
 """

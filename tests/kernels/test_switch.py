@@ -145,7 +145,7 @@ def test_decoding_and_verifying_have_the_same_default(monkeypatch):
 def test_a_mesh_leaves_xla_where_no_kernel_is_named():
     mesh = jax.make_mesh((1,), ("data",))
     choice = KernelChoice().on_mesh(mesh)
-    assert choice == KernelChoice(*["xla"] * 6)
+    assert choice == KernelChoice(*["xla"] * 7)
     assert not choice.splits("compaction")
     choice = KernelChoice(noisy_argmax=("mosaic_gpu", "xla"), compaction=("mosaic_gpu", "xla")).on_mesh(mesh)
     assert choice.noisy_argmax == "xla" and choice.tree_attention == "xla"

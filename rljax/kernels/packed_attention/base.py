@@ -474,7 +474,7 @@ def _add_windows(sums: Any, pair: Callable[..., Any], keys: tuple[Array, ...], e
         if width:
             body = functools.partial(add, width)
             to_queries, *to_keys = lax.fori_loop(
-                jnp.int32(start), jnp.int32(stop), body, (to_queries, *to_keys)
+                np.int32(start), np.int32(stop), body, (to_queries, *to_keys)
             )
     return to_queries, *(x[earlier:] for x in to_keys)
 
