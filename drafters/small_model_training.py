@@ -113,7 +113,7 @@ class SmallModelTrainer(TrainerState):
 
     def compile(self) -> None:
         """Compiles the update, in any thread."""
-        self._compiled(build_batch([], pack_sequences([], self._length), range(self._rows)))
+        self._compiled(self._batch([], pack_sequences([], self._length), range(self._rows)))
 
     def update(self) -> dict[str, float] | None:
         """Updates once on the next packed rows. An update with a result that is not finite changes nothing.
@@ -140,7 +140,12 @@ class SmallModelTrainer(TrainerState):
             self._round = _Round(samples, packing, order.tolist())
         rows, self._round.rows = self._round.rows[: self._rows], self._round.rows[self._rows :]
         rows += [self._round.packing.num_rows] * (self._rows - len(rows))  # empty ones
-        return build_batch(self._round.samples, self._round.packing, rows)
+        return self._batch(self._round.samples, self._round.packing, rows)
+
+    @staticmethod
+    def _batch(samples: Sequence[TrainingSequence], packing: Packing, rows: Sequence[int]) -> PackedBatch:
+        """As `build_batch`; one program computes sequences of every span."""
+        return build_batch(samples, packing, rows).replace(span=None)
 
     def _compiled(self, batch: PackedBatch) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
         return self._pool.get(

@@ -7,10 +7,14 @@ what the deeper one adds, and a whole policy is extrapolated. `bytes` are what t
 a loop within a pass one turn where the text does not say how many; `least_bytes` are the weights of a layer
 and the cache of its slots, which every pass has to read. On a TPU operations count as kernels. Nothing runs:
 no times are measured.
+
+`--update` compiles the gradients of one packed row in their place, and counts loops: before every turn of one
+whose turns the text does not count, a GPU's host waits for the device.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
@@ -21,21 +25,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from compiled_programs import Counts, counts_of_loop, counts_of_program, text_of
-from gpu_parts.engines import cache_bytes, make_engine, run_numerics
+from compiled_programs import Counts, counts_of_loop, counts_of_program, loops_of_program, text_of
+from engine_benchmarks.update import GRPO, equal_batch
+from gpu_parts.engines import cache_bytes, kernel_of, make_engine, run_numerics
 from rljax import target
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import exit_status
 from rljax.models.config import ModelConfig
-from rljax.models.transformer import num_params, param_shapes
+from rljax.models.rope import rope_table
+from rljax.models.transformer import Params, num_params, param_shapes
 from rljax.numerics import products
 from rljax.numerics.rows import Numerics
 from rljax.planning.topologies import compile_devices, parse_topology, platform_of
 from rljax.provenance import command_line, write_figures
+from rljax.sampling.distribution import SamplingParams
+from rljax.training.objectives import gradients, policy_objective
+from rljax.training.scoring import score_packed
 from workloads import REAL, SHAPES, config_of
 
 DEPTHS = (4, 8)
+UPDATE_DEPTHS = (2, 4)
 ROWS = 64  # of a verifying pass
+UPDATE_TOKENS = 4096
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 
@@ -84,11 +95,7 @@ def measure(
 ) -> dict[str, Counts]:
     """Compiles a decode step of `slots` and a verifying pass of `verified` slots; counts by pass."""
     pool = _Compiled(device)
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, numerics.dtype if len(shape) > 1 else jnp.float32),
-        param_shapes(config),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+    params = _param_shapes(config, numerics.dtype)
     make_engine(config, numerics, pool, slots, length).compile_plain(params, slots, length)
     few = make_engine(config, numerics, pool, verified, length, (ROWS,))
     few.compile_verify(params, verified, length, ROWS, ROWS // verified - 1)
@@ -96,6 +103,14 @@ def measure(
         "decode": counts_of_loop(text_of(pool.by_kind["generate"])),
         "verify": counts_of_program(text_of(pool.by_kind["verify"])),
     }
+
+
+def _param_shapes(config: ModelConfig, dtype: Any) -> Params:
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32),
+        param_shapes(config),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
 
 
 def layer_bytes(config: ModelConfig, slots: int, length: int) -> float:
@@ -135,6 +150,55 @@ def rows_of(policy: str, name: str, slots: int, verified: int, length: int) -> I
                 }
 
 
+def update_text(config: ModelConfig, numerics: Numerics, device: Any, sequences: int) -> str:
+    """Returns the text of the gradients of a row of equal sequences, float32 weights with remat."""
+
+    def step(params: Params, batch: Any, rope: jax.Array) -> Any:
+        score = lambda params, batch: score_packed(  # noqa: E731
+            params, config, batch, rope, numerics, SamplingParams(), remat=True
+        )
+        return gradients(params, batch, None, score, functools.partial(policy_objective, algorithm=GRPO))
+
+    length = UPDATE_TOKENS // sequences
+    batch = equal_batch(sequences, length, length // 8, config.vocab_size, UPDATE_TOKENS)
+    pool = _Compiled(device)
+    arguments = _param_shapes(config, jnp.float32), batch, rope_table(config, UPDATE_TOKENS)
+    return text_of(pool.get(("gradients",), step, arguments))
+
+
+def update_rows(policy: str, name: str, sequences: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for exact and for fast numerics."""
+    topology, config = parse_topology(name), config_of(policy)
+    device = compile_devices(topology)[0]
+    with target.tracing_for(device, 1, platform_of(topology)):
+        exact = run_numerics(config, quick=False)
+        flash = dataclasses.replace(exact.kernels, packed_attention=kernel_of("packed_attention"))
+        for variant, numerics in (
+            ("exact", exact),
+            ("fast", dataclasses.replace(exact, row_invariant=False, kernels=flash)),
+        ):
+            texts = [
+                update_text(dataclasses.replace(config, num_layers=depth), numerics, device, sequences)
+                for depth in UPDATE_DEPTHS
+            ]
+            counts = [(*loops_of_program(text), counts_of_program(text).kernels) for text in texts]
+            loops, unknown, kernels = (_extrapolated(each, config) for each in zip(*counts, strict=True))
+            yield {
+                "name": f"{name.split(':')[0]}/{policy}/update of {sequences} sequences/{variant}",
+                "value": unknown,
+                "unit": "loops of unknown turns",
+                "loops": loops,
+                "kernels": kernels,
+                "tokens": UPDATE_TOKENS,
+            }
+
+
+def _extrapolated(counts: Sequence[int], config: ModelConfig) -> int:
+    """Returns a whole policy's count from those of `UPDATE_DEPTHS`."""
+    shallow, deep = UPDATE_DEPTHS
+    return counts[0] + (config.num_layers - shallow) * (counts[1] - counts[0]) // (deep - shallow)
+
+
 @exit_status()
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
@@ -146,11 +210,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--slots", type=int, default=64, help="of a decode step")
     parser.add_argument("--verified", type=int, default=8, help=f"slots of a verifying pass of {ROWS} rows")
     parser.add_argument("--length", type=int, default=2048, help="positions of a slot's cache")
-    parser.add_argument("--output", type=Path, default=_RESULTS / "layers.json")
+    parser.add_argument(
+        "--update", type=int, metavar="N", help=f"of a row of {UPDATE_TOKENS} tokens in N sequences"
+    )
+    parser.add_argument("--output", type=Path, help="default: layers.json, or update-layers.json")
     arguments = parser.parse_args(argv)
     jax.config.update("jax_enable_compilation_cache", False)  # a device that is not there reads nothing back
     found = []
     for name in arguments.compiled_for:
+        if arguments.update:
+            for policy in arguments.policy:
+                for row in update_rows(policy, name, arguments.update):
+                    found.append(row)
+                    print(
+                        f"{row['name']}: {row['loops']} loops, {row['value']} of them of unknown turns;"
+                        f" {row['kernels']} kernels",
+                        flush=True,
+                    )
+            continue
         for policy in arguments.policy:
             for row in rows_of(policy, name, arguments.slots, arguments.verified, arguments.length):
                 found.append(row)
@@ -160,8 +237,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f" {row['bytes_of_layer'] / 1e6:.1f} MB a layer, {over:.2f} times the least",
                     flush=True,
                 )
-    write_figures(arguments.output, {"rows": found}, command_line())
-    print(f"wrote {arguments.output}")
+    output = arguments.output or _RESULTS / ("update-layers.json" if arguments.update else "layers.json")
+    write_figures(output, {"rows": found}, command_line())
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,13 @@ def counts_of_program(text: str) -> Counts | None:
     return _counted("ENTRY", computations) if computations else None
 
 
+def loops_of_program(text: str) -> tuple[int, int]:
+    """Counts a program's loops, and those of them whose number of turns the text does not say."""
+    operations = [each for computation in parsed(text).values() for each in computation]
+    loops = [each for each in operations if each.kind == "while"]
+    return len(loops), sum(not _TRIPS.search(loop.rest) for loop in loops)
+
+
 def parsed(text: str) -> _Computations:
     """Returns the operations of a program's computations by name; its own are under "ENTRY"."""
     computations: _Computations = {}

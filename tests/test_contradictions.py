@@ -47,6 +47,8 @@ BROKEN = r"""
 policy.shape=null -> policy: neither policy.path
 policy.path=somewhere -> policy: both policy.path and policy.shape
 policy.shape.num_kv_heads=3 -> policy.shape.num_heads: 4 is not a multiple of num_kv_heads 3
+kernels.packed_attention=triton -> kernels.packed_attention: triton has other bits than
+kernels.packed_attention=triton & engine.row_invariant=false -> kernels.packed_attention: triton knows
 policy.shape.head_dim=15 -> policy.shape.head_dim: 15 is odd
 policy.shape.attention_bias=true -> policy.shape.attention_bias: cannot be true
 policy.shape.max_positions=1535 -> policy.shape.max_positions: 1535 is less than rollout.max_prompt

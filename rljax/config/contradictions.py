@@ -297,6 +297,18 @@ _ENGINE = (
         "engine.cache_buckets: {found}",
     ),
     Rule(
+        ("kernels.packed_attention", "engine.row_invariant"),
+        lambda names, invariant: invariant and ", ".join(each for each in names or () if each != "xla"),
+        "kernels.packed_attention: {found} has other bits than decoding, and engine.row_invariant is {1}; set"
+        " that to false, or name xla",
+    ),
+    Rule(
+        ("kernels.packed_attention", "training.share_prompts"),
+        lambda names, share: share != "off" and "xla" not in (names or ("xla",)) and ", ".join(names),
+        "kernels.packed_attention: {found} knows no responses that share a prompt; set"
+        " training.share_prompts=off, or name xla after it",
+    ),
+    Rule(
         ("speculation.verify_buckets",),
         lambda buckets: misfit(buckets, 4, "a pass over two responses"),
         "speculation.verify_buckets: {found}",

@@ -190,7 +190,9 @@ def misfit(buckets: tuple[int, ...] | None, largest: int, what: str) -> str:
     return f"the largest, {buckets[-1]}, is less than {what}" if buckets[-1] < largest else ""
 
 
-Kernel = Literal["xla", "mosaic_gpu", "mosaic_tpu", "interpret_gpu", "interpret_tpu"]
+Kernel = Literal[
+    "xla", "mosaic_gpu", "mosaic_tpu", "triton", "interpret_gpu", "interpret_tpu", "interpret_triton"
+]
 
 
 def _several(names: Any) -> Any:
@@ -203,8 +205,8 @@ Kernels = Annotated[Annotated[tuple[Kernel, ...], Field(strict=False)] | None, B
 
 class KernelsConfig(Section):
     """Implementations of the operations that determine the speed on an accelerator (docs/kernels.md): xla, a
-    Pallas kernel (mosaic_gpu, mosaic_tpu; interpret_... runs one on a CPU, for tests), several in the order
-    in which they are tried, or null for a default that depends on device and policy."""
+    Pallas kernel (mosaic_gpu, mosaic_tpu, triton; interpret_... runs one on a CPU, for tests), several in the
+    order in which they are tried, or null for a default that depends on device and policy."""
 
     noisy_argmax: Kernels = Field(
         None,
@@ -236,4 +238,10 @@ class KernelsConfig(Section):
         None,
         description="Implementation of moving accepted paths in the KV cache. Name one to measure it, or to"
         " rule it out.",
+    )
+    packed_attention: Kernels = Field(
+        None,
+        description="Implementation of attention in training and prefill. null is triton on Hopper where"
+        " engine.row_invariant is false. Name triton or mosaic_tpu, FlashAttention with other bits than"
+        " decoding, for faster updates where these need not be exact.",
     )

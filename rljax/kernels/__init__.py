@@ -6,10 +6,12 @@
     quantized_product/   rows times a matrix in 8 or 4 bits
     round_to_nearest/    a matrix to 8 or 4 bits, a scale a group
     compaction/          an accepted path's keys and values into the KV cache, in place
+    packed_attention/    attention of packed rows in training, scoring and prefill
 
 In each, `base.py` is the contract and the reference in plain JAX (the backend `xla`), `mosaic_gpu.py` a
-Pallas kernel for Hopper, `mosaic_tpu.py` one for TPUs; `interpret_gpu` and `interpret_tpu` run these two on a
-CPU, for tests. The folder's `__init__.py` has the operation's one public function; who computes it is the
-config's `kernels`: a name, names in the order in which they are tried, or null for what `tuned.py` knows
-about device and policy. See `switch.py` and `docs/kernels.md`.
+Pallas kernel for Hopper, `mosaic_tpu.py` one for TPUs, `triton.py` one for NVIDIA GPUs; `interpret_gpu`,
+`interpret_tpu` and `interpret_triton` run these on a CPU, for tests. The folder's `__init__.py` has the
+operation's one public function; who computes it is the config's `kernels`: a name, names in the order in
+which they are tried, or null for what `tuned.py` knows about device and policy. See `switch.py` and
+`docs/kernels.md`.
 """

@@ -19,8 +19,10 @@ IMPLEMENTATIONS = {
     "xla": "base",
     "mosaic_gpu": "mosaic_gpu",
     "mosaic_tpu": "mosaic_tpu",
+    "triton": "triton",
     "interpret_gpu": "mosaic_gpu",
     "interpret_tpu": "mosaic_tpu",
+    "interpret_triton": "triton",
 }
 """Names of backends, and the file of each in an operation's folder."""
 _INSTEAD = "name xla, or leave the key out"
@@ -65,6 +67,8 @@ def backend(op: str, name: str) -> Callable[..., Any]:
     platform = target.platform()
     if name == "mosaic_gpu" and not target.is_hopper():
         raise Refused(f"it runs on NVIDIA GPUs of compute capability 9.0, not on {_device()}; {_INSTEAD}")
+    if name == "triton" and platform != "gpu":
+        raise Refused(f"it runs on NVIDIA GPUs, not on {_device()}; {_INSTEAD}")
     if name == "mosaic_tpu" and platform != "tpu":
         raise Refused(f"it runs on TPUs, not on {_device()}; {_INSTEAD}")
     file = IMPLEMENTATIONS[name]

@@ -1,5 +1,5 @@
 """The default backend of each operation, by device and policy: from measurements, and without one the kernels
-for Mosaic GPU on Hopper, `xla` elsewhere.
+for Mosaic GPU on Hopper (for packed rows Triton's), `xla` elsewhere.
 
 `tuned.json` has entries by kind of device (the start of its name) and operation: the smallest sizes that an
 entry applies to, and its backends. `python scripts/bench_kernels.py --tune RESULTS` writes it from
@@ -32,6 +32,7 @@ def load(path: Path) -> Tuned:
 
 TUNED = load(TABLE)
 _ON_HOPPER = ("mosaic_gpu", "xla")
+_PACKED_ON_HOPPER = ("triton", "xla")
 _LEFT_TO_XLA = ("compaction",)
 """XLA's scatter changes the cache in place next to Mosaic GPU's attention, where Mosaic GPU's
 compaction moves 1.9 to 2.4 GB a step at batch 64 (counted in compiled programs of SmolLM2-135M).
@@ -45,7 +46,7 @@ def default(op: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
     kind = target.device().device_kind
     chosen: tuple[str, ...] = ("xla",)
     if target.is_hopper() and op not in _LEFT_TO_XLA:
-        chosen = _ON_HOPPER
+        chosen = _PACKED_ON_HOPPER if op == "packed_attention" else _ON_HOPPER
     for (device, operation), entries in TUNED.items():
         if operation == op and kind.startswith(device):
             for smallest, implementations in entries:

@@ -206,8 +206,8 @@ class Accumulation:
 
 
 def _shapes(inputs: tuple) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a micro-batch, whose first input says those of all."""
-    return tuple(leaf.shape for leaf in jax.tree.leaves(inputs[0]))
+    """Shapes of a micro-batch, whose first input, a `PackedBatch`, says those of all."""
+    return inputs[0].shapes
 
 
 def _zeros_like(shapes):

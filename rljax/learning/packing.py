@@ -15,7 +15,8 @@ as they do in the decoder's cache; the tokens of the others, in between, add exa
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import flax.struct
 import jax
@@ -281,6 +282,8 @@ class PackedBatch:
         update; None where the rollout's logprobs are used instead (`rljax/algorithms/rollout_correction.py`).
       compact: the tokens to compute, if copies of prompts and padding are left out; None to compute every
         position.
+      span: the most chunks of attention that a sequence lies in, one of `spans`; None on a CPU, whose
+        programs do not depend on it.
     """
 
     tokens: jax.Array | np.ndarray
@@ -293,11 +296,44 @@ class PackedBatch:
     weights: jax.Array | np.ndarray
     old_logprobs: jax.Array | np.ndarray | None = None
     compact: CompactTokens | None = None
+    span: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of all arrays, for the keys of compiled programs."""
-        return tuple(leaf.shape for leaf in jax.tree.leaves(self))
+        """Shapes of all arrays, and the span, for the keys of compiled programs."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(self))
+        return shapes if self.span is None else (*shapes, (self.span,))
+
+
+def empty_batches(sizes: Iterable[int], pack_length: int) -> Iterator[PackedBatch]:
+    """Yields a batch without sequences for every program of an update: each number of rows and each span."""
+    nothing = pack_sequences([], pack_length)
+    for rows, span in itertools.product(sizes, spans(pack_length)):
+        yield build_batch([], nothing, range(rows)).replace(span=span)
+
+
+def spans(pack_length: int) -> list[int | None]:
+    """Returns what `PackedBatch.span` may be, ascending: on an accelerator powers of 4 up to the chunks of a
+    row, each of which is a program of its own.
+    """
+    if target.platform() == "cpu":
+        return [None]
+    chunks, found = -(-pack_length // KEY_CHUNK), [1]
+    while found[-1] < chunks:
+        found.append(min(4 * found[-1], chunks))
+    return found
+
+
+def _span(bundles: np.ndarray) -> int | None:
+    """Returns the span of rows whose sequences have ids [R, T], contiguous; 0 is padding."""
+    allowed = spans(bundles.shape[1])
+    if allowed == [None]:
+        return None
+    chunks = np.arange(bundles.shape[1]) // KEY_CHUNK
+    longest = max(
+        (int(np.ptp(chunks[row == each])) for row in bundles for each in np.unique(row) if each), default=0
+    )
+    return next(span for span in allowed if span > longest)
 
 
 def response_places(sequences: Sequence[TrainingSequence], packing: Packing) -> list[tuple[int, slice]]:
@@ -381,4 +417,5 @@ def build_batch(
     compact = None
     if share_prompts:
         compact = compact_tokens(prompts, bundles, branches, response_mask)
-    return PackedBatch(**ints, response_mask=response_mask, **floats, compact=compact)
+    span = _span(bundles)
+    return PackedBatch(**ints, response_mask=response_mask, **floats, compact=compact, span=span)

@@ -72,16 +72,22 @@ class CompactAttention:
 
     Attributes:
       tokens: the compact tokens of R packed rows of T.
+      span: see `PackedAttention`.
     """
 
     tokens: CompactTokens
     numerics: Numerics
+    span: int | None = None
 
     def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """Maps q [1, M, H, D], k and v [1, M, Hk, D] to ([1, M, H, D], None)."""
         tokens = jax.tree.map(jnp.asarray, self.tokens)
         attention = PackedAttention(
-            tokens.bundles, self.numerics, computed=tokens.computed, branches=tokens.branches
+            tokens.bundles,
+            self.numerics,
+            span=self.span,
+            computed=tokens.computed,
+            branches=tokens.branches,
         )
         queries = _spread_queries(q[0], self.tokens)
         out, _ = attention(cache, queries, spread(k[0], self.tokens), spread(v[0], self.tokens))

@@ -31,6 +31,7 @@ class KernelChoice:
     quantized_product: Implementation = None
     round_to_nearest: Implementation = None
     compaction: Implementation = None
+    packed_attention: Implementation = None
 
     mesh: Mesh | None = None
 

@@ -32,7 +32,7 @@ from rljax.engine.state import DecodeState
 from rljax.environments.registry import is_environment
 from rljax.learning.accumulation import TrainState
 from rljax.learning.optimizer import make_optimizer
-from rljax.learning.packing import PackedBatch
+from rljax.learning.packing import PackedBatch, spans
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, Lora, matrices_of
 from rljax.models.sharding import Weights, factor_shardings, param_shardings, shard_params
@@ -230,10 +230,13 @@ class Planning:
         """Begins to compile the programs of a run. Returns its shapes, and the pool that will have the
         programs. Call it under `target.tracing_for`.
         """
-        rows = self.config.training.rows_per_microbatch
-        pool = self.pool(
-            lambda args: any(isinstance(arg, PackedBatch) and arg.tokens.shape[0] < rows for arg in args)
-        )
+        training = self.config.training
+        rows, span = training.rows_per_microbatch, spans(training.pack_length)[-1]
+
+        def is_small(arg: Any) -> bool:
+            return isinstance(arg, PackedBatch) and (len(arg.tokens) < rows or arg.span != span)
+
+        pool = self.pool(lambda args: any(map(is_small, args)))
         trainer, critic = self._trained(pool)
         run = self._shapes(trainer, critic)
         self._compile_training(run, trainer, critic)

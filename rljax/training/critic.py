@@ -23,7 +23,7 @@ from rljax.algorithms.value_loss import value_loss
 from rljax.config import TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.learning.accumulation import Accumulation, Metrics, Sums, TrainState
-from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, pack_sequences
+from rljax.learning.packing import PackedBatch, empty_batches, microbatch_sizes
 from rljax.models.config import ModelConfig
 from rljax.models.rope import rope_table
 from rljax.models.sharding import param_shardings
@@ -140,10 +140,8 @@ class Critic:
         """Compiles every program that `values` and `update` need, without running any; `sizes` as in
         `Trainer.warm_up`.
         """
-        nothing = pack_sequences([], self._pack_length)
         every = microbatch_sizes(self._rows_per_microbatch, self._row_multiple)
-        for rows in every if sizes is None else sizes:
-            batch = self._put(build_batch([], nothing, range(rows)))
+        for batch in map(self._put, empty_batches(every if sizes is None else sizes, self._pack_length)):
             self._values_program((state.params, batch, self._rope))
             targets = ValueTargets(batch.advantages, batch.advantages)
             self._accumulation.compile(state, (batch, targets, self._rope), self._step, ("values",))

@@ -81,7 +81,7 @@ def packed_hidden(
     """Returns features of packed rows after the final norm, [R, T, d]. Arguments as in `score_packed`."""
     if batch.compact is not None:
         return spread(_compact_hidden(params, config, batch, rope, numerics, remat)[0], batch.compact)
-    attention = PackedAttention(batch.segment_ids, numerics)
+    attention = PackedAttention(batch.segment_ids, numerics, span=batch.span)
     if mesh is not None:
         attention = ShardedAttention(attention, config, mesh)
     hidden, _ = transformer.forward(
@@ -94,7 +94,7 @@ def _compact_hidden(
     params: Params, config: ModelConfig, batch: PackedBatch, rope: Array, numerics: Numerics, remat: bool
 ) -> Array:
     """Returns features of the compact tokens of packed rows, [1, M, d]."""
-    attention = CompactAttention(batch.compact, numerics)
+    attention = CompactAttention(batch.compact, numerics, batch.span)
     tokens, positions = batch.compact.collect(batch.tokens), batch.compact.collect(batch.positions)
     hidden, _ = transformer.forward(params, config, tokens, positions, attention, rope, numerics, remat)
     return hidden

@@ -25,7 +25,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError
 from rljax.kernels.token_logprobs.base import chunk_tokens
 from rljax.learning.accumulation import Accumulation, Sums, TrainState
-from rljax.learning.packing import PackedBatch, build_batch, microbatch_sizes, pack_sequences
+from rljax.learning.packing import PackedBatch, empty_batches, microbatch_sizes
 from rljax.models.config import ModelConfig
 from rljax.models.lora import Adapter, adapted
 from rljax.models.rope import rope_table
@@ -197,12 +197,11 @@ class Trainer:
             self._score_program((params, batch, self._rope), unfiltered)
 
     def _empty_batches(self, sizes: Sequence[int] | None) -> Iterator[PackedBatch]:
-        """Yields a batch of each size; none where prompts are shared, whose sizes are known later."""
+        """Yields a batch of each size and span; none where prompts are shared, whose sizes come later."""
         if self.share_prompts == "on":
             return
-        nothing = pack_sequences([], self._recipe.training.pack_length)
-        for rows in self.sizes if sizes is None else sizes:
-            yield self._put(build_batch([], nothing, range(rows)))
+        sizes = self.sizes if sizes is None else sizes
+        yield from map(self._put, empty_batches(sizes, self._recipe.training.pack_length))
 
     def score(
         self, params: Params, batches: Sequence[PackedBatch], unfiltered: bool = False

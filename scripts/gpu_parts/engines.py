@@ -32,18 +32,20 @@ _MOST_DRAFTS = 8  # draft steps in sequence, where nothing is verified
 # --- engines ---------------------------------------------------------------------------------------------
 
 
-def mosaic() -> str:
-    """Returns the name of the kernels for the accelerator that programs are traced for."""
-    return "mosaic_tpu" if target.platform() == "tpu" else "mosaic_gpu"
+def kernel_of(op: str) -> str:
+    """Returns the name of an operation's kernel for the accelerator that programs are traced for."""
+    if target.platform() == "tpu":
+        return "mosaic_tpu"
+    return "triton" if op == "packed_attention" else "mosaic_gpu"
 
 
 def kernel_keys(quick: bool) -> list[str]:
     """Returns the keys of a config that name this device's kernels, and plain JAX for the shapes that they
     refuse; `quick` names no kernels, for a CPU.
     """
-    own = [] if quick else [mosaic()]
-    names = {op: [*own, "xla"] for op in KernelsConfig.model_fields}
-    if own == ["mosaic_gpu"]:
+    names = {op: ["xla"] if quick else [kernel_of(op), "xla"] for op in KernelsConfig.model_fields}
+    names["packed_attention"] = ["xla"]  # which has decoding's bits
+    if names["compaction"][0] == "mosaic_gpu":
         names["compaction"] = ["xla"]  # a scatter writes the layout of Mosaic attention's cache in place
     return [f"kernels.{op}=[{','.join(chosen)}]" for op, chosen in names.items()]
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 import bench_kernels
-from gpu_parts.engines import mosaic
+from gpu_parts.engines import kernel_of
 from gpu_parts.part import Part, run
 from kernel_benchmarks.cases import Case
 from rljax.kernels.compaction import compaction
@@ -61,7 +61,7 @@ def measure(part: Part) -> None:
     for op, case in timed if not part.quick else timed[:1]:
         if not part.has_time(f"times of {op}, {case.name}", _LEAST_SECONDS):
             continue
-        for row in bench_kernels.case_rows(op, case, [mosaic()], part.quick):
+        for row in bench_kernels.case_rows(op, case, [kernel_of(op)], part.quick):
             figures = row.as_json()
             name, value, unit = (figures.pop(key) for key in ("name", "value", "unit"))
             part.row(
@@ -73,7 +73,7 @@ def write_errors(part: Part, check: Check, case: Case) -> None:
     """Writes a row for the kernel and one for plain JAX."""
     arguments = check.prepare(case.make(np.random.default_rng(0)))
     expected = _expected(check.reference, arguments)
-    own = [check.quick] if part.quick else [mosaic()]
+    own = [check.quick] if part.quick else [kernel_of(check.op)]
     for implementation in filter(None, [*own, "xla"]):
         name = f"{check.op}/{case.name}/{implementation}"
         start = time.perf_counter()
@@ -149,6 +149,33 @@ def _attention(*arguments: Array) -> tuple[Array]:
     return (lax.map(of_slot, (queries, keys, values, node_keys, node_values, lengths, ancestors)),)
 
 
+def _packed(
+    q: Array, k: Array, v: Array, weights: Array, segment_ids: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Attention of a packed row and its gradients, a key/value head at a time."""
+    _, tokens, heads, dim = q.shape
+    seen = np.tri(tokens, dtype=bool) & (segment_ids[0, :, None] == segment_ids[0, None, :])
+
+    def of_head(arguments: tuple[Array, ...]) -> tuple[Array, ...]:
+        q, k, v, weights = arguments  # [g, T, D], [T, D], [T, D], [g, T, D]
+
+        def weighed(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            scores = jnp.where(seen, jnp.einsum("gtd,sd->gts", q, k) * dim**-0.5, -jnp.inf)
+            out = jax.nn.softmax(scores, axis=-1) @ v
+            return jnp.sum(weights * out), out
+
+        gradients, out = jax.grad(weighed, (0, 1, 2), has_aux=True)(q, k, v)
+        return out, *gradients
+
+    def heads_first(x: Array) -> Array:
+        return x[0].astype(jnp.float64).swapaxes(0, 1)
+
+    q, k, v, weights = (heads_first(x) for x in (q, k, v, weights))
+    grouped = (len(k), heads // len(k), tokens, dim)
+    out, *gradients = lax.map(of_head, (q.reshape(grouped), k, v, weights.reshape(grouped)))
+    return tuple(x.reshape(-1, tokens, dim).swapaxes(0, 1)[None] for x in (out, *gradients))
+
+
 def _compacted(*arguments: Array) -> tuple[Array, Array]:
     """Every position takes its node, where it has one: a gather, in place of a scatter."""
     keys, values, node_keys, node_values, path, count, lengths = arguments
@@ -212,6 +239,7 @@ CHECKS = (
     Check("compaction", 0, _compacted),
     Check("quantized_product", 0, _product, _first_layer),
     Check("token_logprobs", 0, _scores),
+    Check("packed_attention", 0, _packed, quick="interpret_triton"),
     Check("token_logprobs", 1, _gradients),
     Check("round_to_nearest", 0, _rounded),
 )

@@ -1,18 +1,22 @@
-"""The update: tokens per second and MFU of a full update at 1.7B, or 0.5B, one row of 4,096 tokens."""
+"""The update: tokens per second and MFU of a full update at 1.7B, or 0.5B, one row of 4,096 tokens: with the
+attention that has decoding's bits, and with FlashAttention in its place.
+"""
 
+import dataclasses
 import statistics
 import time
 
 import jax
 
 from engine_benchmarks.update import GRPO, equal_batch
-from gpu_parts.engines import TimedPool, random_params, run_config, run_numerics
+from gpu_parts.engines import TimedPool, kernel_of, random_params, run_config, run_numerics
 from gpu_parts.part import Part, run
 from rljax.config import OptimizerConfig
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import num_params
+from rljax.numerics.rows import Numerics
 from rljax.planning.command import present_topology
 from rljax.planning.topologies import hardware_of, parse_topology
 from rljax.sampling.distribution import SamplingParams
@@ -23,14 +27,26 @@ _TOKENS, _SEQUENCES, _PROMPT = 4096, 4, 128
 _POLICIES = ("Qwen3-1.7B", "Qwen2.5-0.5B")  # the first that there is memory for
 _BYTES = 16  # of a parameter: float32 weights, gradients, and two moments
 _REPEATS = 5
+_LEAST_SECONDS = 25.0  # that another attention takes, with what it compiles
 
 
 def measure(part: Part) -> None:
-    """Times whole updates: gradients of one micro-batch, and the optimizer on float32 weights and moments."""
+    """Times whole updates with either attention."""
     names = ("tiny",) if part.quick else _POLICIES
     name = next((name for name in names if part.has_room(name, _BYTES * num_params(config_of(name)))), None)
     if name is None:
         return
+    exact = run_numerics(config_of(name), part.quick)
+    flash = "interpret_triton" if part.quick else kernel_of("packed_attention")
+    kernels = dataclasses.replace(exact.kernels, packed_attention=(flash, "xla"))
+    _measure(part, name, "exact attention", exact)
+    if part.has_time("flash attention", _LEAST_SECONDS):
+        fast = dataclasses.replace(exact, row_invariant=False, kernels=kernels)
+        _measure(part, name, "flash attention", fast)
+
+
+def _measure(part: Part, name: str, attention: str, numerics: Numerics) -> None:
+    """Times whole updates: gradients of one micro-batch, and the optimizer on float32 weights and moments."""
     config = config_of(name)
     tokens, repeats = (256, 1) if part.quick else (_TOKENS, _REPEATS)
     keys = {"pack_length": tokens, "rows_per_microbatch": 1}
@@ -38,7 +54,7 @@ def measure(part: Part) -> None:
     pool = TimedPool()
     trainer = Trainer(
         config,
-        run_numerics(config, part.quick),
+        numerics,
         Recipe(SamplingParams(), GRPO, training, make_optimizer(OptimizerConfig(), 1)),
         pool,
     )
@@ -56,7 +72,7 @@ def measure(part: Part) -> None:
     taken, compile_seconds = taken[1:], sum(seconds for _, seconds in pool.by_key.values())
     seconds, flops = statistics.median(taken), _flops(config, [length] * _SEQUENCES)
     part.row(
-        f"{name}/{tokens} tokens",
+        f"{name}/{tokens} tokens/{attention}",
         tokens / seconds,
         "tokens/s",
         compile_seconds=compile_seconds,

@@ -12,6 +12,7 @@ from jax import Array
 from drafters.quantized import WeightFormat, rtn
 from rljax.kernels.compaction import compaction
 from rljax.kernels.noisy_argmax import noisy_argmax
+from rljax.kernels.packed_attention import packed_attention
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.round_to_nearest import round_to_nearest
 from rljax.kernels.switch import IMPLEMENTATIONS
@@ -264,6 +265,37 @@ def _token_logprobs(name: str, policy: ModelConfig, tokens: int, gradient: bool)
     )
 
 
+def _packed_attention(name: str, policy: ModelConfig, tokens: int, sequences: int) -> Case:
+    """Attention of a packed row of equal sequences in one layer, with forward and backward pass."""
+    heads, kv_heads, dim = policy.num_heads, policy.num_kv_heads, policy.head_dim
+    numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
+    segment_ids = jnp.asarray(1 + np.arange(tokens) * sequences // tokens, jnp.int32)[None]
+
+    def make(rng: np.random.Generator) -> tuple[Array, ...]:
+        shapes = [(1, tokens, count, dim) for count in (heads, kv_heads, kv_heads, heads)]
+        return (*_normals(rng, *shapes), segment_ids)
+
+    def gradients(
+        q: Array, k: Array, v: Array, weights: Array, segment_ids: Array, implementation: str
+    ) -> tuple[Array, ...]:
+        def weighed(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out = packed_attention(q, k, v, segment_ids, numerics, implementation=implementation)
+            return jnp.sum(weights * out.astype(jnp.float32)), out
+
+        gradients, out = jax.grad(weighed, (0, 1, 2), has_aux=True)(q, k, v)
+        return out, *gradients
+
+    pairs = tokens**2 // sequences // 2
+    return Case(
+        name=f"{name}, {sequences} sequences in {tokens} tokens",
+        sizes=(heads, kv_heads, dim),
+        make=make,
+        functions=_by_implementation(gradients),
+        bytes=2 * tokens * dim * (5 * heads + 6 * kv_heads),  # what is given, what comes out, both once
+        flops=14 * pairs * heads * dim,  # two products, and in the backward pass five
+    )
+
+
 # --- the table -------------------------------------------------------------------------------------------
 
 _TREES = [
@@ -288,6 +320,11 @@ _TABLE: dict[str, tuple[Callable[..., Case], list[tuple], list[tuple]]] = {
         _token_logprobs,
         [(64, False), (64, True)],
         [(name, n, gradient) for n in (4096, 16_384) for name in POLICIES for gradient in (False, True)],
+    ),
+    "packed_attention": (
+        _packed_attention,
+        [(256, 2)],
+        [(name, 4096, count) for count in (4, 1) for name in POLICIES],
     ),
     "tree_attention": (_tree_attention, [(2, 128, 5)], _TREES),
     "quantized_product": (

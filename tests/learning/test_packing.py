@@ -12,6 +12,7 @@ from rljax.errors import UserError
 from rljax.learning.packing import (
     TrainingSequence,
     build_batch,
+    empty_batches,
     microbatch_sizes,
     pack_groups,
     pack_sequences,
@@ -233,3 +234,18 @@ def test_as_many_responses_as_a_chunk_holds_read_one_copy_of_their_prompt():
     assert packing.shared.tolist() == [0, 299, 299, 299, 0, 0]
     assert (packing.start[1:4] - packing.start[0]).tolist() == [350, 401, 452]
     assert packing.padding_fraction() == 1 - (299 + 4 * 51 + 500 + 700) / (packing.num_rows * 1024)
+
+
+def test_a_batch_for_an_accelerator_says_how_many_chunks_its_sequences_lie_in():
+    def span_of(*lengths):
+        packing = pack_sequences(lengths, 4096)
+        sequences = [
+            TrainingSequence(np.zeros(1), np.zeros(length - 1), None, 0.0, 0.0) for length in lengths
+        ]
+        return build_batch(sequences, packing, range(packing.num_rows)).span
+
+    assert span_of(2000) is None
+    with target.tracing_for(None, 1, "gpu"):
+        found = [span_of(*each) for each in ([200, 256], [257], [200, 1024], [1025], [4000])]
+        spans = [batch.span for batch in empty_batches([2], 5 * 256)]
+    assert found == [1, 4, 4, 16, 16] and spans == [1, 4, 5]

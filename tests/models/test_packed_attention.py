@@ -1,5 +1,7 @@
 """Attention of packed rows, held against plain softmax attention in float64."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 
 from rljax import target
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.models import packed_attention
+from rljax.kernels.packed_attention import base, packed_attention
 from rljax.models.packed_attention import PackedAttention
+from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.rows import Numerics
+from tests.kernels.compilation import HOPPER, compile_for
 
 HEADS = {"grouped": (6, 2, 64), "narrow": (2, 2, 32)}
 
@@ -142,16 +146,16 @@ def test_rows_one_after_another_have_the_bits_of_all_at_once(monkeypatch):
     segment_ids = CASES["a sequence over several chunks beside short ones"]
     q, k, v, weights = random_inputs(segment_ids, 6, 2, 64)
     weights *= (segment_ids > 0)[:, :, None, None]
-    shapes, attend = [], packed_attention._attend
+    shapes, attend = [], base._attend
 
     def seen(queries, *rest):
         shapes.append(queries.shape[:2])
         return attend(queries, *rest)
 
-    monkeypatch.setattr(packed_attention, "_attend", seen)
+    monkeypatch.setattr(base, "_attend", seen)
 
     def gradients(one_cpu):
-        monkeypatch.setattr(packed_attention, "_is_one_cpu", lambda: one_cpu)
+        monkeypatch.setattr(base, "_is_one_cpu", lambda: one_cpu)
 
         def ours(q, k, v, weights, segment_ids):
             out, _ = PackedAttention(segment_ids, Numerics())(None, q, k, v)
@@ -168,3 +172,84 @@ def test_rows_one_after_another_have_the_bits_of_all_at_once(monkeypatch):
     np.testing.assert_array_equal(joined[1][real], at_once[1][real])
     for one, other in zip(joined[0], at_once[0], strict=True):
         np.testing.assert_allclose(one[real], other[real], rtol=1e-5, atol=1e-5)
+
+
+def test_windows_on_an_accelerator_have_the_bits_of_the_loops_on_a_cpu(monkeypatch):
+    """Keys of other sequences, and zeros before a row, add exact zeros, however wide the windows are. The
+    number of turns of every loop is known, in the backward pass, too.
+    """
+    segment_ids = rows_of([1100, 180], [300, -212, 256, 60, 400], length=1280)
+    q, k, v, _ = random_inputs(segment_ids, 4, 2, 64)
+    real = segment_ids > 0
+    monkeypatch.setattr(base, "_is_one_cpu", lambda: False)
+
+    def outputs(span):
+        def ours(q, k, v, segment_ids):
+            return PackedAttention(segment_ids, Numerics(), span=span)(None, q, k, v)[0]
+
+        gradients = jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(ours(*args)), (0, 1, 2)))
+        loops = str(gradients(q, k, v, segment_ids)).count("while[")
+        program = jax.jit(ours, compiler_options=row_invariant_compiler_options())
+        return loops, np.asarray(program(q, k, v, segment_ids))[real]
+
+    loops, expected = outputs(None)
+    assert loops == 4  # two in the forward pass, and two of the backward pass, one in the other
+    with target.tracing_for(jax.devices()[0], 1, "gpu"):
+        for span in (5, None):
+            loops, found = outputs(span)
+            assert loops == 0
+            np.testing.assert_array_equal(found, expected)
+        assert np.any(outputs(4)[1] != expected)  # the first sequence lies in five chunks
+
+
+@pytest.mark.parametrize("implementation", ["interpret_triton", "interpret_tpu"])
+def test_flash_attention_is_plain_attention_up_to_rounding(implementation):
+    segment_ids = rows_of([150, 40], [90, -30, 70], length=200)
+    q, k, v, weights = (
+        x.astype(jnp.bfloat16).astype(np.float32) for x in random_inputs(segment_ids, 4, 2, 64)
+    )
+    weights *= (segment_ids > 0)[:, :, None, None]
+    numerics = Numerics(False, "bfloat16")
+
+    def loss(q, k, v):
+        ids = jnp.asarray(segment_ids)
+        out = packed_attention(q, k, v, ids, numerics, implementation=implementation)
+        return jnp.sum(weights * out.astype(jnp.float32)), out
+
+    arguments = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arguments)
+    expected_out, expected = plain(q, k, v, segment_ids, weights)
+    real = segment_ids > 0
+    for ours, other in zip([out[real], *gradients], [expected_out[real], *expected], strict=True):
+        error = np.linalg.norm(np.asarray(ours, np.float32) - other) / np.linalg.norm(other)
+        assert error < 2**-7, error
+    with pytest.raises(Refused, match="share_prompts=off"):
+        packed_attention(*arguments, segment_ids, numerics, None, None, segment_ids, implementation)
+    with pytest.raises(Refused, match="heads of 64 or 128, not float32"):
+        packed_attention(q, k, v, segment_ids, numerics, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "heads"),
+    [
+        (HOPPER, "triton", (9, 3, 64)),
+        ("v5e", "mosaic_tpu", (9, 3, 64)),
+        pytest.param(HOPPER, "triton", (16, 8, 128), marks=pytest.mark.long),
+        pytest.param("v5e", "mosaic_tpu", (16, 8, 128), marks=pytest.mark.long),
+    ],
+)
+def test_flash_attention_compiles_without_the_device(device, name, heads):
+    num_heads, kv_heads, head_dim = heads
+    shapes = [
+        jax.ShapeDtypeStruct((2, 1024, count, head_dim), jnp.bfloat16)
+        for count in (num_heads, kv_heads, kv_heads)
+    ]
+    module = importlib.import_module(f"rljax.kernels.packed_attention.{name}")
+
+    def loss(q, k, v, segment_ids):
+        out = module.packed_attention(q, k, v, segment_ids, Numerics(False, "bfloat16"))
+        return jnp.sum(out.astype(jnp.float32))
+
+    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+    compiled = compile_for(device, jax.grad(loss, (0, 1, 2)), *shapes, ids)
+    assert "while(" not in compiled.as_text()

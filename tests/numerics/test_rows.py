@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.engine.executables import row_invariant_compiler_options
-from rljax.models import packed_attention
+from rljax.kernels.packed_attention import base
 from rljax.numerics.attention import weigh_chunk
 from rljax.numerics.rows import Numerics, rms_norm, row_sum
 
@@ -40,7 +40,7 @@ def test_float32_is_not_rounded_on_the_way_into_products(device, monkeypatch):
     programs = (
         jax.make_jaxpr(lambda x: row_sum(x, NUMERICS))(rows),
         jax.make_jaxpr(lambda x, y: weigh_chunk(x, y, NUMERICS))(rows, values),
-        jax.make_jaxpr(lambda x, y: packed_attention._scores(x, y))(rows[:, :, None], rows),
+        jax.make_jaxpr(lambda x, y: base._scores(x, y))(rows[:, :, None], rows),
     )
     text = " ".join(str(program) for program in programs)
     assert text.count("dot_general[") == 4
