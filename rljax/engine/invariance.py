@@ -245,23 +245,15 @@ def _product_failures(
     config: ModelConfig, numerics: Numerics, counts: RowCounts, form: ProductForm
 ) -> list[str]:
     """One phrase per product whose bits depend on the number of rows in this form."""
-    shapes: list[tuple[int, Sequence[int]]] = [(inputs, (out,)) for inputs, out in _product_shapes(config)]
-    if form.joined:
-        layer = transformer.param_shapes(config)["layers"][0]
-        shapes += [(layer["q"][1], [layer[name][0] for name in names]) for names in ("qkv", ("gate", "up"))]
+    shapes = _product_shapes(config)
     dtype = numerics.dtype
     # Compared with a count that no program has to use: 64 more than the largest.
     padded = sorted({form.padded(count) for count in counts.products} | {form.padded(_LARGEST + 64)})
-    weights = [[_normal(1, out, inputs).astype(dtype) for out in outputs] for inputs, outputs in shapes]
+    weights = [_normal(1, outputs, inputs).astype(dtype) for inputs, outputs in shapes]
     rows = [_normal(2, padded[-1], inputs).astype(dtype) for inputs, _ in shapes]
 
-    def multiply(rows: list[Array], weights: list[list[Array]]) -> list[Array]:
-        return [
-            jnp.concatenate(products.joined_dots(x, few, form), axis=1)
-            if few[1:]
-            else products.padded_dot(x, few[0], form)
-            for x, few in zip(rows, weights, strict=True)
-        ]
+    def multiply(rows: list[Array], weights: list[Array]) -> list[Array]:
+        return [products.padded_dot(x, weight, form) for x, weight in zip(rows, weights, strict=True)]
 
     results = {count: _compiled(multiply, [x[:count] for x in rows], weights) for count in padded}
     failures = []
@@ -269,15 +261,18 @@ def _product_failures(
         differing = _differing({count: result[index] for count, result in results.items()})
         if differing:
             failures.append(
-                f"a {numerics.compute_dtype} product [{inputs} -> {sum(outputs)}] of"
+                f"a {numerics.compute_dtype} product [{inputs} -> {outputs}] of"
                 f" {_counts_phrase(list(differing))} has other bits than one of {padded[-1]}"
             )
     return failures
 
 
 def _sum_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> list[str]:
-    """One phrase per sum over a last axis whose bits depend on the number of rows."""
-    widths = sorted({config.hidden_size, config.head_dim, min(config.vocab_size, WIDEST_HEAD)})
+    """One phrase per sum over a last axis whose bits depend on the number of rows. Those of norms do not in
+    slabs.
+    """
+    of_norms = () if numerics.product_form.slabs else (config.hidden_size, config.head_dim)
+    widths = sorted({*of_norms, min(config.vocab_size, WIDEST_HEAD)})
     sizes = sorted({max(count, 2) for count in counts.products} | {_LARGEST + 64})
     entries = [_normal(3, sizes[-1], width) for width in widths]
     terms = np.exp(_normal(4, sizes[-1], KEY_CHUNK))

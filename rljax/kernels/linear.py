@@ -1,10 +1,15 @@
 """Products of activations with weights: whole, in blocks, quantized, or merged from a base and an adapter."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax import target
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.quantized_product.shards import product_of_shards
 from rljax.numerics import products
@@ -18,36 +23,61 @@ Weight = Array | QuantizedWeight | AdaptedWeight | BlockedWeight
 
 def linear(x: Array, weight: Weight, numerics: Numerics, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in] (+ bias [out]): [..., out] in x's dtype, accumulated in float32."""
-    return _biased(product(x, weight, numerics, rounded=True), bias, x.dtype)
-
-
-def linears(
-    x: Array, weights: Sequence[Weight], numerics: Numerics, biases: Sequence[Array | None]
-) -> list[Array]:
-    """`linear` of one x by several weights, as one product where the form of products says so."""
-    form = numerics.product_form
-    apart = any(isinstance(weight, QuantizedWeight | BlockedWeight) for weight in weights)
-    if apart or not (numerics.row_invariant and form.joined):
-        return [linear(x, weight, numerics, bias) for weight, bias in zip(weights, biases, strict=True)]
-    rows = x.reshape(-1, x.shape[-1])
-    merged = [
-        lax.stop_gradient(weight.merged) if isinstance(weight, AdaptedWeight) else weight
-        for weight in weights
-    ]
-    found = []
-    ys = products.joined_dots(rows, merged, form, rounded=True)
-    for y, weight, bias in zip(ys, weights, biases, strict=True):
-        if isinstance(weight, AdaptedWeight):
-            y = with_factor_gradients(y, rows, weight.a, weight.b, weight.scale)
-        found.append(_biased(y.reshape(*x.shape[:-1], -1), bias, x.dtype))
-    return found
-
-
-def _biased(y: Array, bias: Array | None, dtype: jnp.dtype) -> Array:
-    """Returns float32 y [..., out] (+ bias [out]) in `dtype`."""
+    y = product(x, weight, numerics, rounded=True)
     if bias is not None:
         y = y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(y.ndim - 1)))
-    return y.astype(dtype)
+    return y.astype(x.dtype)
+
+
+def by_slabs(
+    function: Callable[[Callable[..., Array], Numerics, Any, Any], Any],
+    rows: Any,
+    weights: Any,
+    numerics: Numerics,
+) -> Any:
+    """Returns `function(linear, numerics, rows, weights)`; in a form of products with slabs, computed for a
+    slab of rows after another (`products.in_slabs`).
+
+    Within a slab the numerics are those of any number of rows: no rows are padded, and on an accelerator sums
+    are plain.
+
+    Args:
+      function: closes over no arrays, and calls `linear(x, weight, bias=None)` for `linear`.
+      rows: arrays [N, T, ...]; in a slab, [rows, 1, ...].
+      weights: its weights, a pytree.
+    """
+    form = numerics.product_form
+    if not (numerics.row_invariant and form.slabs):
+        return function(functools.partial(linear, numerics=numerics), numerics, rows, weights)
+    plain_sums = target.platform() != "cpu"
+    within = dataclasses.replace(
+        numerics, measured_form=products.ProductForm(1, plain_sums=plain_sums, blocks=form.blocks)
+    )
+
+    def of_slab(keep: products.Keep, rows: Any, weights: Any) -> Any:
+        def kept_linear(x: Array, weight: Weight, bias: Array | None = None) -> Array:
+            return keep(linear(x, weight, within, bias))
+
+        return function(kept_linear, within, rows, weights)
+
+    batch, length = jax.tree.leaves(rows)[0].shape[:2]
+    count = batch * length
+    more = form.padded(count) - count
+
+    def padded(x: Array) -> Array:
+        x = x.reshape(count, 1, *x.shape[2:])
+        return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
+
+    def cast(weights: Any) -> Any:
+        plain = lambda leaf: isinstance(leaf, Array) and leaf.ndim > 1  # noqa: E731
+        return jax.tree.map(
+            lambda leaf: leaf.astype(numerics.dtype) if plain(leaf) else leaf,
+            weights,
+            is_leaf=lambda node: isinstance(node, QuantizedWeight | AdaptedWeight | BlockedWeight),
+        )
+
+    y = products.in_slabs(of_slab, jax.tree.map(padded, rows), weights, form.multiple, cast)
+    return jax.tree.map(lambda y: y[:count].reshape(batch, length, *y.shape[2:]), y)
 
 
 def product(x: Array, weight: Weight, numerics: Numerics, rounded: bool = False) -> Array:

@@ -19,6 +19,7 @@ gradients go to the factors of LoRA, an `AdaptedWeight` (`rljax/numerics/adapted
 `BlockedWeight` (`rljax/numerics/blocked_weights.py`); then `blocked_head` may be one of the output embedding.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ import numpy as np
 from jax import Array, lax
 
 from rljax import target
-from rljax.kernels.linear import linear, linears, product
+from rljax.kernels.linear import by_slabs, product
 from rljax.models.config import ModelConfig
 from rljax.models.outlining import traced_once
 from rljax.models.rope import apply_rope
@@ -39,6 +40,7 @@ Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]
 """(cache, q [N, T, H, D], k [N, T, Hk, D], v [N, T, Hk, D]) -> (output [N, T, H, D], values to return to the
 caller, such as keys and values). `cache` is the layer's entry of `caches` (`forward`).
 """
+_BEFORE_ATTENTION = ("attention_norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 
 
 class Gathered(Protocol):
@@ -115,6 +117,12 @@ def _norm(x: Array, weight: Array, config: ModelConfig, numerics: Numerics) -> A
     return rms_norm(x, scale, config.norm_epsilon, numerics)
 
 
+def _final_norm(
+    linear: Callable[..., Array], numerics: Numerics, x: Array, weight: Array, config: ModelConfig
+) -> Array:
+    return _norm(x, weight, config, numerics)
+
+
 def decoder_layer(
     layer: Params,
     cache: Any,
@@ -139,28 +147,60 @@ def decoder_layer(
     Returns:
       The residual stream after the layer, [N, T, d], and the second result of the attention.
     """
-    batch, length, _ = x.shape
-    h = attention_input
-    if h is None:
-        h = _norm(x, layer["attention_norm"], config, numerics)
-    heads = (batch, length, -1, config.head_dim)
-    biases = [layer.get(f"{name}_bias") for name in "qkv"]
-    q, k, v = (y.reshape(heads) for y in linears(h, [layer[name] for name in "qkv"], numerics, biases))
+    into = functools.partial(_queries_keys_values, config=config, normed=attention_input is None)
+    h = x if attention_input is None else attention_input
+    qkv = by_slabs(into, (h, angles), {n: layer[n] for n in layer if n in _BEFORE_ATTENTION}, numerics)
+    kv_heads = layer["k"].shape[0] // config.head_dim
+    q, k, v = jnp.split(qkv, [qkv.shape[2] - 2 * kv_heads, qkv.shape[2] - kv_heads], axis=2)
+    attended, kept = attention(cache, q, k, v)
+    after = functools.partial(_after_attention, config=config)
+    others = {n: layer[n] for n in layer if n not in _BEFORE_ATTENTION}
+    return by_slabs(after, (x, attended), others, numerics), kept
+
+
+def _queries_keys_values(
+    linear: Callable[..., Array],
+    numerics: Numerics,
+    rows: tuple[Array, Array],
+    layer: Params,
+    config: ModelConfig,
+    normed: bool,
+) -> Array:
+    """Returns queries, keys and values as one array, [N, T, H + 2 Hk, D], of (input [N, T, any], angles); the
+    input is the residual stream if it is to be `normed`. (Of several arrays, a GPU's compiler would compute
+    each in a kernel of its own.)
+    """
+    h, angles = rows
+    if normed:
+        h = _norm(h, layer["attention_norm"], config, numerics)
+    heads = (*h.shape[:2], -1, config.head_dim)
+    q, k, v = (linear(h, layer[n], bias=layer.get(f"{n}_bias")).reshape(heads) for n in "qkv")
     if config.qk_norm:
         q = _norm(q, layer["q_norm"], config, numerics)
         k = _norm(k, layer["k_norm"], config, numerics)
-    attended, kept = attention(cache, apply_rope(q, angles), apply_rope(k, angles), v)
-    attended = linear(attended.reshape(batch, length, -1), layer["o"], numerics)
+    return jnp.concatenate([apply_rope(q, angles), apply_rope(k, angles), v], axis=2)
+
+
+def _after_attention(
+    linear: Callable[..., Array],
+    numerics: Numerics,
+    rows: tuple[Array, Array],
+    layer: Params,
+    config: ModelConfig,
+) -> Array:
+    """Returns the residual stream after a layer, of that before it and attention's output [N, T, H, D]."""
+    x, attended = rows
+    attended = linear(attended.reshape(*x.shape[:2], -1), layer["o"])
     if config.gemma is not None:
         attended = _norm(attended, layer["attention_post_norm"], config, numerics)
     x = x + attended
     h = _norm(x, layer["mlp_norm"], config, numerics)
     activation = jax.nn.silu if config.gemma is None else jax.nn.gelu  # approximated by tanh
-    gate, up = linears(h, [layer["gate"], layer["up"]], numerics, [None, None])
-    h = linear(activation(gate) * up, layer["down"], numerics)
+    gate, up = (linear(h, layer[name]) for name in ("gate", "up"))
+    h = linear(activation(gate) * up, layer["down"])
     if config.gemma is not None:
         h = _norm(h, layer["mlp_post_norm"], config, numerics)
-    return x + h, kept
+    return x + h
 
 
 def embeddings(table: Array, tokens: Array) -> Array:
@@ -251,7 +291,7 @@ def forward_with_residuals(
         x, kept_here = runs[kind](layer, cache, x)
         streams.append(x)
         kept.append(kept_here)
-    hidden = _norm(x, params["final_norm"], config, numerics)
+    hidden = by_slabs(functools.partial(_final_norm, config=config), x, params["final_norm"], numerics)
     return hidden, kept, [streams[layer] for layer in layers]
 
 

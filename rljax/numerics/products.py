@@ -4,18 +4,18 @@ Libraries choose a kernel, and with it an order of summation, by the number of r
 multiplied as a vector on every processor measured so far. In bfloat16, an Intel processor with AMX computes
 one or two rows, and one or two rows beyond a multiple of 16, by another kernel than the rest
 (`docs/row-invariance.md`). Rows of zeros, added up to a multiple of a few rows, avoid those kernels. An
-accelerator may have another kernel for every number of rows. There one kernel multiplies a fixed number of
-rows, a slab, as often as it takes (`slab_dots`). Which form is exact is measured on the machine that runs the
+accelerator may have another kernel for every number of rows. There the same kernels compute a fixed number of
+rows, a slab, as often as it takes (`in_slabs`). Which form is exact is measured on the machine that runs the
 program (`rljax/engine/invariance.py`).
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from rljax import target
@@ -34,8 +34,7 @@ class ProductForm:
       smallest: the smallest number of rows to multiply; fewer are padded with rows of zeros.
       multiple: number of rows to pad to a multiple of, with zeros.
       float32: multiply in float32 where the compute dtype is bfloat16: slower, but exact on more machines.
-      slabs: multiply `multiple` rows at a time, with one kernel for all of them (`slab_dots`).
-      joined: in slabs, multiply weights that share their rows as one matrix.
+      slabs: compute `multiple` rows at a time, with the same kernels for all of them (`in_slabs`).
       plain_sums: sums over a last axis are plain reductions, not products with ones (`rows.row_sum`).
       blocks: (inputs, outputs, rows) of the weights that a decoder multiplies with up to so many rows in
         blocks (`rljax/numerics/blocked_weights.py`).
@@ -45,7 +44,6 @@ class ProductForm:
     multiple: int = 1
     float32: bool = False
     slabs: bool = False
-    joined: bool = False
     plain_sums: bool = False
     blocks: tuple[tuple[int, int, int], ...] = ()
 
@@ -56,7 +54,7 @@ class ProductForm:
     def __str__(self) -> str:
         kind = "float32 products" if self.float32 else "products"
         if self.slabs:
-            text = f"{'joined ' * self.joined}{kind} of {self.multiple} rows at a time"
+            text = f"{kind} of {self.multiple} rows at a time"
         elif self.multiple > 1:
             text = f"{kind} of rows in multiples of {self.multiple}"
         else:
@@ -78,7 +76,7 @@ def forms(compute_dtype: str, most_rows: int = 0) -> tuple[ProductForm, ...]:
     padded = (ProductForm(2, 1), ProductForm(4, 4), ProductForm(16, 16), ProductForm(64, 64))
     on_cpu = target.platform() == "cpu"
     size = SLABS[0] if on_cpu else next((size for size in SLABS if size >= most_rows), SLABS[-1])
-    in_slabs = ProductForm(size, size, slabs=True, joined=target.platform() == "gpu")
+    in_slabs = ProductForm(size, size, slabs=True)
     if compute_dtype == "float32" or not on_cpu:  # there slabs are faster than float32
         return (*padded, in_slabs)
     return (*padded, *(dataclasses.replace(form, float32=True) for form in padded), in_slabs)
@@ -165,65 +163,102 @@ def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = Fa
         rows, weight = rows.astype(jnp.float32), weight.astype(rows.dtype).astype(jnp.float32)
     rows = jnp.pad(rows, ((0, form.padded(count) - count), (0, 0)))
     if form.slabs:
-        return slab_dots(rows, (weight,), form.multiple, rounded)[0][:count]
+        cast = lambda weight: weight.astype(rows.dtype)  # noqa: E731
+        one = lambda _, rows, weight: chosen_dot(rows, weight, rounded)  # noqa: E731
+        return in_slabs(one, rows, weight, form.multiple, cast)[:count]
     return chosen_dot(rows, weight, rounded)[:count]
 
 
-def joined_dots(
-    rows: Array, weights: Sequence[Array], form: ProductForm, rounded: bool = False
-) -> list[Array]:
-    """Computes `dot` for several weights [out, in] as one product, in a form with slabs. Arguments as in
-    `padded_dot`; float32 [R, out] of each weight.
-    """
-    count = rows.shape[0]
-    rows = jnp.pad(rows, ((0, form.padded(count) - count), (0, 0)))
-    return [y[:count] for y in slab_dots(rows, tuple(weights), form.multiple, rounded)]
+Keep = Callable[[Array], Array]
+"""Returns an intermediate result as it is, and keeps it for the backward pass."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def slab_dots(rows: Array, weights: tuple[Array, ...], size: int, rounded: bool) -> list[Array]:
-    """Computes `dot` for `size` rows at a time, with bits that do not depend on how many there are: whatever
-    kernel the compiler or its library has for a product of this shape, it computes all rows.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def in_slabs(
+    function: Callable[[Keep, Any, Any], Any],
+    rows: Any,
+    weights: Any,
+    size: int,
+    prepare: Callable[[Any], Any],
+) -> Any:
+    """Returns `function(keep, rows, weights)`, computed for `size` rows at a time, with bits that do not
+    depend on how many there are: whatever kernels the compiler or its library has for computations of this
+    shape, they compute all rows.
 
-    Several weights are one matrix in the product. A GPU's compiler reads them where they are; their
-    concatenation is not written.
+    Barriers make a slab the same to an accelerator's compiler everywhere: nothing else is fused with it, and
+    products are not merged with others that share a factor. Within a slab the compiler fuses and merges as
+    it likes. A CPU's, which drops barriers before it fuses, calls its library for a product alone.
 
-    Barriers make the product the same to an accelerator's compiler everywhere: nothing else is fused with it,
-    and it is not merged with another that shares a factor. A CPU's, which drops barriers before it fuses,
-    calls its library for a product alone. The gradients are those of `chosen_dot` of all rows.
+    The gradients are those of all rows at once. They read what `function` gives to `keep`, once for each
+    result that is expensive to compute again; all else is computed again.
 
     Args:
-      rows: [R, in], R a multiple of `size`.
-      weights: [out, in] each, any float dtype; cast to that of `rows`.
+      function: closes over no arrays; each row of its results depends on the same row of `rows` only.
+      rows: arrays [R, ...], R a multiple of `size`.
+      weights: a pytree of arrays.
+      prepare: casts the weights, once for all slabs.
 
     Returns:
-      float32 [R, out] of each weight.
+      The results of the function, arrays [R, ...].
     """
-    factors = tuple(weight.astype(rows.dtype) for weight in weights)
-
-    def of_slab(slab: Array) -> Array:
-        slab, *joined = lax.optimization_barrier((slab, *factors))
-        return lax.optimization_barrier(dot(slab, jnp.concatenate(joined) if joined[1:] else joined[0]))
-
-    slabs = rows.reshape(-1, size, rows.shape[1])
-    y = of_slab(slabs[0]) if len(slabs) == 1 else lax.map(of_slab, slabs)
-    ends = np.cumsum([len(weight) for weight in weights])[:-1]
-    return jnp.split(y.reshape(len(rows), -1), ends, axis=1)
+    return _of_slabs(function, rows, weights, size, prepare, for_gradients=False)[0]
 
 
-def _slab_dots_backward(
-    size: int, rounded: bool, factors: tuple[Array, tuple[Array, ...]], cotangents: list[Array]
-) -> tuple[Array, tuple[Array, ...]]:
-    def separate(rows: Array, weights: tuple[Array, ...]) -> list[Array]:
-        return [chosen_dot(rows, weight, rounded) for weight in weights]
+def _of_slabs(
+    function: Callable[[Keep, Any, Any], Any],
+    rows: Any,
+    weights: Any,
+    size: int,
+    prepare: Callable[[Any], Any],
+    for_gradients: bool,
+) -> tuple[Any, list[Array]]:
+    """Returns the results of `in_slabs`, and what its function keeps if that is `for_gradients`."""
+    weights = prepare(weights)
 
-    return jax.vjp(separate, *factors)[1](cotangents)
+    def of_slab(slab: Any) -> tuple[Any, list[Array]]:
+        slab, own = lax.optimization_barrier((slab, weights))
+        kept: list[Array] = []
+
+        def keep(y: Array) -> Array:
+            kept.append(y)
+            return y
+
+        y = function(keep, slab, own)
+        return lax.optimization_barrier((y, kept if for_gradients else []))
+
+    slabs = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
+    if len(jax.tree.leaves(slabs)[0]) == 1:
+        return of_slab(jax.tree.map(lambda x: x[0], slabs))
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), lax.map(of_slab, slabs))
 
 
-slab_dots.defvjp(
-    lambda rows, weights, size, rounded: (slab_dots(rows, weights, size, rounded), (rows, weights)),
-    _slab_dots_backward,
-)
+def _in_slabs_forward(function: Any, rows: Any, weights: Any, size: int, prepare: Any) -> tuple[Any, Any]:
+    y, kept = _of_slabs(function, rows, weights, size, prepare, for_gradients=True)
+    return y, (rows, weights, kept)
+
+
+def _in_slabs_backward(
+    function: Any, size: int, prepare: Any, residuals: Any, cotangents: Any
+) -> tuple[Any, Any]:
+    rows, weights, kept = residuals
+
+    def of_all(rows: Any, weights: Any) -> Any:
+        values = iter(kept)
+        return function(lambda y: _with_value(y, next(values)), rows, weights)
+
+    return jax.vjp(of_all, rows, weights)[1](cotangents)
+
+
+in_slabs.defvjp(_in_slabs_forward, _in_slabs_backward)
+
+
+@jax.custom_vjp
+def _with_value(y: Array, value: Array) -> Array:
+    """Returns `value`, whose gradient is that of `y`: what computes y is left out."""
+    return value
+
+
+_with_value.defvjp(lambda y, value: (value, None), lambda _, gradient: (gradient, None))
 
 
 def chosen_dot(rows: Array, weight: Array, rounded: bool) -> Array:

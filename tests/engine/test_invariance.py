@@ -17,7 +17,6 @@ from rljax.engine.invariance import RowCounts, measure, measured, row_counts
 from rljax.errors import ConfigError
 from rljax.kernels.linear import product
 from rljax.models.config import ModelConfig
-from rljax.numerics import products
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics, row_sum
@@ -40,8 +39,7 @@ SLABS = ProductForm(64, 64, slabs=True)
 def test_a_slab_holds_the_largest_pass_where_rows_are_cheap(platform, most, size):
     with target.tracing_for(jax.devices()[0], 1, platform):
         for dtype in ("float32", "bfloat16"):
-            joined = platform == "gpu"
-            assert forms(dtype, most)[-1] == ProductForm(size, size, slabs=True, joined=joined)
+            assert forms(dtype, most)[-1] == ProductForm(size, size, slabs=True)
 
 
 @pytest.mark.parametrize(
@@ -157,21 +155,6 @@ def test_an_accelerator_has_plain_sums_where_they_are_exact(reduction, refused, 
 def test_a_cpu_tries_no_plain_sums(monkeypatch):
     monkeypatch.setattr(invariance, "_form_of_sums", None)
     assert not measure(POLICY, Numerics(), COUNTS).form.plain_sums
-
-
-@pytest.mark.parametrize("width", [256 + 128 + 128, 96 + 96])
-def test_joined_products_are_measured(width, monkeypatch):
-    """Queries, keys and values; gate and up."""
-    form = ProductForm(64, 64, slabs=True, joined=True)
-    monkeypatch.setattr(products, "forms", lambda *_: (form,))
-
-    def misbehaving(dot):
-        worst = every_call(dot)
-        return lambda rows, weight: (worst if len(weight) == width else dot)(rows, weight)
-
-    with replaced(misbehaving):
-        found = measure(POLICY, Numerics(), COUNTS)
-    assert f"product [64 -> {width}]" in found.failures[0]
 
 
 def test_a_processor_on_which_nothing_is_exact_is_refused(tmp_path):
