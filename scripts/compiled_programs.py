@@ -76,10 +76,24 @@ def counts_of_loop(text: str) -> Counts | None:
     """Counts one step of a program's main loop, the one whose step starts the most; None without any. Loops
     inside count as often as the text says, once where it does not; of branches the longest counts.
     """
+    return max((counts for counts, _ in _loops(text)), key=lambda counts: counts.kernels, default=None)
+
+
+def trips_of_loop(text: str) -> int | None:
+    """Returns the number of steps of the main loop, as of `counts_of_loop`, where the compiler knows it: then
+    a GPU's host gives it the next step without a look at the device.
+    """
+    loop = max(_loops(text), key=lambda loop: loop[0].kernels)[1]
+    trips = _TRIPS.search(loop.rest)
+    return int(trips[1]) if trips else None
+
+
+def _loops(text: str) -> list[tuple[Counts, Operation]]:
+    """What a step of each loop counts."""
     computations = parsed(text)
     loops = [each for operations in computations.values() for each in operations if each.kind == "while"]
-    steps = [_counted(re.search(r"body=%?([\w.\-]+)", loop.rest)[1], computations) for loop in loops]
-    return max(steps, key=lambda counts: counts.kernels, default=None)
+    bodies = [re.search(r"body=%?([\w.\-]+)", loop.rest)[1] for loop in loops]
+    return [(_counted(body, computations), loop) for body, loop in zip(bodies, loops, strict=True)]
 
 
 def counts_of_program(text: str) -> Counts | None:

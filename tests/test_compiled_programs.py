@@ -78,6 +78,9 @@ ENTRY %main (p: bf16[8,64], q: bf16[1,64], i: s32[], table: bf16[512,64]) -> bf1
 def test_kernels_of_a_program():
     assert programs.counts_of_loop(_PROGRAM).kernels == 1 + 5 + 2 + 1  # call, loop, branch, fusion
     assert programs.counts_of_program(_PROGRAM).kernels == 9 + 1
+    assert programs.trips_of_loop(_PROGRAM) is None
+    known = 'body=%body.2, backend_config={"known_trip_count":{"n":"16"}}'
+    assert programs.trips_of_loop(_PROGRAM.replace("body=%body.2", known)) == 16
     assert programs.counts_of_loop("") is programs.counts_of_program("") is None
 
 

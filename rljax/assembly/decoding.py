@@ -25,6 +25,7 @@ from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.invariance import Invariance, measured, row_counts
+from rljax.engine.loop_choice import choose_loop
 from rljax.engine.plain_programs import PlainPrograms
 from rljax.engine.shapes import warm_up_plain
 from rljax.environments.use import make_environment_use
@@ -204,9 +205,10 @@ def make_scheduler(
         per_slot_sampling or evaluation_sampling(config) is not None,
         config.engine.weights,
     )
-    speculator = None
+    engine.fixed_loop = config.engine.decode_loop == "fixed"
+    speculator, overlap = None, config.engine.overlap
     if drafters:
-        run_ahead = None
+        overlap, run_ahead = speculation.overlap, None
         if speculation.run_ahead_below:
             run_ahead = RunAhead(speculation.run_ahead_below, speculation.run_ahead_share)
         speculator = Speculator(
@@ -219,9 +221,7 @@ def make_scheduler(
     stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
     tools = None if config.tools is None else make_tool_use(config.tools, policy.tokenizer)
     environment = None if task is None else make_environment_use(config, task, policy.tokenizer)
-    return Scheduler(
-        engine, config.engine.max_slots, stop, speculator, speculation.overlap, environment or tools
-    )
+    return Scheduler(engine, config.engine.max_slots, stop, speculator, overlap, environment or tools)
 
 
 def warm_up(
@@ -259,6 +259,11 @@ def warm_up(
         in_background = False
     engine.close()
     engine.background = None
+    # On a CPU an open loop waits for nobody, and calls of servers are shorter than a fixed one.
+    measures_loop = config.engine.decode_loop == "auto" and target.platform() != "cpu" and not any_request
+    if measures_loop and not processes.several():  # who must run the same programs
+        batches = engine.buckets.batch[0], engine.buckets.batch_for(slots)
+        choose_loop(engine, params, batches, prompt_length + 1, config.engine.compilation_cache)
     if longest is not None and not in_background:
         first_prompts = [1]  # nothing that shorter prompts need is left out
     kinds = {"late_inserts": late_inserts, "appends": tools, "resumes": resumes, "widens": requests_join}

@@ -27,6 +27,7 @@ _HARMLESS = (
     "engine.compilation_cache",
     "engine.compile",
     "engine.weight_blocks",
+    "engine.overlap",
     "speculation.calibration_dir",
     "warm_start.cache_dir",
 )
@@ -36,6 +37,7 @@ _IF_ROW_INVARIANT = (
     "engine.batch_buckets",
     "engine.cache_buckets",
     "engine.decode_steps_per_sync",
+    "engine.decode_loop",
 )
 _IF_ROW_INVARIANT_IN_FLOAT32 = ("policy.outline_layers",)  # bfloat16 is rounded between layers, or not
 

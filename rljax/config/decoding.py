@@ -149,6 +149,19 @@ class EngineConfig(Section):
         description="Decode steps on the device between two host syncs. Raise where the host is slow;"
         " finished slots idle until the next sync.",
     )
+    decode_loop: Literal["auto", "until", "fixed"] = Field(
+        "auto",
+        description="Loop of decode_steps_per_sync steps on the device. until ends as soon as it may, and a"
+        " GPU's host reads before every step whether there is one. fixed computes all steps, the last ones"
+        " at times in vain, and the host runs ahead. auto takes what is faster at the start; on a CPU, which"
+        " has nothing to wait for, until. Set one to measure it.",
+    )
+    overlap: bool = Field(
+        False,
+        description="In plain decoding without stop strings and tools, read the results of steps while the"
+        " next ones run, once no response waits for a slot. Set true where the host takes long beside the"
+        " device. The tokens are the same.",
+    )
     verification: Literal["coupled", "rejection", "target_only"] = Field(
         "coupled",
         description="Rule by which drafts are verified. coupled samples the tokens of plain decoding, bit for"

@@ -14,6 +14,7 @@ The first token is thus sampled like every other, and may differ between the sam
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class DecodeEngine:
         and each pass gathers a layer at a time. The tokens are the same.
 
     Attributes:
+      program_key: what sampling programs depend on, beside their shapes.
+      fixed_loop: calls of `decode_steps_per_sync` steps compute all of them (`Programs.generate`).
       background: compiles programs of plain decoding in a thread (`PlainPrograms`). Prefill and `grow` then
         wait for what is not compiled. None where programs are compiled before, or when they are first used.
 
@@ -87,6 +90,7 @@ class DecodeEngine:
       ConfigError: `per_slot_sampling` with a rule of verification that does not know it.
     """
 
+    fixed_loop = False
     background: Compiling | None = None
 
     def __init__(
@@ -139,7 +143,7 @@ class DecodeEngine:
         )
         self._moves = SlotMoves(config, mesh)
         positions = len(self._rope)
-        self._key = (self._programs, positions)
+        self.program_key = (self._programs, positions)
         # What samples nothing is compiled once for engines that sample differently.
         self._unsampled = self._programs.without_sampling()
         self._unsampled_key = (self._unsampled, sampling.penalizes, positions)
@@ -333,15 +337,26 @@ class DecodeEngine:
           max_steps: largest number of steps, up to `decode_steps_per_sync`, which is the default.
           until_active: stop as soon as no more than this many slots are active.
         """
-        steps = self.decode_steps_per_sync
-        steps = steps if max_steps is None else min(max_steps, steps)
-        state, packed, states = self._generating(params, state, steps, until_active).run()
-        return state, Pending(packed, self.decode_steps_per_sync, states=states).result()
+        state, pending = self.begin(params, state, max_steps, until_active)
+        return state, pending.result()
 
-    def _generating(self, params: Params, state: DecodeState, steps: int, until_active: int) -> CompiledCall:
+    def begin(
+        self, params: Params, state: DecodeState, max_steps: int | None = None, until_active: int = 0
+    ) -> tuple[DecodeState, Pending]:
+        """Starts `generate`, and does not wait for the device."""
+        most = self.decode_steps_per_sync
+        steps = most if max_steps is None else min(max_steps, most)
+        fixed = self.fixed_loop and steps == most
+        state, packed, states = self._generating(params, state, steps, until_active, fixed).run()
+        return state, Pending(packed, most, None, states, fixed)
+
+    def _generating(
+        self, params: Params, state: DecodeState, steps: int, until_active: int, fixed: bool
+    ) -> CompiledCall:
         args = (params, state, self._rope, np.int32(steps), np.int32(until_active))
-        key = ("generate", state.batch, state.cache.length, *self._key)
-        return CompiledCall(self.pool.get(key, self._programs.generate, args, donate_argnums=(1,)), args)
+        key = ("generate fixed" if fixed else "generate", state.batch, state.cache.length, *self.program_key)
+        generate = functools.partial(self._programs.generate, fixed=fixed)
+        return CompiledCall(self.pool.get(key, generate, args, donate_argnums=(1,)), args)
 
     def verify(
         self,
@@ -401,7 +416,8 @@ class DecodeEngine:
         Arguments as of `compile_verify`.
         """
         state = self.state_shapes(batch, length)
-        self._generating(params, state, 0, 0)
+        for fixed in {False, self.fixed_loop}:
+            self._generating(params, state, 0, 0, fixed)
         self._freeing(state, np.zeros(batch, bool))
         if appends:
             nothing = appending.empty_chunk(batch)
@@ -432,7 +448,7 @@ class DecodeEngine:
     ) -> CompiledCall:
         args = (params, state, self._rope, *jax.device_put((tree, rows)), proposal)
         shape = (state.batch, state.cache.length, tree.nodes, rows.rows)
-        key = ("verify", *shape, proposal is None, *self._key)
+        key = ("verify", *shape, proposal is None, *self.program_key)
         return CompiledCall(self.pool.get(key, self._programs.verify, args, donate_argnums=(1,)), args)
 
     def draft(
@@ -458,7 +474,7 @@ class DecodeEngine:
         self, draft_params: Params, state: DecodeState, steps: int, with_proposal: bool
     ) -> CompiledCall:
         columns, weights = self.buckets.max_drafts, str(jax.tree.structure(draft_params))  # how quantized
-        key = ("draft", state.batch, state.cache.length, columns, with_proposal, weights, *self._key)
+        key = ("draft", state.batch, state.cache.length, columns, with_proposal, weights, *self.program_key)
         args = (draft_params, state, self._rope, np.int32(steps))
         draft = self._programs.draft(columns, with_proposal)
         return CompiledCall(self.pool.get(key, draft, args, donate_argnums=(1,)), args)

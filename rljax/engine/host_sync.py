@@ -37,8 +37,8 @@ class DecodeResult:
       logprobs: float32 [B, T], under the distribution really sampled.
       active: bool [B], whether the slot decodes on.
       lengths: int32 [B], committed tokens.
-      steps: number of forward passes; T in plain decoding.
-      rows: number of tokens that they computed, padding included.
+      steps: number of forward passes that sampled; T in plain decoding.
+      rows: number of tokens that were computed, padding included, and steps behind the end of a fixed loop.
       path: int32 [B, T], node of the draft tree that each of `tokens` was sampled behind (0 is the last
         token); None in plain decoding.
       states: [B, T or more, S, d], features that each of `tokens` was sampled from, still on the device; None
@@ -64,12 +64,14 @@ class Pending:
       columns: columns of its tokens. In plain decoding a step is a column, and the first `steps` are used.
       verified_rows: number of tokens that a verifying pass computes; None in plain decoding.
       states: see `DecodeResult`.
+      fixed: in plain decoding, all columns were computed, however many steps were done.
     """
 
     packed: Array
     columns: int
     verified_rows: int | None = None
     states: Array | None = None
+    fixed: bool = False
 
     def is_ready(self) -> bool:
         """Whether the device has finished."""
@@ -88,7 +90,7 @@ class Pending:
             active=packed[2 * self.columns].astype(bool),
             lengths=packed[2 * self.columns + 1],
             steps=steps,
-            rows=steps * packed.shape[1] if path is None else self.verified_rows,
+            rows=self.verified_rows or (self.columns if self.fixed else steps) * packed.shape[1],
             path=path,
             states=self.states,
         )

@@ -149,10 +149,11 @@ class Programs:
         return decode_logits(params, self.config, hidden, self.numerics, self.mesh, self.gathered)
 
     def _decode_step(
-        self, params: Params, state: DecodeState, rope: Array
+        self, params: Params, state: DecodeState, rope: Array, going: Array
     ) -> tuple[DecodeState, Array, Array, Array | None]:
-        """Samples one token for every active slot. Returns the new state, tokens int32 [B] (-1 where
-        inactive), logprobs float32 [B], and the features [B, S, d] that the tokens were sampled from.
+        """Samples one token for every slot that is `going`, bool [B], of those that are active; others are
+        computed and stay as they are. Returns the new state, tokens int32 [B] (-1 where nothing was sampled),
+        logprobs float32 [B], and the features [B, S, d] that the tokens were sampled from.
         """
         # Forward pass over the last token of every slot.
         attention = CachedAttention(state.lengths, self.numerics)
@@ -163,54 +164,64 @@ class Programs:
         # Sample with the noise of each request and position.
         logits = self._logits(params, hidden[:, 0])
         logits = penalized_logits(logits, state.counts, self.sampling)
-        settings = None if state.sampling is None else state.sampling.among(state.active)
+        settings = None if state.sampling is None else state.sampling.among(going)
         tokens, logprobs = sample(
             logits, state.noise_keys, state.lengths + 1, self.sampling, self.numerics, self.mesh, settings
         )
 
         # End responses at their limit or at an end-of-sequence token.
-        active = state.active
-        remaining = jnp.where(active, state.remaining - 1, state.remaining)
+        remaining = jnp.where(going, state.remaining - 1, state.remaining)
         ended = remaining <= 0
         for eos in self.eos_token_ids:
             ended |= tokens == eos
         new_state = DecodeState(
             cache=KVCache.of_layers(kept),
-            tokens=jnp.where(active, tokens, state.tokens),
-            lengths=jnp.where(active, state.lengths + 1, state.lengths),
+            tokens=jnp.where(going, tokens, state.tokens),
+            lengths=jnp.where(going, state.lengths + 1, state.lengths),
             remaining=remaining,
-            active=active & ~ended,
+            active=state.active & ~(going & ended),
             noise_keys=state.noise_keys,
-            counts=counted(state.counts, tokens[:, None], active[:, None]),
+            counts=counted(state.counts, tokens[:, None], going[:, None]),
             sampling=state.sampling,
         )
         new_state = self._constrain(new_state)
         states = None if states is None else states[:, 0]
-        return new_state, jnp.where(active, tokens, -1), jnp.where(active, logprobs, 0.0), states
+        return new_state, jnp.where(going, tokens, -1), jnp.where(going, logprobs, 0.0), states
 
     def generate(
-        self, params: Params, state: DecodeState, rope: Array, max_steps: Array, until_active: Array
+        self,
+        params: Params,
+        state: DecodeState,
+        rope: Array,
+        max_steps: Array,
+        until_active: Array,
+        fixed: bool = False,
     ) -> tuple[DecodeState, Array, Array | None]:
         """Decodes plainly until `max_steps` steps are done, no more than `until_active` slots are active, or
         a slot has filled its cache. Returns the new state, the array of `pack`, and the features of every
         token.
+
+        Whether to go on is computed on the device. Where the loop ends as soon as it may, a GPU's host reads
+        that before every step, and cannot give it the next one meanwhile. A `fixed` loop always computes
+        `decode_steps` steps: those after the end change no slot. A full slot's write is left out.
         """
         columns = self.decode_steps
         capacity = state.cache.length
 
         def more(carry):
-            step, state, *_ = carry
+            step, state, *_ = carry  # steps that are done
             room = jnp.max(jnp.where(state.active, state.lengths, 0)) < capacity
             return (step < max_steps) & (jnp.sum(state.active) > until_active) & room
 
         def body(carry):
             step, state, tokens, logprobs, states = carry
-            state, sampled, chosen, read = self._decode_step(params, state, rope)
+            goes_on = more(carry) if fixed else True
+            state, sampled, chosen, read = self._decode_step(params, state, rope, state.active & goes_on)
             tokens = lax.dynamic_update_slice(tokens, sampled[None], (step, 0))
             logprobs = lax.dynamic_update_slice(logprobs, chosen[None], (step, 0))
             if states is not None:
                 states = lax.dynamic_update_slice(states, read[:, None], (0, step, 0, 0))
-            return step + 1, state, tokens, logprobs, states
+            return step + jnp.int32(goes_on), state, tokens, logprobs, states
 
         # Outputs, one column a step.
         states = None
@@ -225,7 +236,11 @@ class Programs:
             jnp.zeros((columns, state.batch), jnp.float32),
             states,
         )
-        steps, state, tokens, logprobs, states = lax.while_loop(more, body, start)
+        if fixed:
+            carry = lax.fori_loop(0, columns, lambda _, carry: body(carry), start)
+        else:
+            carry = lax.while_loop(more, body, start)
+        steps, state, tokens, logprobs, states = carry
         state = self._constrain(state)
         packed = pack(tokens, logprobs, state, steps)
         if self.mesh is not None:

@@ -1,6 +1,8 @@
 """The decode state: the arrays that decoding carries on the device."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import Array
 
@@ -53,6 +55,20 @@ class Prefix:
     last_tokens: Array
     lengths: Array
     states: Array | None = None
+
+
+def half_full(state: DecodeState) -> DecodeState:
+    """Returns the state with all slots active in half-filled caches, to time passes over it; a slot that
+    sampled an EOS would be idle.
+    """
+    batch, length = state.batch, state.cache.length
+    busy = {
+        "active": np.ones(batch, bool),
+        "lengths": np.full(batch, length // 2, np.int32),
+        "remaining": np.full(batch, length, np.int32),
+    }
+    placed = {name: jax.device_put(value, getattr(state, name).sharding) for name, value in busy.items()}
+    return state.replace(**placed)
 
 
 def counted(counts: Array | None, tokens: Array, sampled: Array) -> Array | None:

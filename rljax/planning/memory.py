@@ -87,7 +87,7 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     rollout = held + decode - shared + draft + draft_state + cache
     arguments = dict.fromkeys(("insert", "grow", "compact", "free", "count"), cache)
     arguments |= {"prefill": decode}
-    arguments |= dict.fromkeys(("generate", "append", "verify"), decode + cache)
+    arguments |= dict.fromkeys(("generate", "generate fixed", "append", "verify"), decode + cache)
     of_update = {
         "score": params,
         "score without filters": params,

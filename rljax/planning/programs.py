@@ -182,7 +182,7 @@ class Planning:
     def engine(self, pool: ExecutablePool) -> PlannedEngine:
         """Returns the run's engine, with shapes in the place of arrays."""
         config, depth, read = self.config, self.model.num_layers, self.hidden_layers
-        return PlannedEngine(
+        engine = PlannedEngine(
             self.model,
             self.numerics,
             sampling_params(config),
@@ -196,6 +196,8 @@ class Planning:
             per_slot_sampling=evaluation_sampling(config) is not None,
             weights=config.engine.weights,
         )
+        engine.fixed_loop = config.engine.decode_loop == "fixed"
+        return engine
 
     def plain(self, engine: DecodeEngine, params: Params) -> PlainShapes:
         """Returns what plain decoding of the run compiles."""

@@ -50,12 +50,15 @@ class LoopPolicy:
       start_full: the first state has all slots, and a cache for the longest prompt that waits, so that
         prompts are inserted into states of one batch bucket only. False makes it as large as needed.
       longest_first: starts prompts in the order of their expected length; None in the order of arrival.
+      reads_later: once nothing waits, plain steps begin before the results of the last ones are read. Only
+        where every response ends by itself.
     """
 
     sync_at_every_ending: bool = False
     most_steps: int | None = None
     start_full: bool = False
     longest_first: ResponseLengths | None = None
+    reads_later: bool = False
 
 
 def check_request(request: Request, buckets: Buckets) -> None:
@@ -157,6 +160,7 @@ class DecodeLoop:
             self.policy.most_steps,
             is_tail=not self.waiting,
             shrinks=bool(slots.in_flight) and self._smaller_batch() > 0,
+            reads_later=self.policy.reads_later and not self.waiting,
             yielding_weight=self.idle.weight(slots),
         )
         for collected in slots.decode(wanted):

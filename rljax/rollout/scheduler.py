@@ -41,7 +41,8 @@ class Scheduler:
     Args:
       stop_strings: see `StopStrings`; None for none.
       speculator: speculator, to decode with drafts; None for plain decoding.
-      overlap: whether to draft for one half of the slots while the device verifies the other.
+      overlap: whether to draft for one half of the slots while the device verifies the other; in plain
+        decoding, whether to read results while the device goes on.
       tools: tools that responses may call, or the environment whose episodes they are; None for neither.
     """
 
@@ -100,10 +101,12 @@ class Scheduler:
                 on_progress(loop.statistics.tokens, len(responses) - len(loop.live))
 
         idle = IDLE
+        by_itself = self.stop_strings is None and self.tools is None  # every response ends on the device
         if self.speculator.run_ahead is not None:
-            takes_over = self.stop_strings is None and self.tools is None
-            idle = SamplingAhead(self.speculator.run_ahead, self.speculator, takes_over)
-        policy = LoopPolicy(start_full=True, longest_first=self.lengths)
+            idle = SamplingAhead(self.speculator.run_ahead, self.speculator, takes_over=by_itself)
+        policy = LoopPolicy(
+            start_full=True, longest_first=self.lengths, reads_later=self.overlap and by_itself
+        )
         loop = self.open_loop(params, policy, report, version, idle)
         taken = idle.begin(loop.slots, requests)
         for place, completion in taken.items():

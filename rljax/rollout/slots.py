@@ -13,7 +13,7 @@ import numpy as np
 
 from rljax.engine.appending import Continuation
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.host_sync import Assignment, DecodeResult
+from rljax.engine.host_sync import Assignment, DecodeResult, Pending
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
@@ -37,6 +37,7 @@ class Pass(NamedTuple):
     most_steps: int | None  # plain steps at most; None for the engine's `decode_steps_per_sync`
     is_tail: bool  # no response waits for a slot
     shrinks: bool  # the batch could be smaller, once no pass is in flight
+    reads_later: bool  # plain steps may begin before the last ones' results are read
     yielding_weight: float  # value of a token of a response that yields, as a share of another's
 
 
@@ -45,6 +46,14 @@ class Collected(NamedTuple):
 
     result: DecodeResult
     slots: Sequence[int]
+
+
+class _Call(NamedTuple):
+    """Plain steps of `slots` that were given to the device at a time."""
+
+    pending: Pending
+    slots: Sequence[int]
+    begun: float
 
 
 class Slots:
@@ -64,6 +73,8 @@ class Slots:
         self.engine, self.params, self.version = engine, params, version
         self.statistics = DecodeStatistics()
         self.state: DecodeState | None = None
+        self._calls: list[_Call] = []  # of plain decoding in flight: none, or one where it is read later
+        self._last_end = 0.0  # when the last of them was over
         self.responses: list[LiveResponse | None] = []
 
     @property
@@ -79,7 +90,7 @@ class Slots:
     @property
     def in_flight(self) -> Sequence[int]:
         """Slots of the pass that the device is at; none between two passes."""
-        return ()
+        return [slot for call in self._calls for slot in call.slots]
 
     @property
     def busy(self) -> list[int]:
@@ -158,16 +169,28 @@ class Slots:
 
     def decode(self, wanted: Pass) -> list[Collected]:
         """Decodes up to the next host sync. Returns what was sampled, of no pass or of one."""
-        start = time.perf_counter()
-        self.state, result = self.engine.generate(
-            self.params, self.state, wanted.most_steps, wanted.until_active
-        )
-        self.statistics.device_seconds += time.perf_counter() - start
-        return [Collected(result, wanted.slots)]
+        earlier, goes_on = self._calls, wanted.reads_later and not wanted.shrinks
+        if goes_on or not earlier:
+            start = time.perf_counter()
+            self.state, pending = self.engine.begin(
+                self.params, self.state, wanted.most_steps, wanted.until_active
+            )
+            self._calls = [*earlier, _Call(pending, wanted.slots, start)]
+        return self._finished(len(earlier) if goes_on else 1)
 
     def finish(self) -> list[Collected]:
         """Waits for the pass in flight. Returns what it has sampled."""
-        return []
+        return self._finished(len(self._calls))
+
+    def _finished(self, count: int) -> list[Collected]:
+        """Waits for the first calls. Who has ended in an earlier one has sampled nothing since."""
+        calls, self._calls = self._calls[:count], self._calls[count:]
+        collected = []
+        for call in calls:
+            collected.append(Collected(call.pending.result(), [s for s in call.slots if self.responses[s]]))
+            begun, self._last_end = max(call.begun, self._last_end), time.perf_counter()
+            self.statistics.device_seconds += self._last_end - begun
+        return collected
 
     def keep(
         self, collected: Collected, responses: Sequence[LiveResponse], counts: list[int], stopped: list[int]
@@ -238,4 +261,4 @@ class Slots:
 
     def clear(self) -> None:
         """Drops the state: no slot has a response."""
-        self.state, self.responses = None, []
+        self.state, self.responses, self._calls = None, [], []

@@ -275,7 +275,8 @@ class SpeculativeDecoder:
         # Tell. Plain decoding would not have ended this early: its steps are measured in longer calls.
         cut = result.steps == steps < most
         if timed and not (cut and self.times.has_plain(state.batch, state.cache.length)):
-            self.times.add_plain(state.batch, state.cache.length, seconds / max(result.steps, 1))
+            passes = result.rows // state.batch  # a fixed loop computes more than `result.steps`
+            self.times.add_plain(state.batch, state.cache.length, seconds / max(passes, 1))
         self._statistics.device_seconds += seconds
         if may_verify and self._choice is not None:
             self._in_vain += 1

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 from drafters.device import SlotDrafter
@@ -20,7 +19,7 @@ from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
 from rljax.engine.shapes import PlainShapes
-from rljax.engine.state import DecodeState
+from rljax.engine.state import DecodeState, half_full
 from rljax.models.transformer import Params
 from rljax.processes import to_host
 from rljax.speculation.drafter_slots import DrafterSlots
@@ -202,7 +201,7 @@ def time_passes(
     measured: dict[int, list[float]] = {rows: [] for rows in widths}
     for repeat in range(repeats + 1):  # the first may compile
         for rows, seconds in measured.items():
-            state = _half_full(state)
+            state = half_full(state)
             start, steps = time.perf_counter(), passes or 1
             if rows:
                 tree = empty_tree(batch, widths[rows])
@@ -245,7 +244,7 @@ def time_drafts(
     """Seconds of a self-drafter's steps; measured as in `time_passes`."""
     state, seconds, steps = engine.init_state(batch, length), [], min(_DRAFT_STEPS, engine.buckets.max_drafts)
     for _ in range(repeats + 1):
-        state = _half_full(state)
+        state = half_full(state)
         start = time.perf_counter()
         state, drafts = engine.draft(draft_params, state, steps)
         drafted = np.count_nonzero(np.asarray(drafts.tokens) >= 0, axis=1).max()
@@ -257,7 +256,7 @@ def time_trees(
     engine: DecodeEngine, slots: SlotDrafter, strategy: DraftStrategy, batch: int, length: int, repeats: int
 ) -> list[float]:
     """Seconds of drafting a tree for every slot; measured as in `time_passes`."""
-    state, measured = _half_full(engine.init_state(batch, length)), []
+    state, measured = half_full(engine.init_state(batch, length)), []
     slots.start(batch, to_host(state.lengths))
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -269,15 +268,3 @@ def time_trees(
             seconds *= strategy.depth / nodes
         measured.append(seconds)
     return measured[1:]  # the first may compile
-
-
-def _half_full(state: DecodeState) -> DecodeState:
-    """The state with all slots active in half-filled caches; a slot that sampled an EOS would be idle."""
-    batch, length = state.batch, state.cache.length
-    busy = {
-        "active": np.ones(batch, bool),
-        "lengths": np.full(batch, length // 2, np.int32),
-        "remaining": np.full(batch, length, np.int32),
-    }
-    placed = {name: jax.device_put(value, getattr(state, name).sharding) for name, value in busy.items()}
-    return state.replace(**placed)

@@ -5,7 +5,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from compiled_programs import counts_of_loop, text_of
+from compiled_programs import counts_of_loop, text_of, trips_of_loop
 from gpu_parts.engines import (
     TimedPool,
     cache_bytes,
@@ -51,7 +51,9 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
     config = config_of(name)
     pool, numerics = TimedPool(), run_numerics(config, part.quick)
     length = 128 if part.quick else _LENGTH
-    engines = [make_engine(config, numerics, pool, batch, length) for batch in batches]
+    engines = [make_engine(config, numerics, pool, batch, length, steps=_STEPS) for batch in batches]
+    for engine in engines:
+        engine.fixed_loop = True  # both loops are compiled
     params = engines[0].load_params(random_params(config))
     shapes = [(engine.buckets.batch[0], length) for engine in engines]
     pairs = zip(engines, shapes, strict=True)
@@ -59,30 +61,33 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
         [functools.partial(engine.compile_plain, params, *shape) for engine, shape in pairs]
     )
     for batch, engine, (slots, length) in zip(batches, engines, shapes, strict=True):
-        program, compile_seconds = pool.find("generate", slots, length)
-        counts = counts_of_loop(text_of(program))
-        repeats = 1 if part.quick else _REPEATS
-        seconds = time_passes(engine, params, slots, length, repeats, _STEPS)[0]
-        step = statistics.median(seconds)
-        size = read_bytes(params) + cache_bytes(config, slots * (length + _STEPS) / 2)
-        part.row(
-            f"{name}/batch {batch}",
-            1e3 * step,
-            "ms/step",
-            compile_seconds=compile_seconds,
-            repeats=repeats,
-            compiled_together_seconds=together,
-            share_of_bandwidth=size / step / bandwidth,
-            bytes=size,
-            copy_bandwidth=bandwidth,
-            kernels=counts and counts.kernels,
-            moved_bytes=counts and counts.bytes,
-            tokens_per_second=batch / step,
-            least_ms=1e3 * min(seconds),
-            most_ms=1e3 * max(seconds),
-            computed_slots=slots,
-            filled_positions=length // 2,
-        )
+        for loop, kind in (("", "generate"), ("/fixed loop", "generate fixed")):
+            engine.fixed_loop = bool(loop)
+            program, compile_seconds = pool.find(kind, slots, length)
+            counts = counts_of_loop(text_of(program))
+            repeats = 1 if part.quick else _REPEATS
+            seconds = time_passes(engine, params, slots, length, repeats, _STEPS)[0]
+            step = statistics.median(seconds)
+            size = read_bytes(params) + cache_bytes(config, slots * (length + _STEPS) / 2)
+            part.row(
+                f"{name}/batch {batch}{loop}",
+                1e3 * step,
+                "ms/step",
+                compile_seconds=compile_seconds,
+                repeats=repeats,
+                compiled_together_seconds=together,
+                share_of_bandwidth=size / step / bandwidth,
+                bytes=size,
+                copy_bandwidth=bandwidth,
+                kernels=counts and counts.kernels,
+                known_steps=counts and trips_of_loop(text_of(program)),
+                moved_bytes=counts and counts.bytes,
+                tokens_per_second=batch / step,
+                least_ms=1e3 * min(seconds),
+                most_ms=1e3 * max(seconds),
+                computed_slots=slots,
+                filled_positions=length // 2,
+            )
 
 
 if __name__ == "__main__":

@@ -96,9 +96,10 @@ def make_engine(
     batch: int,
     length: int,
     rows: tuple[int, ...] = (),
+    steps: int = 64,
 ) -> DecodeEngine:
     """Returns an engine with one batch bucket and one cache bucket, whose verifying passes have so many rows,
-    all of which may be one slot's.
+    all of which may be one slot's; `steps` are those between two host syncs.
     """
     buckets = make_buckets(
         batch,
@@ -109,7 +110,7 @@ def make_engine(
         verify_buckets=rows,
         max_drafts=max((each // batch - 1 for each in rows), default=_MOST_DRAFTS),
     )
-    return DecodeEngine(config, numerics, SamplingParams(), buckets, (), pool=pool)
+    return DecodeEngine(config, numerics, SamplingParams(), buckets, (), steps, pool)
 
 
 # --- compiled programs -----------------------------------------------------------------------------------

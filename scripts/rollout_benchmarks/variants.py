@@ -253,7 +253,7 @@ def with_hidden_layers(engine: DecodeEngine, hidden_layers: tuple[int, ...] | No
     """Returns the same engine with other `hidden_layers`."""
     if hidden_layers == engine.hidden_layers:
         return engine
-    return DecodeEngine(
+    other = DecodeEngine(
         engine.config,
         engine.numerics,
         engine.sampling,
@@ -267,6 +267,8 @@ def with_hidden_layers(engine: DecodeEngine, hidden_layers: tuple[int, ...] | No
         engine.per_slot_sampling,
         engine.weights,
     )
+    other.fixed_loop = engine.fixed_loop
+    return other
 
 
 def small_model(run: TrainingRun) -> Path:

@@ -31,13 +31,13 @@ def compilations(engine):
 
 def batches_of(engine, monkeypatch):
     """The batches of all decode steps from now on, by a list that grows."""
-    seen, generate = [], DecodeEngine.generate
+    seen, begin = [], DecodeEngine.begin
 
     def spy(self, params, state, *args):
         seen.append(state.batch)
-        return generate(self, params, state, *args)
+        return begin(self, params, state, *args)
 
-    monkeypatch.setattr(engine, "generate", spy.__get__(engine))
+    monkeypatch.setattr(engine, "begin", spy.__get__(engine))
     return seen
 
 

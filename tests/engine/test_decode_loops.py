@@ -1,0 +1,119 @@
+"""A loop of fixed length, and results that are read while the next steps run: the same tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from rljax.engine.loop_choice import choose_loop
+from rljax.numerics.rows import Numerics
+from rljax.rollout.decode_loop import LoopPolicy
+from rljax.rollout.live_response import LiveResponse
+from rljax.rollout.open_loop import open_loop, open_slots
+from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.stop_strings import StopStrings
+from rljax.sampling.distribution import SamplingParams
+from tests.exactness import exact_numerics
+from tests.tiny_policy import (
+    BUCKETS,
+    CONFIG,
+    SLOTS,
+    assert_same,
+    make_engine,
+    make_params,
+    make_requests,
+    spell,
+)
+
+PLAIN, PENALTIES = SamplingParams(), SamplingParams(presence_penalty=1.5, frequency_penalty=0.5)
+
+
+@functools.cache
+def engine_of(dtype, sampling=PLAIN):
+    numerics = exact_numerics(CONFIG, dtype, BUCKETS) if dtype != "float32" else Numerics()
+    return make_engine(sampling, numerics=numerics, hidden_layers=(0,))
+
+
+def run(engine, fixed, overlap, stop=None):
+    """Responses that end inside of calls, by EOS and limits, in caches that fill and batches that shrink."""
+    engine.fixed_loop = fixed
+    try:
+        return Scheduler(engine, SLOTS, stop, overlap=overlap).run(
+            engine.load_params(make_params()), make_requests()
+        )
+    finally:
+        engine.fixed_loop = False
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sampling", [PLAIN, PENALTIES], ids=["plain", "penalties"])
+def test_rollouts_are_the_same(dtype, sampling):
+    engine = engine_of(dtype, sampling)
+    expected, _ = run(engine, False, False)
+    for fixed, overlap in ((True, False), (False, True), (True, True)):
+        assert_same(run(engine, fixed, overlap)[0], expected)
+
+
+def test_a_stop_string_ends_a_response_in_either_loop():
+    engine, stop = engine_of("float32"), StopStrings(("ab", "cdc"), spell)
+    expected, _ = run(engine, False, False, stop)
+    assert any(each.finish_reason == "stop" for each in expected)
+    for fixed in (False, True):
+        assert_same(run(engine, fixed, True, stop)[0], expected)
+
+
+@pytest.mark.parametrize(("steps", "until_active"), [(None, 0), (None, 1), (16, 3)])
+def test_states_of_a_fixed_loop_are_the_same(steps, until_active):
+    """Bit for bit, also what is handed out, where slots are full or few; so is the number of steps."""
+    engine = engine_of("float32")
+    params, results = engine.load_params(make_params()), []
+    for fixed in (False, True):
+        loop = open_loop(open_slots(engine, params), SLOTS)
+        loop.submit([LiveResponse(each) for each in make_requests((3, 60, 8, 62), (5, 60, 64, 60))[::3]])
+        loop._fill()
+        engine.fixed_loop = fixed
+        state, calls = loop.slots.state, []
+        for _ in range(2):
+            state, result = engine.generate(params, state, steps, until_active)
+            features = np.asarray(result.states)[:, : result.steps]
+            sampled = (result.tokens >= 0)[..., None, None]
+            calls.append((result.tokens, result.logprobs, result.steps, np.where(sampled, features, 0)))
+        visible = jax.device_get(dataclasses.replace(state, cache=None))
+        rows = state.batch * (16 if fixed else result.steps)
+        assert result.rows == rows
+        results.append((calls, visible))
+        engine.fixed_loop = False
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert results[0][0][0][2] < 16  # it ends early
+
+
+def test_a_response_is_cancelled_while_a_call_is_in_flight():
+    engine = engine_of("float32")
+    expected, _ = run(engine, False, False)
+    chosen = [2, 8, 15]
+    responses = [LiveResponse(make_requests()[i]) for i in chosen]
+    loop = open_loop(
+        open_slots(engine, engine.load_params(make_params())), SLOTS, policy=LoopPolicy(reads_later=True)
+    )
+    loop.submit(responses)
+    loop.step()
+    assert loop.slots.in_flight and not responses[0].tokens  # nothing is read yet
+    loop.cancel(responses[:1])
+    assert responses[0].ending == "cancelled" and responses[0].tokens and not loop.slots.in_flight
+    while loop.live:
+        loop.step()
+    assert_same([each.completion(False) for each in responses[1:]], [expected[i] for i in chosen[1:]])
+
+
+def test_the_faster_loop_is_chosen_and_kept(tmp_path, monkeypatch):
+    engine, params = make_engine(), make_params()
+    choose_loop(engine, params, (2, 4), 20, str(tmp_path))
+    (file,) = (tmp_path / "loops").iterdir()
+    file.write_text("[1.2, 1.1]")
+    choose_loop(engine, params, (2, 4), 20, str(tmp_path))
+    assert engine.fixed_loop
+    file.write_text("[1.2, 0.9]")
+    choose_loop(engine, params, (2, 4), 20, str(tmp_path))
+    assert not engine.fixed_loop
