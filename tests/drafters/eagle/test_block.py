@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.arguments import checked
-from drafters.eagle.arguments import BlockArguments
 from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_shapes, init_head
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.registry import make_drafter, states_read
@@ -20,9 +18,9 @@ from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel, request_key
 from rljax.speculation.speculator import Speculator
+from tests.drafters.eagle.published import attend, norm, rotate, silu
 from tests.drafters.eagle.tiny import (
     POLICY,
-    ROPE,
     begun,
     chain,
     policy_params,
@@ -60,18 +58,6 @@ def noisy(vocabulary=VOCABULARY):
     return config, jax.device_put(jax.tree.map(stir, params))
 
 
-def norm(x, weight):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + POLICY.norm_epsilon) * weight
-
-
-def rotate(x, positions):
-    """x [T, heads, D]."""
-    table = np.asarray(ROPE, np.float64)[positions][:, None]
-    first, second = np.split(x, 2, axis=-1)
-    cos, sin = table[:, :, 0], table[:, :, 1]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def sigmoid(x):
     return 1.0 / (1.0 + np.exp(-x))
 
@@ -86,34 +72,26 @@ def proposed(params, states, tokens, last, key, depth, temperature):
     embed, n, dim = np.asarray(shared()["embed"], np.float64), len(tokens), POLICY.head_dim
     behind = [*tokens[1:], last]
     a = np.concatenate([embed[behind], states[:, :3].reshape(n, -1)], axis=1) @ params["fc"].T
-    context = norm(a, params["context_norm"])
+    context = norm(a, params["context_norm"], POLICY)
     rows = [[a[-1] + params["place"][i]] for i in range(depth)]  # of each position, behind every layer
     for number in range(SHAPE.depth):
         layer = params["layers"][str(number)]
-        keys = rotate((context @ layer["k"].T).reshape(n, -1, dim), np.arange(n))
+        keys = rotate((context @ layer["k"].T).reshape(n, -1, dim), np.arange(n), POLICY)
         values = (context @ layer["v"].T).reshape(n, -1, dim)
         for i in range(depth):
             x = rows[i][-1]
-            h = norm(x, layer["attention_norm"])[None]
-            at = np.asarray([n + i])
-            q, k = (rotate((h @ layer[name].T).reshape(1, -1, dim), at) for name in ("q", "k"))
+            h, at = norm(x, layer["attention_norm"], POLICY)[None], np.asarray([n + i])
+            q, k = (rotate((h @ layer[name].T).reshape(1, -1, dim), at, POLICY) for name in ("q", "k"))
             keys = np.concatenate([keys, k])
             values = np.concatenate([values, (h @ layer["v"].T).reshape(1, -1, dim)])
-            heads = []
-            for head in range(POLICY.num_heads):
-                group = head * POLICY.num_kv_heads // POLICY.num_heads
-                scores = keys[:, group] @ q[0, head] / np.sqrt(dim)
-                shares = np.exp(scores - scores.max())
-                heads.append(shares / shares.sum() @ values[:, group])
-            x = x + layer["o"] @ np.concatenate(heads)
-            h = norm(x, layer["mlp_norm"])
-            gate = layer["gate"] @ h
-            rows[i].append(x + layer["down"] @ (gate * sigmoid(gate) * (layer["up"] @ h)))
+            x = x + layer["o"] @ attend(q, keys, values)[0]
+            h = norm(x, layer["mlp_norm"], POLICY)
+            rows[i].append(x + layer["down"] @ (silu(layer["gate"] @ h) * (layer["up"] @ h)))
     state, found, total = np.zeros(SHAPE.width), [], 0.0
     for i in range(depth):
-        x = norm(rows[i][-1], params["norm"])
+        x = norm(rows[i][-1], params["norm"], POLICY)
         mixed = params["mix"] @ np.concatenate([x, state])
-        logits = params["lm_head"] @ x + params["out"] @ (mixed * sigmoid(mixed))
+        logits = params["lm_head"] @ x + params["out"] @ silu(mixed)
         noise = jitted_gumbel(key, np.int32(n + i + 1), VOCABULARY.tokens.astype(np.uint32))
         logits = logits / temperature + np.asarray(noise, np.float64)
         best = int(np.argmax(logits))
@@ -206,20 +184,6 @@ def test_a_saved_head_is_refused_where_it_does_not_fit(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             make_drafter(name, path=str(tmp_path)).reads(POLICY, None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"depths": [9]}, "depths: 9 is more than block_size 8"),
-        ({"unrolled_steps": 9}, "unrolled_steps: 9 is more than block_size 8"),
-        ({"hidden_weight": 1.0}, "hidden_weight: block's outputs are no hidden states"),
-        ({"variant": "eagle3"}, "variant"),
-    ],
-)
-def test_arguments_that_cannot_be(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        checked("speculation.args", "block", BlockArguments, arguments)
 
 
 def test_a_draft_vocabulary_has_the_ends_of_responses():

@@ -127,19 +127,6 @@ def test_the_gradient_is_that_of_the_plain_sum(which, float64):
             np.testing.assert_allclose(difference, np.sum(gradient * there), rtol=1e-5)
 
 
-def test_a_tie_has_the_gradient_of_either_side():
-    """Where p = q both are at their best, and nothing pulls in any direction that keeps q a distribution."""
-    p = jnp.log(jnp.asarray([0.5, 0.3, 0.2]))
-
-    def logits(x, which):
-        q = jax.nn.log_softmax(x)
-        return losses.coupled(p, q) if which else losses.coupled_at(p, q, jnp.int32(1))
-
-    gradient = jax.jit(jax.grad(logits), static_argnums=1)
-    np.testing.assert_allclose(gradient(p, True), 0.0, atol=0.5)
-    assert np.all(np.isfinite(gradient(p, False)))
-
-
 @functools.partial(jax.jit, static_argnames=("config", "sampling"))
 def opinions(params, config, batch, outputs, sampling):
     """Log-probabilities of the policy's samples [R, T, V], and of the head's at every step [k, R, T, V'], at

@@ -12,7 +12,7 @@ from drafters.eagle.model import init_head
 from drafters.eagle.objective import head_training
 from drafters.eagle.saving import AsyncHeadSaver
 from rljax.errors import CheckpointError
-from tests.drafters.eagle.published import greedy_chain, write_eagle3
+from tests.drafters.eagle.published import attend, greedy_chain, norm, rotate, silu, write_eagle3
 from tests.drafters.eagle.test_block import decode_and_learn, speculator_of
 from tests.drafters.eagle.test_training import ROWS, loss_of, train
 from tests.drafters.eagle.test_training import unrolled as unrolled_program
@@ -111,53 +111,34 @@ def write_speculators_eagle3(directory, policy, tokens=TOKENS, **more):
     return tensors
 
 
-def norm(x, weight):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + POLICY.norm_epsilon) * weight
-
-
-def rotate(x, positions):
-    """x [T, heads, D]."""
-    dim = x.shape[-1]
-    angles = positions[:, None, None] * POLICY.rope_theta ** (-np.arange(0, dim, 2) / dim)
-    first, second = np.split(x, 2, axis=-1)
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def dflash_logits(tensors, embed, features, last):
     """Logits [BLOCK - 1, V'] of one block, as `DFlashDraftModel` computes them.
 
     Args:
       features: [n, layers, d] of the tokens before `last`, which stands at position n.
     """
-    tensors = {name: array.astype(np.float64) for name, array in tensors.items() if name != "t2d"}
+    tensors = {
+        name.removesuffix(".weight"): array.astype(np.float64).T
+        for name, array in tensors.items()
+        if name != "t2d"
+    }
     n, dim = len(features), POLICY.head_dim
-    context = norm(features.reshape(n, -1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    context = norm(features.reshape(n, -1) @ tensors["fc"], tensors["hidden_norm"], POLICY)
     x = np.stack([embed[last], *[embed[MASK]] * (BLOCK - 1)])
     positions = np.arange(n + BLOCK)
     for number in range(2):
-        layer = {name: tensors[f"layers.{number}.{name}.weight"] for name in (
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-            "input_layernorm",
-            "post_attention_layernorm",
-        )}  # fmt: skip
-        h = norm(x, layer["input_layernorm"])
+        prefix = f"layers.{number}."
+        layer = {name.removeprefix(prefix): array for name, array in tensors.items() if prefix in name}
+        h = norm(x, layer["input_layernorm"], POLICY)
         everything = np.concatenate([context, h])  # keys and values of both, queries of the block
-        q = (h @ layer["self_attn.q_proj"].T).reshape(BLOCK, -1, dim)
-        k = (everything @ layer["self_attn.k_proj"].T).reshape(n + BLOCK, -1, dim)
-        v = (everything @ layer["self_attn.v_proj"].T).reshape(n + BLOCK, -1, dim)
-        q = rotate(norm(q, layer["self_attn.q_norm"]), positions[n:])
-        k = rotate(norm(k, layer["self_attn.k_norm"]), positions)
-        k, v = (np.repeat(y, POLICY.num_heads // POLICY.num_kv_heads, axis=1) for y in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        attended = np.einsum("hqk,khd->qhd", shares / shares.sum(axis=-1, keepdims=True), v)
-        x = x + attended.reshape(BLOCK, -1) @ layer["self_attn.o_proj"].T
-        h = norm(x, layer["post_attention_layernorm"])
-        gate = h @ layer["mlp.gate_proj"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["mlp.up_proj"].T)) @ layer["mlp.down_proj"].T
-    return norm(x, tensors["norm.weight"])[1:] @ tensors["lm_head.weight"].T
+        q = (h @ layer["self_attn.q_proj"]).reshape(BLOCK, -1, dim)
+        k, v = ((everything @ layer[f"self_attn.{name}_proj"]).reshape(n + BLOCK, -1, dim) for name in "kv")
+        q = rotate(norm(q, layer["self_attn.q_norm"], POLICY), positions[n:], POLICY)
+        k = rotate(norm(k, layer["self_attn.k_norm"], POLICY), positions, POLICY)
+        x = x + attend(q, k, v) @ layer["self_attn.o_proj"]
+        h = norm(x, layer["post_attention_layernorm"], POLICY)
+        x = x + (silu(h @ layer["mlp.gate_proj"]) * (h @ layer["mlp.up_proj"])) @ layer["mlp.down_proj"]
+    return norm(x, tensors["norm"], POLICY)[1:] @ tensors["lm_head"]
 
 
 def test_dflash_drafts_what_plain_numpy_does(tmp_path):
@@ -181,7 +162,7 @@ def test_dflash_drafts_what_plain_numpy_does(tmp_path):
     assert len(unrolled) == 2
     for slot, n in enumerate(lengths):
         outputs = np.stack([np.asarray(each[slot, n - 1], np.float64) for each in unrolled])
-        logits = norm(outputs, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+        logits = norm(outputs, tensors["norm.weight"], POLICY) @ tensors["lm_head.weight"].T
         np.testing.assert_allclose(logits, expected[slot][:2], rtol=2e-4, atol=2e-4)
 
 
