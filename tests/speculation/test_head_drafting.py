@@ -201,16 +201,6 @@ def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, request
     jax.tree.map(np.testing.assert_array_equal, params, before)
 
 
-def test_training_takes_no_more_of_a_rollout_than_it_may(params, requests):
-    """However many slices are asked for: inside the rollout and at its end together."""
-    few, all_of_them = make_speculator(train_share=1e-9, slices=9), make_speculator(train_below=0, slices=9)
-    for speculator in (few, all_of_them):
-        completions, _ = roll_out(speculator, params, requests)
-        speculator.learn(outcomes(requests, completions))
-    assert few.drafters["eagle"].trainer.updates == 1  # before the first, none had taken any time
-    assert all_of_them.drafters["eagle"].trainer.updates == 9
-
-
 @pytest.mark.parametrize("memory", [{}, {"unread_bytes": 0}])
 def test_long_plain_stretches_do_not_change_tokens(params, requests, expected, memory):
     speculator = make_speculator(slices=0, **memory)
