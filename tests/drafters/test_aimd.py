@@ -15,14 +15,3 @@ def test_windows_by_hand():
     assert windows[everyone].tolist() == [7, 5, 5, 2]  # 8 is too wide
     windows.observe(np.asarray([2, 0]), np.asarray([5, 7]), np.asarray([5, 6]))  # in any order
     assert windows[everyone].tolist() == [2, 5, 7, 2]
-
-
-def test_a_rejection_after_the_widest_window_narrows_it_at_once():
-    windows, one = AimdWindows(1, first=2, step=2, most=32), np.asarray([0])
-    seen = []
-    for _ in range(17):
-        seen.append(int(windows[one][0]))
-        windows.observe(one, windows[one], windows[one])
-    assert seen == [*range(2, 33, 2), 32]
-    windows.observe(one, np.asarray([32]), np.asarray([31]))
-    assert windows[one].tolist() == [2]

@@ -19,7 +19,6 @@ from tests.engines import CONFIGS, lively_params
 
 W4, W8, W8A8 = WeightFormat(4, 128), WeightFormat(8, 0), WeightFormat(8, 0, "int8")
 FORMATS = {"w4": W4, "w4, whole rows": WeightFormat(4, 0), "w8": W8, "w8, groups": WeightFormat(8, 64)}
-SIZES = [128, 192, 257, 64, 1]
 round_off = jax.jit(rtn, static_argnums=(1, 2))
 clip = jax.jit(clipped, static_argnums=(1, 2))
 restore = jax.jit(dequantize)
@@ -48,7 +47,7 @@ def test_a_restored_weight_is_within_half_a_step_of_its_grid(fmt, inputs):
     assert (ours[0] == 0).all() and (quantized.zero is None) == (fmt.bits == 8)
 
 
-@pytest.mark.parametrize("inputs", SIZES)
+@pytest.mark.parametrize("inputs", [192, 257, 1])
 def test_nibbles_come_back(inputs):
     values = np.random.default_rng(0).integers(0, 16, (5, inputs)).astype(np.int8)
     packed = pack_nibbles(jnp.asarray(values))
@@ -69,15 +68,7 @@ def test_clipping_never_has_a_larger_error_than_rounding(fmt):
         assert better.sum() < 0.99 * plain.sum()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows"),
-    [
-        ("float32", 1),
-        ("bfloat16", 7),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("float32", 7), ("bfloat16", 1))),
-        *(pytest.param(dtype, 2, marks=pytest.mark.long) for dtype in ("float32", "bfloat16")),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("bfloat16", 7)])
 @pytest.mark.parametrize("fmt", [*FORMATS.values(), W8A8], ids=[*FORMATS, "w8a8"])
 def test_a_product_is_that_with_the_restored_matrix(fmt, dtype, rows):
     weight = round_off(jnp.asarray(matrix(192)), fmt)
@@ -112,7 +103,7 @@ def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(("name", "quantizer"), [("three", "rtn"), ("one", "rtn"), ("one", "clipped")])
+@pytest.mark.parametrize(("name", "quantizer"), [("three", "clipped"), ("one", "rtn")])
 def test_only_projections_are_stored_anew(name, quantizer):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), lively_params(CONFIGS[name]))
     policy = QuantizedPolicy(W4, quantizer)

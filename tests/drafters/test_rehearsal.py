@@ -24,7 +24,8 @@ def test_nothing_is_compiled_afterwards(name, tmp_path):
                 asked = np.asarray([2, 0], np.int32)
                 queries = Queries(asked, np.full(2, 20 + known, np.int32), np.asarray([7, 3], np.int32), 7)
                 counts = drafter.propose(queries).counts
-                tokens, sampled = some(4, 8)[[3, 1]], np.full(2, 3, np.int32)
+                tokens, sampled = some(2, 16)[:, ::2], np.full(2, 3, np.int32)
+                tokens.flags.writeable = False
                 drafter.observe(Sampled(asked, tokens, sampled, counts, counts, np.zeros(2, bool)))
             drafter.learn([Outcome(prompt, some(12), 1.0) for prompt in prompts])
     assert not recorder.buffer

@@ -85,7 +85,7 @@ def saying(tokens):
     return {"mine": SimpleDrafterAdapter(types.SimpleNamespace(propose=lambda *_: tokens))}
 
 
-@pytest.mark.parametrize("tokens", [None, [1.5], [[1, 2]], "12", 3, [[1], [2, 3]], ["a"], [True]], ids=str)
+@pytest.mark.parametrize("tokens", [None, [1.5], [[1, 2]], "12", [[1], [2, 3]], [True]], ids=str)
 def test_anything_else_than_tokens_stops_the_run(engine, params, requests, tokens):
     kind = type(tokens).__name__
     message = f"speculation.drafter mine: propose returned {kind}.*, expected a list of tokens"

@@ -5,7 +5,6 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
-import jax.numpy as jnp
 import numba
 import numpy as np
 import pytest
@@ -183,7 +182,7 @@ def histories(draw, max_steps=10):
     return forest, reference
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(histories())
 def test_counts_and_weights_are_those_of_all_substrings(history):
     forest, reference = history
@@ -208,7 +207,7 @@ OPTIONS = {
 }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(histories(), st.fixed_dictionaries({}, optional=OPTIONS), st.integers(0, 12))
 def test_proposals_are_the_most_probable_paths(history, options, budget):
     forest, reference = history
@@ -244,7 +243,7 @@ def test_a_chain_follows_the_best_child(history, budget):
         assert count == budget or not [other for other in expected if other[:-1] == path]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(histories(), st.integers(1, 8), st.integers(0, 4))
 def test_by_weight_a_chain_goes_down_one_subtree(history, budget, max_match):
     """Every token is the heaviest behind the whole match with the path so far."""
@@ -309,49 +308,13 @@ def test_many_children_and_large_trees():
     assert proposals.tokens[0, :2].tolist() == [followers[3], followers[3] + 10000]
 
 
-def test_long_repetition_is_counted_and_matched():
-    text = [1] * 3000 + [2] + [1] * 2000
-    forest, ids = _one_prompt(text)
-    assert count_in(forest, 0, (1,) * 2000)[0] == 1001 + 1
-    assert forest.propose(ids, ints(1), 1).match_lengths.tolist() == [2000]
-    limited = SuffixForest(max_match=8)
-    ids = limited.start(ints(limited.add_root()))
-    limited.extend(ids, *padded([text]))
-    assert count_in(limited, 0, (1,) * 9)[0] == 2992 + 1992
-    assert limited.propose(ids, ints(1), 1).match_lengths.tolist() == [8]
-
-
-def test_a_context_that_only_reads_sees_what_came_since():
-    forest, _ = _one_prompt([1, 2, 3])
-    reader = forest.track(ints(0, 0))
-    forest.advance(reader, *padded([[2], [2]]))
-    # Until here a 2 only ever came behind a 1; now the two strings part.
-    forest.extend(forest.start(ints(0)), *padded([[5, 2, 7]]))
-    assert sorted(forest.propose(reader[:1], ints(9), 9).tokens[0, :2].tolist()) == [3, 7]
-    forest.advance(reader[1:], *padded([[7]]))
-    assert forest.propose(reader[1:], ints(9), 9, min_match=0).match_lengths.tolist() == [0]
-    assert forest._lengths[reader[1]] == 2
-
-
-@pytest.mark.parametrize("children", range(650, 1100, 50))
+@pytest.mark.parametrize("children", [650, 850, 1050])
 def test_a_split_of_a_state_with_many_children_finds_room(children):
     forest, _ = _one_prompt(*([1, 2, token] for token in range(10, 10 + children)))
     forest.extend(forest.start(ints(0)), *padded([[3, 2, 9]]))
     assert forest._header[kernels.EDGES] <= kernels.MAX_LOAD * len(forest._table)
     assert count_in(forest, 0, (2, 10 + children - 1)) == (1, 1.0)
     assert count_in(forest, 0, (2,)) == (children + 1, children + 1.0)
-
-
-def test_read_only_and_strided_arrays_compile_nothing_new():
-    forest, ids = _one_prompt([1, 2, 3], [1, 2])
-    forest.propose(ids, ints(1, 1), 1)
-    loops = kernels.extend, draft_loops.propose, kernels.check_batch
-    before = [len(loop.signatures) for loop in loops]
-    frozen = np.arange(8, dtype=np.int32).reshape(2, 4)[:, ::2]
-    frozen.flags.writeable = False
-    forest.extend(ids.astype(np.int64), frozen, jnp.asarray([2, 2]))
-    forest.propose(jnp.asarray(ids), frozen[:, 1], 1)
-    assert [len(loop.signatures) for loop in loops] == before
 
 
 def test_threads_may_ask_at_once():
@@ -382,14 +345,11 @@ def test_memory_is_accounted_for():
     ("call", "message"),
     [
         (lambda f: f.extend(ints(0, 0), np.array([[1, 2], [3, -4]]), ints(2, 2)), r"tokens\[1, 1\]: -4"),
-        (lambda f: f.extend(ints(0), np.array([[1, -1]]), ints(2)), r"tokens\[0, 1\]: -1"),
         (lambda f: f.extend(ints(0), np.array([[2**31]]), ints(1)), "tokens: .* int32"),
         (lambda f: f.extend(ints(0), np.array([[1.5]]), ints(1)), "tokens: float64"),
         (lambda f: f.extend(ints(0), np.array([[1]]), ints(2)), r"counts\[0\]: 2, expected 0 to 1"),
-        (lambda f: f.extend(ints(0), np.array([[1]]), ints(-1)), r"counts\[0\]: -1"),
         (lambda f: f.extend(ints(0), ints(1, 2), ints(1)), r"tokens: shape \[2\]"),
         (lambda f: f.extend(ints(2), np.array([[1]]), ints(1)), "sequences: 2 is not known"),
-        (lambda f: f.extend(ints(-1), np.array([[1]]), ints(1)), "sequences: -1 is not known"),
         (lambda f: f.extend(ints(1), np.array([[1]]), ints(1)), "sequences: 1 was begun with track"),
         (lambda f: f.advance(ints(0), np.array([[1]]), ints(1)), "sequences: 0 was begun with start"),
         (lambda f: f.propose(ints(7), ints(1), 1), "sequences: 7 is not known"),
@@ -398,7 +358,6 @@ def test_memory_is_accounted_for():
         (lambda f: f.propose(ints(0), ints(1), 1, rank="reward"), "rank: 'reward'"),
         (lambda f: f.propose(ints(0), ints(1), 1, novelty=math.nan), "novelty"),
         (lambda f: f.start(ints(1)), "roots: 1 is not known"),
-        (lambda f: f.start(ints(0), np.array([-1.0])), "weights"),
         (lambda f: f.start(ints(0), np.array([math.nan])), "weights"),
         (lambda f: f.track(ints(-1)), "roots: -1 is not known"),
         (lambda f: SuffixForest(max_match=0), "max_match: 0"),
@@ -429,11 +388,10 @@ def test_compiles_without_a_place_for_its_cache(monkeypatch):
 
 @pytest.mark.parametrize("max_match", [None, 4])
 def test_adopted_automata_are_those_that_were_built_in_place(max_match):
-    """State by state and edge by edge, and they grow on."""
+    """Whatever is drafted from them, and they grow on."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 4, (3, 40)).astype(np.int32) for _ in range(5)]
-    weights = np.asarray([1, 2, 5], np.float32)  # sums are exact in any order
-    everything = np.full(3, 40, np.int32)
+    weights, everything = np.asarray([1, 2, 5], np.float32), np.full(3, 40, np.int32)
 
     def grow(forest, text):
         forest.extend(forest.start(np.full(3, forest.add_root()), weights), text, everything)
@@ -443,24 +401,20 @@ def test_adopted_automata_are_those_that_were_built_in_place(max_match):
     for number, text in enumerate(texts):
         grow(here, text)
         assert there.adopt(grow(SuffixForest(max_match), text)) == number
-    grow(here, texts[0])
-    grow(there, texts[0])
-    for forest in (here, there):  # automata that were adopted go on
+    drafted, contexts = [], rng.integers(0, 4, (120, 5))
+    ranks = ("count",) if max_match else ("count", "weight")  # of longer strings, no weights are kept
+    for forest in (here, there):
+        grow(forest, texts[0])
         forest.extend(forest.start(ints(1, 1, 3)), texts[2], everything)
-
-    def edges(forest):
-        return sorted(row for row in forest._table.tolist() if row[kernels.SOURCE] != kernels.FREE)
-
-    np.testing.assert_array_equal(here._header, there._header)
-    mine, theirs = (forest._nodes[: here._header[kernels.STATES]] for forest in (here, there))
-    ways = [name for name in range(kernels.STATE_WIDTH) if name not in (kernels.COUNT, kernels.WEIGHT)]
-    np.testing.assert_array_equal(mine[:, ways], theirs[:, ways])
-    longest = mine[mine[:, kernels.LINK], kernels.LENGTH]
-    counted = longest <= (max_match or LARGE)  # of strings that are longer, no counts are kept
-    np.testing.assert_array_equal(mine[counted], theirs[counted])
-    assert counted.sum() > 50
-    assert edges(here) == edges(there)
-    assert here._roots[:6].tolist() == there._roots[:6].tolist()
+        readers = forest.track(np.repeat(np.arange(6, dtype=np.int32), 20))
+        forest.advance(readers, contexts, np.tile(np.arange(20) % 6, 6))
+        budgets = np.full(120, 12)
+        drafted.append([forest.propose(readers, budgets, 12, rank=rank) for rank in ranks])
+        assert forest.num_tokens == 7 * 3 * 40
+    for mine, theirs in zip(*drafted, strict=True):
+        assert (mine.counts > 0).sum() > 100
+        for name in ("tokens", "parents", "counts", "log_probability", "match_lengths"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
 
 
 def test_an_automaton_of_another_limit_is_not_adopted():

@@ -76,9 +76,9 @@ def test_a_drafter_joins_when_it_is_compiled(params, requests, expected, tmp_pat
             assert speculator.metrics(statistics)["speculation/head/updates"] == 4
 
 
-@pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.long), "small_model"])
-def test_a_follower_leaves_where_its_programs_are_missing(params, requests, expected, tmp_path, name):
+def test_a_follower_leaves_where_its_programs_are_missing(params, requests, expected, tmp_path):
     """It is not compiled for the smaller batch, and drafts again in the next rollout."""
+    name = "small_model"
     with speculator_of(name, params, requests, tmp_path, buckets=SHRINKING) as speculator:
         speculator.decoder.compiler.wait()
         slots, (proposer,), followed = speculator.slots, speculator.proposers, []

@@ -156,13 +156,6 @@ def test_what_is_raised_is_one_short_line(method, ahead):
     assert message.startswith(f"{method} raised ValueError(array([[0., 0., 0.], [0., 0., 0.]")
 
 
-def test_a_method_that_is_missing():
-    drafter = Quiet()
-    drafter.metrics = None
-    message = error_of(speculator(drafter).metrics, DecodeStatistics())
-    assert message.startswith("metrics raised TypeError(")
-
-
 # -- one drafter after another -----------------------------------------------------------------------------
 
 
@@ -196,12 +189,14 @@ def test_drafts_sampled_ahead_are_not_kept_by_those_who_do_not_run_ahead():
     assert not len(again.state()["ahead_tokens"])
 
 
-HISTORIES = ("histospec", "srt", "suffix_decoding")
-
-
-@pytest.mark.parametrize("later", HISTORIES)
-@pytest.mark.parametrize("earlier", HISTORIES)
-@pytest.mark.parametrize("between", [None, "prompt_lookup", "quantized"])
+@pytest.mark.parametrize(
+    ("earlier", "between", "later"),
+    [
+        ("histospec", None, "srt"),
+        ("srt", "prompt_lookup", "suffix_decoding"),
+        ("suffix_decoding", "quantized", "histospec"),
+    ],
+)
 def test_history_passes_from_one_drafter_to_another(earlier, between, later):
     first = speculator(make_drafter(earlier), name=earlier)
     outcomes = [Outcome((1, 2), np.arange(5, 9 + i, dtype=np.int32), float(i)) for i in range(3)]

@@ -27,7 +27,6 @@ from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.noise import request_key
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.warm_up import time_passes
-from tests.drafters.eagle.published import write_eagle3
 from tests.engines import stored_pool
 from tests.speculation.speculators import POOL
 from tests.tiny_policy import CONFIG, HEAD, SLOTS, CheapTimes, assert_same, make_engine, outcomes, spell
@@ -81,12 +80,8 @@ PROMPTS = [(5, 6, 7), (9, 2)]
 
 @pytest.mark.parametrize(
     ("others", "overlap", "head"),
-    [
-        pytest.param((), True, {"variant": "eagle"}, marks=pytest.mark.long),
-        ((), False, {"depths": [1, 3]}),
-        (("srt", "quantized"), True, {}),
-    ],
-    ids=["eagle", "two trees", "three drafters"],
+    [((), False, {"depths": [1, 3]}), (("srt", "quantized"), True, {})],
+    ids=["two trees", "three drafters"],
 )
 def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, others, overlap, head):
     speculator = make_speculator(others, **head)
@@ -102,34 +97,10 @@ def test_the_tokens_are_those_of_plain_decoding(params, requests, expected, othe
     assert metrics["speculation/head/updates"] == 4
 
 
-@pytest.mark.parametrize(("layout", "train"), [("sglang", True), ("vllm", False)])
-def test_with_a_draft_vocabulary_the_tokens_are_those_of_plain_decoding(
-    params, requests, expected, tmp_path, layout, train
-):
-    write_eagle3(tmp_path / "head", CONFIG, np.arange(0, CONFIG.vocab_size, 2), layout)
-    speculator = make_speculator(path=str(tmp_path / "head"), train=train)
-    head = speculator.drafters["eagle"]
-    head._budget.allows = lambda: True
-    for _ in range(2):
-        completions, statistics = roll_out(speculator, params, requests)
-        assert_same(completions, expected)
-        assert statistics.drafted > 0 and statistics.accepted > 0
-        speculator.learn(outcomes(requests, completions))
-    assert head.trainer.params["lm_head"].shape == (CONFIG.vocab_size // 2, CONFIG.hidden_size)
-    if train:
-        metrics = speculator.metrics(statistics)
-        assert metrics["speculation/head/updates"] == 4
-        assert metrics["speculation/head/outside_vocabulary"] > 0
-
-
 @pytest.mark.parametrize(
     ("overlap", "buckets"),
-    [
-        pytest.param(False, BUCKETS, marks=pytest.mark.long),
-        pytest.param(True, BUCKETS, marks=pytest.mark.long),
-        (True, GROWING),
-    ],
-    ids=["in turn", "overlapping", "growing"],
+    [pytest.param(False, BUCKETS, marks=pytest.mark.long), (True, GROWING)],
+    ids=["in turn", "overlapping, growing"],
 )
 def test_nothing_is_compiled_after_warming_up(params, requests, expected, overlap, buckets):
     """Whatever lengths and batches come about, plain stretches in between included."""
@@ -228,16 +199,6 @@ def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, request
     assert statistics.train_seconds > 0 and speculator.drafters["eagle"].trained
     assert speculator.drafters["eagle"].trainer.updates > 0
     jax.tree.map(np.testing.assert_array_equal, params, before)
-
-
-def test_training_takes_no_more_of_a_rollout_than_it_may(params, requests):
-    """However many slices are asked for: inside the rollout and at its end together."""
-    few, all_of_them = make_speculator(train_share=1e-9, slices=9), make_speculator(train_below=0, slices=9)
-    for speculator in (few, all_of_them):
-        completions, _ = roll_out(speculator, params, requests)
-        speculator.learn(outcomes(requests, completions))
-    assert few.drafters["eagle"].trainer.updates == 1  # before the first, none had taken any time
-    assert all_of_them.drafters["eagle"].trainer.updates == 9
 
 
 @pytest.mark.parametrize("memory", [{}, {"unread_bytes": 0}])

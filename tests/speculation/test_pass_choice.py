@@ -1,7 +1,5 @@
 """How much a pass verifies: which nodes of which slots."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -157,8 +155,8 @@ def test_calibration_starts_at_the_drafters_word_and_ends_at_what_happened():
 
 
 def test_a_pass_that_does_not_fit_into_memory_is_never_run(params, requests, expected, monkeypatch):
-    """The device has room for what passes over 8 and 16 rows need, and not for one over 32."""
-    buckets = dataclasses.replace(BUCKETS, cache=(128,), too_large=set())
+    """The device has room for what passes over 16 rows need, and not for one over 32."""
+    buckets = Buckets((4,), (128,), (16, 32), 7)
     engine = make_engine(buckets=buckets)
     tree = empty_tree(4, 7)
     packed = {rows: pack_rows(tree, np.arange(4), rows) for rows in (16, 32)}
@@ -175,7 +173,7 @@ def test_a_pass_that_does_not_fit_into_memory_is_never_run(params, requests, exp
     message = r"a pass over 32 tokens of 4 responses needs \d+ MB where \d+ MB are free: it is left out"
     with pytest.warns(UserWarning, match=message):
         speculator.warm_up(params)
-    assert engine.buckets.passes(4) == [(8, 3), (16, 7)]
+    assert engine.buckets.passes(4) == [(16, 7)]
 
     for _ in range(2):
         completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)

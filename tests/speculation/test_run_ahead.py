@@ -167,7 +167,7 @@ class TimesByBatch(PassTimes):
         assert seconds > 0
 
 
-@pytest.mark.parametrize(("slot", "wide"), [(0.0, True), (1e-9, True), (1e3, False)])
+@pytest.mark.parametrize(("slot", "wide"), [(1e-9, True), (1e3, False)])
 def test_the_batch_stays_wide_where_tokens_ahead_save_more_than_it_costs(engine, params, slot, wide):
     run_ahead = RunAhead(below=MAX_SLOTS, max_share=1.0)
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, MAX_SLOTS, run_ahead, TimesByBatch(slot))
@@ -197,7 +197,7 @@ def test_the_batch_stays_wide_where_tokens_ahead_save_more_than_it_costs(engine,
     _, conservative = Scheduler(engine, MAX_SLOTS, None, unmeasured).run(params, make_requests(2))
     assert (sampled[-1] > conservative.ahead_tokens) == wide
     assert conservative.ahead_pass_seconds == 0
-    assert (statistics.ahead_pass_seconds > 0) == (wide and slot > 0)
+    assert (statistics.ahead_pass_seconds > 0) == wide
 
 
 def sampling_ahead(run_ahead, seconds):
@@ -309,14 +309,12 @@ def test_nothing_is_taken_over_once_the_weights_have_changed(engine, params):
     assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, later)[0])
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_with_other_noise_it_is_found_by_prompt_and_sample(engine, params, resumed):
+def test_with_other_noise_it_is_found_by_prompt_and_sample_also_when_resumed(engine, params):
     ahead = make_requests(1)
     run_ahead, speculator, _ = ran_ahead(engine, params, ahead)
-    if resumed:
-        state, run_ahead = speculator.state(), RunAhead(below=MAX_SLOTS, max_share=1.0)
-        speculator = make_speculator(engine, run_ahead)
-        speculator.load_state(state)
+    state, run_ahead = speculator.state(), RunAhead(below=MAX_SLOTS, max_share=1.0)
+    speculator = make_speculator(engine, run_ahead)
+    speculator.load_state(state)
     keys = [request_key(1, 0, 1, i, 0) for i in range(len(ahead))]
     later = [dataclasses.replace(one, noise_key=key) for one, key in zip(ahead, keys, strict=True)]
     completions, statistics = Scheduler(engine, MAX_SLOTS, None, speculator).run(params, later)

@@ -18,9 +18,8 @@ def speculator_of(engine, **others):
     return Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, times=CheapTimes(), **others)
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
-    params, requests, expected, held_back, overlap
+    params, requests, expected, held_back
 ):
     engine = make_engine(buckets=BUCKETS)
     with speculator_of(engine) as speculator:
@@ -35,7 +34,7 @@ def test_tokens_are_those_of_plain_decoding_whenever_passes_become_ready(
                 held_back.set()
                 speculator.decoder.compiler.thread.join()  # so that the rest of the rollout verifies
 
-        scheduler = Scheduler(engine, SLOTS, speculator=speculator, overlap=overlap)
+        scheduler = Scheduler(engine, SLOTS, speculator=speculator, overlap=True)
         plain, statistics = scheduler.run(params, requests, lambda *_: None)
         assert statistics.verified == 0  # nothing is ready
         assert not any(key[0] == "verify" for key in engine.pool.bytes())

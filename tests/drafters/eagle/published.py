@@ -28,7 +28,7 @@ def write_eagle3(directory, policy: ModelConfig, tokens=None, layout="sglang", l
     def random(*shape):
         return (rng.standard_normal(shape) * shape[-1] ** -0.5 * 1.5).astype(np.float32)
 
-    def norm():
+    def scale():
         return (1 + 0.1 * rng.standard_normal(d)).astype(np.float32)
 
     layer = {
@@ -39,11 +39,11 @@ def write_eagle3(directory, policy: ModelConfig, tokens=None, layout="sglang", l
         "mlp.gate_proj": random(f, d),
         "mlp.up_proj": random(f, d),
         "mlp.down_proj": random(d, f),
-        "input_layernorm": norm(),
-        "hidden_norm": norm(),
-        "post_attention_layernorm": norm(),
+        "input_layernorm": scale(),
+        "hidden_norm": scale(),
+        "post_attention_layernorm": scale(),
     }
-    tensors = {"fc.weight": random(d, 3 * d), "norm.weight": norm()}
+    tensors = {"fc.weight": random(d, 3 * d), "norm.weight": scale()}
     tensors |= {f"midlayer.{name}.weight": array for name, array in layer.items()}
     if tokens is not None:
         tokens = np.asarray(tokens)
@@ -97,7 +97,7 @@ def greedy_chain(
     for _ in range(depth):
         embedded = embed[np.asarray(tokens)]
         output = _outputs(tensors, policy, np.stack(hidden), embedded, norm_before_residual)[-1]
-        logits = tensors["lm_head.weight"] @ _norm(output, tensors["norm.weight"], policy)
+        logits = tensors["lm_head.weight"] @ norm(output, tensors["norm.weight"], policy)
         best = int(np.argmax(logits))
         drafted.append(best + int(tensors["d2t"][best]))
         hidden.append(output)
@@ -105,36 +105,45 @@ def greedy_chain(
     return drafted
 
 
-def _norm(x, weight, policy):
+def norm(x, weight, policy):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + policy.norm_epsilon) * weight
+
+
+def rotate(x, positions, policy):
+    """Queries or keys [T, heads, D] at their positions [T]."""
+    dim = x.shape[-1]
+    angles = positions[:, None, None] * policy.rope_theta ** (-np.arange(0, dim, 2) / dim)
+    low, high = np.split(x, 2, axis=-1)
+    return np.concatenate(
+        [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)], axis=-1
+    )
+
+
+def attend(q, k, v, causal=False):
+    """Outputs [m, heads * D] of queries [m, heads, D] over keys and values [n, kv heads, D]."""
+    k, v = (np.repeat(y, q.shape[1] // k.shape[1], axis=1) for y in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
+    if causal:
+        scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("hqk,khd->qhd", shares / shares.sum(axis=-1, keepdims=True), v).reshape(len(q), -1)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
 
 
 def _outputs(tensors, policy, hidden, embedded, norm_before_residual):
     """Outputs [n, d] of the layer over n pairs, causal."""
-    layer = {name.removeprefix("midlayer."): array for name, array in tensors.items()}
-    n, heads, kv_heads, dim = len(hidden), policy.num_heads, policy.num_kv_heads, policy.head_dim
-    normed = _norm(embedded, layer["input_layernorm.weight"], policy)
-    normed_hidden = _norm(hidden, layer["hidden_norm.weight"], policy)
-    x = np.concatenate([normed, normed_hidden], axis=-1)
-    angles = np.arange(n)[:, None] * policy.rope_theta ** (-np.arange(0, dim, 2) / dim)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-
-    def rotated(y):
-        low, high = np.split(y, 2, axis=-1)
-        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-
-    q = rotated((x @ layer["self_attn.q_proj.weight"].T).reshape(n, heads, dim))
-    k = rotated((x @ layer["self_attn.k_proj.weight"].T).reshape(n, kv_heads, dim))
-    v = (x @ layer["self_attn.v_proj.weight"].T).reshape(n, kv_heads, dim)
-    k, v = (np.repeat(y, heads // kv_heads, axis=1) for y in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
-    scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
-    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares /= shares.sum(axis=-1, keepdims=True)
-    attended = np.einsum("hqk,khd->qhd", shares, v).reshape(n, -1)
+    layer = {
+        name.removeprefix("midlayer.").removesuffix(".weight"): array.T for name, array in tensors.items()
+    }
+    n, dim = len(hidden), policy.head_dim
+    normed_hidden = norm(hidden, layer["hidden_norm"], policy)
+    x = np.concatenate([norm(embedded, layer["input_layernorm"], policy), normed_hidden], axis=-1)
+    q, k, v = ((x @ layer[f"self_attn.{name}_proj"]).reshape(n, -1, dim) for name in "qkv")
+    q, k = (rotate(y, np.arange(n), policy) for y in (q, k))
     residual = normed_hidden if norm_before_residual else hidden
-    residual = residual + attended @ layer["self_attn.o_proj.weight"].T
-    y = _norm(residual, layer["post_attention_layernorm.weight"], policy)
-    gate = y @ layer["mlp.gate_proj.weight"].T
-    up = y @ layer["mlp.up_proj.weight"].T
-    return residual + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+    residual = residual + attend(q, k, v, causal=True) @ layer["self_attn.o_proj"]
+    y = norm(residual, layer["post_attention_layernorm"], policy)
+    return residual + (silu(y @ layer["mlp.gate_proj"]) * (y @ layer["mlp.up_proj"])) @ layer["mlp.down_proj"]

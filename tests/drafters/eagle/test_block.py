@@ -10,46 +10,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.arguments import checked
-from drafters.eagle.arguments import BlockArguments
-from drafters.eagle.drafting import DraftStrategy, empty_state
 from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_shapes, init_head
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.registry import make_drafter, states_read
-from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel, request_key
 from rljax.speculation.speculator import Speculator
-from tests.drafters.eagle.test_drafting import jitted_absorb, jitted_draft
+from tests.drafters.eagle.published import attend, norm, rotate, silu
 from tests.drafters.eagle.tiny import (
-    NUMERICS,
     POLICY,
-    ROPE,
+    begun,
+    chain,
     policy_params,
     policy_states,
     rollouts,
     shared,
 )
-from tests.engines import stored_pool
 from tests.exactness import exact_numerics
+from tests.speculation.speculators import FEW
 from tests.tiny_policy import (
     CONFIG,
-    EOS,
+    HEAD,
     SLOTS,
     CheapTimes,
     assert_same,
+    make_engine,
     make_params,
     make_requests,
     outcomes,
 )
 
-SHAPE = BlockShape(size=5, depth=2, width=24)
+SHAPE = BlockShape(size=3, depth=2, width=24)
 VOCABULARY = DraftVocabulary(np.arange(1, 45)[::-1])
-ARGUMENTS = {"pack_length": 64, "depths": [1, 3], "slices": 2, "block_size": 4, "block_depth": 2}
-ARGUMENTS["unrolled_steps"] = 2
+ARGUMENTS = HEAD | {"block_size": 4}
 jitted_gumbel = jax.jit(gumbel)
 
 
@@ -61,18 +56,6 @@ def noisy(vocabulary=VOCABULARY):
     params = jax.device_get(init_head(config, policy_params(), 5))
     stir = lambda leaf: np.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), np.float32)  # noqa: E731
     return config, jax.device_put(jax.tree.map(stir, params))
-
-
-def norm(x, weight):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + POLICY.norm_epsilon) * weight
-
-
-def rotate(x, positions):
-    """x [T, heads, D]."""
-    table = np.asarray(ROPE, np.float64)[positions][:, None]
-    first, second = np.split(x, 2, axis=-1)
-    cos, sin = table[:, :, 0], table[:, :, 1]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def sigmoid(x):
@@ -89,34 +72,26 @@ def proposed(params, states, tokens, last, key, depth, temperature):
     embed, n, dim = np.asarray(shared()["embed"], np.float64), len(tokens), POLICY.head_dim
     behind = [*tokens[1:], last]
     a = np.concatenate([embed[behind], states[:, :3].reshape(n, -1)], axis=1) @ params["fc"].T
-    context = norm(a, params["context_norm"])
+    context = norm(a, params["context_norm"], POLICY)
     rows = [[a[-1] + params["place"][i]] for i in range(depth)]  # of each position, behind every layer
     for number in range(SHAPE.depth):
         layer = params["layers"][str(number)]
-        keys = rotate((context @ layer["k"].T).reshape(n, -1, dim), np.arange(n))
+        keys = rotate((context @ layer["k"].T).reshape(n, -1, dim), np.arange(n), POLICY)
         values = (context @ layer["v"].T).reshape(n, -1, dim)
         for i in range(depth):
             x = rows[i][-1]
-            h = norm(x, layer["attention_norm"])[None]
-            at = np.asarray([n + i])
-            q, k = (rotate((h @ layer[name].T).reshape(1, -1, dim), at) for name in ("q", "k"))
+            h, at = norm(x, layer["attention_norm"], POLICY)[None], np.asarray([n + i])
+            q, k = (rotate((h @ layer[name].T).reshape(1, -1, dim), at, POLICY) for name in ("q", "k"))
             keys = np.concatenate([keys, k])
             values = np.concatenate([values, (h @ layer["v"].T).reshape(1, -1, dim)])
-            heads = []
-            for head in range(POLICY.num_heads):
-                group = head * POLICY.num_kv_heads // POLICY.num_heads
-                scores = keys[:, group] @ q[0, head] / np.sqrt(dim)
-                shares = np.exp(scores - scores.max())
-                heads.append(shares / shares.sum() @ values[:, group])
-            x = x + layer["o"] @ np.concatenate(heads)
-            h = norm(x, layer["mlp_norm"])
-            gate = layer["gate"] @ h
-            rows[i].append(x + layer["down"] @ (gate * sigmoid(gate) * (layer["up"] @ h)))
+            x = x + layer["o"] @ attend(q, keys, values)[0]
+            h = norm(x, layer["mlp_norm"], POLICY)
+            rows[i].append(x + layer["down"] @ (silu(layer["gate"] @ h) * (layer["up"] @ h)))
     state, found, total = np.zeros(SHAPE.width), [], 0.0
     for i in range(depth):
-        x = norm(rows[i][-1], params["norm"])
+        x = norm(rows[i][-1], params["norm"], POLICY)
         mixed = params["mix"] @ np.concatenate([x, state])
-        logits = params["lm_head"] @ x + params["out"] @ (mixed * sigmoid(mixed))
+        logits = params["lm_head"] @ x + params["out"] @ silu(mixed)
         noise = jitted_gumbel(key, np.int32(n + i + 1), VOCABULARY.tokens.astype(np.uint32))
         logits = logits / temperature + np.asarray(noise, np.float64)
         best = int(np.argmax(logits))
@@ -133,25 +108,17 @@ def test_a_block_proposes_what_plain_numpy_does():
     """Under the noise, at a temperature, behind contexts of two lengths; a shorter draft is its beginning."""
     config, params = noisy()
     tokens, lengths = rollouts(2, 24, 11), (17, 9)
-    positions = np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)
-    states = np.asarray(policy_states(policy_params(), tokens, positions, np.ones_like(tokens), config))
+    states = np.stack(policy_states(config, tokens))
     keys = np.stack([request_key(1, 2), request_key(1, 3)])
-    sampling = SamplingParams(temperature=0.7)
-    state = empty_state(config, 2, 64, jnp.float32)
-    counts = np.asarray(lengths, np.int32)
-    args = (states[:, :23], tokens[:, 1:], counts, ROPE)
-    state = jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
-    for depth in (5, 2):
-        tree = jitted_draft(
-            params, config, shared(), state, counts, keys, ROPE,
-            strategy=DraftStrategy(depth, 1, depth), sampling=sampling, numerics=NUMERICS,
-        )  # fmt: skip
+    state = begun(config, params, tokens, states, lengths)
+    for depth in (3, 2):
+        drafted = chain(config, params, state, lengths, depth, SamplingParams(temperature=0.7), keys)
         for slot, n in enumerate(lengths):
             given = (states[slot, :n].astype(np.float64), tokens[slot, :n], tokens[slot, n])
             expected = proposed(params, *given, keys[slot], depth, 0.7)
-            np.testing.assert_array_equal(tree.tree.tokens[slot], [token for token, _ in expected])
+            np.testing.assert_array_equal(drafted.tree.tokens[slot], [token for token, _ in expected])
             scores = [score for _, score in expected]
-            np.testing.assert_allclose(tree.log_probability[slot], scores, atol=2e-3)
+            np.testing.assert_allclose(drafted.log_probability[slot], scores, atol=2e-3)
 
 
 def test_shapes_are_those_documented():
@@ -165,11 +132,9 @@ def test_shapes_are_those_documented():
         HeadConfig("eagle3", POLICY, block=SHAPE)
 
 
-def make_speculator(numerics, buckets, name, arguments):
+def speculator_of(name, arguments, numerics=None):
     drafters = {name: make_drafter(name, **arguments)}
-    layers = states_read(drafters, CONFIG)
-    pool = stored_pool()
-    engine = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, pool, hidden_layers=layers)
+    engine = make_engine(numerics=numerics, buckets=FEW, hidden_layers=states_read(drafters, CONFIG))
     return Speculator(engine, drafters, SLOTS, times=CheapTimes())
 
 
@@ -189,20 +154,19 @@ def decode_and_learn(speculator, params, requests, expected):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
     """Before and after it has learned; and as another run loads it from where it was saved."""
-    buckets = Buckets((4,), (128,), (16,), 7)
-    numerics = exact_numerics(CONFIG, dtype, buckets)
-    params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
-    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, stored_pool())
+    numerics, params = exact_numerics(CONFIG, dtype, FEW), make_params()
+    requests = make_requests((3, 20, 8), (40, 30, 50))
+    plain = make_engine(numerics=numerics, buckets=FEW)
     expected = Scheduler(plain, SLOTS).run(params, requests)[0]
     saved = {"save_dir": str(tmp_path / "head"), "draft_vocabulary": 48}
-    speculator = make_speculator(numerics, buckets, "block", ARGUMENTS | saved)
+    speculator = speculator_of("block", ARGUMENTS | saved, numerics)
     head = speculator.drafters["block"]
     counted = decode_and_learn(speculator, params, requests, expected)
     assert all(statistics.accepted > 0 for statistics in counted)
     assert head.trainer.updates == 4
     head._saver.wait()
     from_there = {"path": str(tmp_path / "head"), "train": False}
-    loaded = make_speculator(numerics, buckets, "block", ARGUMENTS | from_there)
+    loaded = speculator_of("block", ARGUMENTS | from_there, numerics)
     completions, statistics = Scheduler(loaded.engine, SLOTS, None, loaded).run(params, requests)
     assert_same(completions, expected)
     assert statistics.accepted > 0 and loaded.drafters["block"].config == head.config
@@ -216,24 +180,10 @@ def test_a_saved_head_is_refused_where_it_does_not_fit(tmp_path):
     saver.wait()
     for name, message in (
         ("eagle", "is no head of variant eagle3"),
-        ("block", "depths: 6 is more than the 5 positions"),
+        ("block", "depths: 6 is more than the 3 positions"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_drafter(name, path=str(tmp_path)).reads(POLICY, None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"depths": [9]}, "depths: 9 is more than block_size 8"),
-        ({"unrolled_steps": 9}, "unrolled_steps: 9 is more than block_size 8"),
-        ({"hidden_weight": 1.0}, "hidden_weight: block's outputs are no hidden states"),
-        ({"variant": "eagle3"}, "variant"),
-    ],
-)
-def test_arguments_that_cannot_be(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        checked("speculation.args", "block", BlockArguments, arguments)
 
 
 def test_a_draft_vocabulary_has_the_ends_of_responses():

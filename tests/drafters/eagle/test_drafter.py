@@ -10,7 +10,7 @@ from drafters.arguments import checked
 from drafters.base import DraftRequest, Sampled
 from drafters.eagle import drafter as module
 from drafters.eagle import saving, time_budget
-from drafters.eagle.arguments import EagleArguments
+from drafters.eagle.arguments import BlockArguments, EagleArguments
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.model import HeadConfig
 from drafters.eagle.slots import HeadSlots, PrefilledHead
@@ -212,13 +212,21 @@ def test_a_failed_save_is_told_and_stops_the_run_if_that_is_asked(clock, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("kind", "given", "message"),
     [
-        ({"hidden_weight": 1.0}, "hidden_weight: eagle3's outputs are no hidden states"),
-        ({"variant": "eagle", "cross_entropy_weight": -1.0}, "cross_entropy_weight: should be a finite"),
-        ({"unrolled_steps": 15, "pack_length": 16}, "pack_length: 16 is too short for 15 unrolled steps"),
+        ("eagle", {"hidden_weight": 1.0}, "hidden_weight: eagle3's outputs are no hidden states"),
+        (
+            "eagle",
+            {"variant": "eagle", "cross_entropy_weight": -1.0},
+            "cross_entropy_weight: should be a fin",
+        ),
+        ("eagle", {"unrolled_steps": 15, "pack_length": 16}, "pack_length: 16 is too short for 15 unrolled"),
+        ("block", {"depths": [9]}, "depths: 9 is more than block_size 8"),
+        ("block", {"unrolled_steps": 9}, "unrolled_steps: 9 is more than block_size 8"),
+        ("block", {"hidden_weight": 1.0}, "hidden_weight: block's outputs are no hidden states"),
+        ("block", {"variant": "eagle3"}, "variant"),
     ],
 )
-def test_an_objective_that_cannot_be_is_one_line(given, message):
+def test_arguments_that_cannot_be_are_one_line(kind, given, message):
     with pytest.raises(ConfigError, match=f"^speculation.args.{message}"):
-        checked("speculation.args", "eagle", EagleArguments, given)
+        checked("speculation.args", kind, {"eagle": EagleArguments, "block": BlockArguments}[kind], given)

@@ -3,45 +3,30 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from drafters.eagle.checkpoint import load_head
-from drafters.eagle.drafting import DraftStrategy, empty_state
 from drafters.eagle.model import init_head
 from drafters.eagle.objective import head_training
 from drafters.eagle.saving import AsyncHeadSaver
-from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.errors import CheckpointError
-from rljax.rollout.scheduler import Scheduler
-from rljax.sampling.distribution import SamplingParams
-from tests.drafters.eagle.published import greedy_chain, write_eagle3
-from tests.drafters.eagle.test_block import decode_and_learn, make_speculator
-from tests.drafters.eagle.test_drafting import jitted_absorb, jitted_draft
+from tests.drafters.eagle.published import attend, greedy_chain, norm, rotate, silu, write_eagle3
+from tests.drafters.eagle.test_block import decode_and_learn, speculator_of
 from tests.drafters.eagle.test_training import ROWS, loss_of, train
 from tests.drafters.eagle.test_training import unrolled as unrolled_program
 from tests.drafters.eagle.tiny import (
-    NUMERICS,
     POLICY,
-    ROPE,
+    begun,
+    chain,
     packed_batch,
     policy_params,
     policy_states,
     rollouts,
     shared,
 )
-from tests.engines import stored_pool
-from tests.exactness import exact_numerics
-from tests.tiny_policy import (
-    CONFIG,
-    EOS,
-    SLOTS,
-    make_params,
-    make_requests,
-)
+from tests.tiny_policy import CONFIG, HEAD
 
 TOKENS = np.sort(np.random.default_rng(1).permutation(POLICY.vocab_size)[:40])
 LAYERS = (1, 2, 3, 4)  # DFlash reads any number
@@ -126,70 +111,34 @@ def write_speculators_eagle3(directory, policy, tokens=TOKENS, **more):
     return tensors
 
 
-def norm(x, weight):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + POLICY.norm_epsilon) * weight
-
-
-def rotate(x, positions):
-    """x [T, heads, D]."""
-    dim = x.shape[-1]
-    angles = positions[:, None, None] * POLICY.rope_theta ** (-np.arange(0, dim, 2) / dim)
-    first, second = np.split(x, 2, axis=-1)
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def dflash_logits(tensors, embed, features, last):
     """Logits [BLOCK - 1, V'] of one block, as `DFlashDraftModel` computes them.
 
     Args:
       features: [n, layers, d] of the tokens before `last`, which stands at position n.
     """
-    tensors = {name: array.astype(np.float64) for name, array in tensors.items() if name != "t2d"}
+    tensors = {
+        name.removesuffix(".weight"): array.astype(np.float64).T
+        for name, array in tensors.items()
+        if name != "t2d"
+    }
     n, dim = len(features), POLICY.head_dim
-    context = norm(features.reshape(n, -1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    context = norm(features.reshape(n, -1) @ tensors["fc"], tensors["hidden_norm"], POLICY)
     x = np.stack([embed[last], *[embed[MASK]] * (BLOCK - 1)])
     positions = np.arange(n + BLOCK)
     for number in range(2):
-        layer = {name: tensors[f"layers.{number}.{name}.weight"] for name in (
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-            "input_layernorm",
-            "post_attention_layernorm",
-        )}  # fmt: skip
-        h = norm(x, layer["input_layernorm"])
+        prefix = f"layers.{number}."
+        layer = {name.removeprefix(prefix): array for name, array in tensors.items() if prefix in name}
+        h = norm(x, layer["input_layernorm"], POLICY)
         everything = np.concatenate([context, h])  # keys and values of both, queries of the block
-        q = (h @ layer["self_attn.q_proj"].T).reshape(BLOCK, -1, dim)
-        k = (everything @ layer["self_attn.k_proj"].T).reshape(n + BLOCK, -1, dim)
-        v = (everything @ layer["self_attn.v_proj"].T).reshape(n + BLOCK, -1, dim)
-        q = rotate(norm(q, layer["self_attn.q_norm"]), positions[n:])
-        k = rotate(norm(k, layer["self_attn.k_norm"]), positions)
-        k, v = (np.repeat(y, POLICY.num_heads // POLICY.num_kv_heads, axis=1) for y in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
-        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        attended = np.einsum("hqk,khd->qhd", shares / shares.sum(axis=-1, keepdims=True), v)
-        x = x + attended.reshape(BLOCK, -1) @ layer["self_attn.o_proj"].T
-        h = norm(x, layer["post_attention_layernorm"])
-        gate = h @ layer["mlp.gate_proj"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["mlp.up_proj"].T)) @ layer["mlp.down_proj"].T
-    return norm(x, tensors["norm.weight"])[1:] @ tensors["lm_head.weight"].T
-
-
-def states_of(config, tokens):
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return np.asarray(policy_states(policy_params(), tokens, positions, np.ones_like(tokens), config))
-
-
-def drafted(config, params, tokens, states, lengths, depth):
-    """Greedy chains behind tokens[:, length]."""
-    state, counts = empty_state(config, len(tokens), 64, jnp.float32), jnp.asarray(lengths, jnp.int32)
-    args = (states[:, :-1], tokens[:, 1:], counts, ROPE)
-    state = jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
-    tree = jitted_draft(
-        params, config, shared(), state, counts, None, ROPE, strategy=DraftStrategy(depth, 1, depth),
-        sampling=SamplingParams(temperature=0.0), numerics=NUMERICS,
-    )  # fmt: skip
-    return np.asarray(tree.tree.tokens)
+        q = (h @ layer["self_attn.q_proj"]).reshape(BLOCK, -1, dim)
+        k, v = ((everything @ layer[f"self_attn.{name}_proj"]).reshape(n + BLOCK, -1, dim) for name in "kv")
+        q = rotate(norm(q, layer["self_attn.q_norm"], POLICY), positions[n:], POLICY)
+        k = rotate(norm(k, layer["self_attn.k_norm"], POLICY), positions, POLICY)
+        x = x + attend(q, k, v) @ layer["self_attn.o_proj"]
+        h = norm(x, layer["post_attention_layernorm"], POLICY)
+        x = x + (silu(h @ layer["mlp.gate_proj"]) * (h @ layer["mlp.up_proj"])) @ layer["mlp.down_proj"]
+    return norm(x, tensors["norm"], POLICY)[1:] @ tensors["lm_head"]
 
 
 def test_dflash_drafts_what_plain_numpy_does(tmp_path):
@@ -198,39 +147,41 @@ def test_dflash_drafts_what_plain_numpy_does(tmp_path):
     config, params = load_head(tmp_path / "head", POLICY)
     assert config.variant == "block" and config.layers == LAYERS and config.block.size == BLOCK - 1
     tokens, lengths, embed = rollouts(2, 24, 11), (17, 9), np.asarray(shared()["embed"], np.float64)
-    states = states_of(config, tokens)
+    states = np.stack(policy_states(config, tokens))
+    state = begun(config, params, tokens, states, lengths)
     expected = [
         dflash_logits(tensors, embed, states[slot, :n, :-1].astype(np.float64), tokens[slot, n])
         for slot, n in enumerate(lengths)
     ]
     best = np.stack([TOKENS[logits.argmax(axis=-1)] for logits in expected])
     for depth in (BLOCK - 1, 2):
-        found = drafted(config, params, tokens, states, lengths, depth)
+        found = chain(config, params, state, lengths, depth).tree.tokens
         np.testing.assert_array_equal(found, best[:, :depth])
     batch = packed_batch(config, list(tokens), [[0], [1]], 24)
-    for steps in (BLOCK - 1, 2):
-        unrolled = unrolled_program(config, steps)(params, batch)
-        assert len(unrolled) == steps
-        for slot, n in enumerate(lengths):
-            outputs = np.stack([np.asarray(each[slot, n - 1], np.float64) for each in unrolled])
-            logits = norm(outputs, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
-            np.testing.assert_allclose(logits, expected[slot][:steps], rtol=2e-4, atol=2e-4)
+    unrolled = unrolled_program(config, 2)(params, batch)  # fewer than the block has
+    assert len(unrolled) == 2
+    for slot, n in enumerate(lengths):
+        outputs = np.stack([np.asarray(each[slot, n - 1], np.float64) for each in unrolled])
+        logits = norm(outputs, tensors["norm.weight"], POLICY) @ tensors["lm_head.weight"].T
+        np.testing.assert_allclose(logits, expected[slot][:2], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_eagle3_drafts_what_plain_numpy_does(normed, tmp_path):
-    tensors = write_speculators_eagle3(tmp_path / "head", POLICY, norm_before_residual=normed)
+def test_eagle3_drafts_what_plain_numpy_does(tmp_path):
+    """With the key of this format that changes the layer: `test_draft_vocabulary.py` has heads without it."""
+    tensors = write_speculators_eagle3(tmp_path / "head", POLICY, norm_before_residual=True)
     config, params = load_head(tmp_path / "head", POLICY)
-    assert config.variant == "eagle3" and config.norm_before_residual == normed
+    assert config.variant == "eagle3" and config.norm_before_residual
     assert config.layers == (1, 2, 3)  # nothing is said: vLLM's
-    tokens, n, depth = rollouts(1, 24, 11), 17, 4
-    states = states_of(config, tokens)
+    tokens, counts, depth = rollouts(2, 24, 11), (17, 9), 4
+    states = np.stack(policy_states(config, tokens))
+    drafted = chain(config, params, begun(config, params, tokens, states, counts), counts, depth)
     embed = np.asarray(shared()["embed"], np.float64)
-    given = (embed, states[0, :n, :3].astype(np.float64), tokens[0, 1 : n + 1], depth)
-    expected = greedy_chain(tensors, POLICY, *given, norm_before_residual=normed)
-    assert drafted(config, params, tokens, states, (n,), depth)[0].tolist() == expected
-    other = greedy_chain(tensors, POLICY, *given, norm_before_residual=not normed)
-    assert expected != other  # so that the test tells them apart
+    for slot, n in enumerate(counts):
+        features, behind = states[slot, :n, :3].astype(np.float64), tokens[slot, 1 : n + 1]
+        expected, other = (
+            greedy_chain(tensors, POLICY, embed, features, behind, depth, normed) for normed in (True, False)
+        )
+        assert drafted.tree.tokens[slot].tolist() == expected != other  # so that the test tells them apart
 
 
 def test_the_whole_vocabulary_is_the_policys(tmp_path):
@@ -244,10 +195,9 @@ def test_the_whole_vocabulary_is_the_policys(tmp_path):
 def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
     write_dflash(tmp_path / "head", POLICY, layers=(1, 3), tokens=None)
     config, _ = load_head(tmp_path / "head", POLICY)
-    params = init_head(config, policy_params(), 0)
-    training = head_training("block", 3)
-    state, _ = train(config, params, training, 80)
-    unseen = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
+    params, training = init_head(config, policy_params(), 0), head_training("block", 2)
+    state, _ = train(config, params, training, 60)
+    unseen = packed_batch(config, rollouts(8, 48, 99), ROWS, 96)
     before, after = (loss_of(config, training)(each, unseen)[1] for each in (params, state.params))
     assert after["coupled_length"] > before["coupled_length"] + 0.15
     saver = AsyncHeadSaver(tmp_path / "saved")
@@ -258,32 +208,22 @@ def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, state.params)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "train"),
-    [
-        pytest.param("block", True, marks=pytest.mark.long),
-        ("block", False),
-        ("eagle", True),
-        ("eagle", False),
-    ],
-)
-def test_the_tokens_are_those_of_plain_decoding(drafter, train, tmp_path):
-    """Frozen, and trained on."""
-    args = {"path": str(tmp_path / "head"), "pack_length": 64, "depths": [1, 3], "slices": 2, "train": train}
-    args["unrolled_steps"] = 2
+@pytest.mark.parametrize("drafter", ["block", "eagle"])
+def test_the_tokens_are_those_of_plain_decoding(drafter, tmp_path, params, requests, expected):
+    """Frozen; and trained on, over a draft vocabulary."""
+    args = {"path": str(tmp_path / "head"), "train": drafter == "eagle"}
     if drafter == "block":
         write_dflash(tmp_path / "head", CONFIG, layers=(0, 1), tokens=None)
         args["block_size"] = BLOCK - 1
     else:
         write_speculators_eagle3(tmp_path / "head", CONFIG, np.arange(40), norm_before_residual=True)
-    buckets = Buckets((4,), (128,), (16,), 7)
-    numerics = exact_numerics(CONFIG, "float32", buckets)
-    params, requests = make_params(), make_requests((3, 20, 8), (40, 30, 50))
-    plain = DecodeEngine(CONFIG, numerics, SamplingParams(), buckets, (EOS,), 16, stored_pool())
-    expected = Scheduler(plain, SLOTS).run(params, requests)[0]
-    speculator = make_speculator(numerics, buckets, drafter, args)
-    decode_and_learn(speculator, params, requests, expected)
-    assert speculator.drafters[drafter].trainer.updates == (4 if train else 0)
+    speculator = speculator_of(drafter, HEAD | args)
+    counted = decode_and_learn(speculator, params, requests, expected)
+    head, metrics = speculator.drafters[drafter], speculator.metrics(counted[-1])
+    assert head.trainer.updates == (4 if args["train"] else 0)
+    if args["train"]:
+        assert head.trainer.params["lm_head"].shape == (40, CONFIG.hidden_size)
+        assert counted[-1].accepted > 0 and metrics["speculation/head/outside_vocabulary"] > 0
 
 
 def changed(directory, layer=None, **own):

@@ -27,10 +27,15 @@ LENGTHS = (40, 33, 21, 40, 12, 5, 28, 37)
 @functools.cache
 def sequences(variant):
     """(tokens, states, response_mask) of rollouts, all but the first two tokens responses."""
-    head, tokens = HeadConfig(variant, POLICY), rollouts(len(LENGTHS), 40)
-    positions = np.broadcast_to(np.arange(40), tokens.shape)
-    states = np.asarray(policy_states(policy_params(), tokens, positions, np.ones_like(tokens), head))
-    return [(tokens[i, :n], states[i, :n], np.arange(n) >= 2) for i, n in enumerate(LENGTHS)]
+    tokens = [row[:n] for row, n in zip(rollouts(len(LENGTHS), 40), LENGTHS, strict=True)]
+    states = policy_states(HeadConfig(variant, POLICY), tokens)
+    return [(*pair, np.arange(n) >= 2) for *pair, n in zip(tokens, states, LENGTHS, strict=True)]
+
+
+def long_sequence():
+    """As long as three of them, and longer than two rows."""
+    tokens, states, _ = zip(*(sequences("eagle")[i] for i in (0, 1, 7)), strict=True)
+    return np.concatenate(tokens), np.concatenate(states)
 
 
 def make(
@@ -58,12 +63,11 @@ def held(trainer):
     return trainer.state()["buffer.lengths"].tolist()
 
 
-@pytest.mark.parametrize("variant", ["eagle", pytest.param("eagle3", marks=pytest.mark.long)])
-def test_slices_learn_and_touch_nothing_else(variant):
+def test_slices_learn_and_touch_nothing_else():
     """The policy's arrays, the params handed out before, and those the trainer was given keep their bits."""
-    policy, given = policy_params(), init_head(HeadConfig(variant, POLICY), policy_params(), 0)
+    policy, given = policy_params(), init_head(HeadConfig("eagle", POLICY), policy_params(), 0)
     before = jax.tree.map(np.array, policy)
-    trainer = make(variant)
+    trainer = make()
     fill(trainer, range(len(LENGTHS)))
     handed_out = trainer.params
     losses = [trainer.slice(shared())["loss"] for _ in range(30)]
@@ -104,14 +108,14 @@ def test_the_step_before_comes_first_with_its_long_ones():
 
 
 def test_a_resumed_trainer_continues_bit_for_bit(tmp_path):
-    trainer = make("hass")
+    trainer = make()
     fill(trainer, range(4))
     for _ in range(2):
         trainer.slice(shared())
     fill(trainer, range(4, 8), step=2)
     trainer.slice(shared())  # in the middle of a pass
     np.savez(tmp_path / "state.npz", **trainer.state())
-    resumed = make("hass", seed=0)
+    resumed = make(seed=0)
     with np.load(tmp_path / "state.npz") as arrays:
         resumed.load_state(dict(arrays))
     for _ in range(6):
@@ -204,28 +208,26 @@ def test_windows_hold_every_start_with_all_its_steps(length, pack_length, overla
 
 
 def test_a_long_sequence_is_cut():
-    trainer = make(pack_length=16)  # two steps unrolled: overlaps of 3
-    tokens, states, mask = sequences("eagle")[0]
+    trainer = make()  # two steps unrolled: overlaps of 3
+    tokens, states = long_sequence()
     trainer.begin_step(1)
-    trainer.add(tokens, states, mask)
-    state = trainer.state()
-    cut = windows(40, 16, 3)
+    trainer.add(tokens, states, np.arange(110) >= 2)
+    state, cut = trainer.state(), windows(110, 48, 3)
     assert held(trainer) == [each.stop - each.start for each in cut] and len(cut) > 2
     np.testing.assert_array_equal(state["buffer.tokens"], np.concatenate([tokens[each] for each in cut]))
     stored = np.concatenate([states[each].reshape(-1) for each in cut])
     np.testing.assert_array_equal(state["buffer.states"].view(np.float32), stored)
-    assert trainer.slice(shared())["skipped"] == 0
     trainer.begin_step(3)
-    trainer.add(tokens, states, np.arange(40) >= 30)  # windows of the prompt alone teach nothing
-    assert held(trainer) == [each.stop - each.start for each in cut if each.stop > 30]
+    trainer.add(tokens, states, np.arange(110) >= 100)  # windows of the prompt alone teach nothing
+    assert held(trainer) == [each.stop - each.start for each in cut if each.stop > 100]
 
 
 def test_a_window_is_a_sequence_of_its_own():
     """Of the later part, a trainer with short rows learns what one that is given only that part learns."""
-    tokens, states, _ = sequences("eagle")[0]
-    _, late, last = windows(40, 16, 3)
-    mask = (np.arange(40) >= 16) & (np.arange(40) < last.start + 2)  # only `late` can predict these
-    whole, part = make(pack_length=16), make(pack_length=16)
+    tokens, states = long_sequence()
+    _, late, last = windows(110, 48, 3)
+    mask = (np.arange(110) >= 48) & (np.arange(110) < last.start + 2)  # only `late` can predict these
+    whole, part = make(), make()
     whole.begin_step(1)
     whole.add(tokens, states, mask)
     part.begin_step(1)

@@ -18,11 +18,8 @@ from drafters.eagle.unrolling import unroll
 from rljax.models import transformer
 from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
 
-STEPS = 3
-EVERY_VARIANT = pytest.mark.parametrize(
-    "variant", [pytest.param(each, marks=pytest.mark.long) for each in ("eagle", "hass")] + ["eagle3"]
-)
-ROWS = [[2 * r, 2 * r + 1] for r in range(8)]
+ROWS = [[2 * r, 2 * r + 1] for r in range(4)]
+TRAINING = dataclasses.replace(published_training("eagle3"), steps=2, reverse_kl_weight=0.5, lk_weight=0.5)
 
 
 def optimizer(rate=3e-3):
@@ -73,13 +70,11 @@ def test_an_untrained_head_answers_one_token_late():
     assert here < 0.7 * later
 
 
-@EVERY_VARIANT
-def test_segments_do_not_see_each_other(variant):
+def test_segments_do_not_see_each_other():
     """Poison one segment, tokens and states; outputs and gradients of the others stay the same bits."""
-    config, params = head_of(variant)
+    config, params = head_of("eagle3")
     batch = packed_batch(config, sequences(), [[0, 2], [1, 4, 5]], 64)
-    poisoned = np.asarray((batch.segment_ids == 1) & (jnp.arange(2)[:, None] == 0))  # sequence 0
-    poisoned = poisoned | np.asarray((batch.segment_ids == 2) & (jnp.arange(2)[:, None] == 1))  # sequence 4
+    poisoned = np.asarray(batch.segment_ids) == np.asarray([[1], [2]])  # sequences 0 and 4
     other = dataclasses.replace(
         batch,
         tokens=jnp.where(poisoned, (batch.tokens + 7) % 48, batch.tokens),
@@ -88,36 +83,33 @@ def test_segments_do_not_see_each_other(variant):
     )
     batch = dataclasses.replace(batch, response_mask=batch.response_mask & ~poisoned)
     mine = ~poisoned & np.asarray(batch.segment_ids > 0)
-    run = functools.partial(unrolled(config, STEPS), params)
+    run = functools.partial(unrolled(config, 2), params)
     for before, after in zip(run(batch), run(other), strict=True):
         np.testing.assert_array_equal(np.asarray(before)[mine], np.asarray(after)[mine])
         assert not np.array_equal(np.asarray(before)[poisoned], np.asarray(after)[poisoned])
-    gradients = [
-        gradient_of(config, HeadTraining(steps=STEPS))(params, b, shared())[0] for b in (batch, other)
-    ]
+    gradients = [gradient_of(config, TRAINING)(params, b, shared())[0] for b in (batch, other)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *gradients)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["eagle3", "block"])
 def test_where_a_sequence_lies_does_not_matter(variant):
     config, params = head_of(variant)
-    alone = packed_batch(config, sequences(), [[2]], 64)
-    packed = packed_batch(config, sequences(), [[4, 2, 5]], 64)
+    alone, packed = (packed_batch(config, sequences(), [row, [1]], 64) for row in ([2], [4, 2, 5]))
     first = len(sequences()[4])
-    for a, b in zip(*(unrolled(config, STEPS)(params, each) for each in (alone, packed)), strict=True):
-        n = len(sequences()[2]) - STEPS
+    for a, b in zip(*(unrolled(config, 2)(params, each) for each in (alone, packed)), strict=True):
+        n = len(sequences()[2]) - 2
         np.testing.assert_allclose(a[0, :n], b[0, first : first + n], atol=2e-4)
 
 
 def test_the_head_does_not_see_what_it_should_predict():
     """Step j at s knows tokens up to s + j + 1 and states up to s."""
-    config, params = head_of("hass")
-    batch = packed_batch(config, sequences(), [[0]], 64)
+    config, params = head_of("eagle3")
+    batch = packed_batch(config, sequences(), [[0], [1]], 64)
     s = 10
-    run = functools.partial(unrolled(config, STEPS), params)
+    run = functools.partial(unrolled(config, 2), params)
     reference = run(batch)
     later_states = batch.states.at[:, s + 1 :].add(3.0)
-    for j in range(STEPS):
+    for j in range(2):
         later_tokens = batch.tokens.at[:, s + j + 2 :].set(0)
         changed = run(dataclasses.replace(batch, tokens=later_tokens, states=later_states))
         np.testing.assert_array_equal(reference[j][:, s], changed[j][:, s])
@@ -147,7 +139,7 @@ def test_the_loss_by_a_plain_loop():
         steps=2, step_decay=0.5, hidden_weight=1.0, cross_entropy_weight=0.1, logit_chunk=37
     )
     members = [[0, 4], [1]]
-    batch = packed_batch(config, sequences(), members, 60)
+    batch = packed_batch(config, sequences(), members, 64)
     value, metrics = loss_of(config, training)(params, batch)
     outputs = unrolled(config, 2)(params, batch)
     log_p, log_q = log_probabilities(config, params, batch, outputs)
@@ -178,64 +170,53 @@ def test_the_loss_by_a_plain_loop():
     assert metrics["starts"] == len(lengths)
 
 
-@EVERY_VARIANT
-def test_the_policy_is_not_touched(variant):
-    """All of the head learns, no gradient reaches the shared weights, a step leaves their bits alone."""
-    config, params = head_of(variant)
-    training = dataclasses.replace(published_training(variant), steps=2, reverse_kl_weight=0.5, lk_weight=0.5)
-    batch = packed_batch(config, sequences(), [[0, 2]], 64)
-    own, policys = gradient_of(config, training)(params, batch, shared())
+def test_a_step_is_the_gradient_of_the_whole_head_and_of_nothing_else():
+    """No gradient reaches the shared weights, and with plain SGD the update is the gradient."""
+    config, params = head_of("eagle3")
+    batch = packed_batch(config, sequences(), [[0, 2], [1]], 64)
+    own, policys = gradient_of(config, TRAINING)(params, batch, shared())
     assert all(np.any(leaf) for leaf in jax.tree.leaves(own))
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(policys))
-    before = jax.tree.map(np.array, policy_params())
-    tx = optimizer()
+    before, tx = jax.tree.map(np.array, policy_params()), optax.sgd(1.0)
+    expected = jax.tree.map(lambda p, g: np.asarray(p - g), params, own)
     state, metrics = jitted_train_step(
-        init_state(params, tx), batch, shared(), ROPE, config, training, tx, NUMERICS
+        init_state(params, tx), batch, shared(), ROPE, config, TRAINING, tx, NUMERICS
     )
     jax.tree.map(np.testing.assert_array_equal, before, policy_params())
-    assert jax.tree.map(jnp.shape, state.params) == head_shapes(config)
     assert np.isfinite(metrics["loss"]) and int(state.updates) == 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
 
 
 def train(config, params, training, updates):
     """The state after some updates on four batches of rollouts in turn, and the metrics of the last."""
     tx = optimizer(1e-2)
     state = init_state(params, tx)
-    batches = [packed_batch(config, list(rollouts(16, 48, seed)), ROWS, 96) for seed in range(4)]
+    batches = [packed_batch(config, rollouts(8, 48, seed), ROWS, 96) for seed in range(4)]
     for update in range(updates):
         batch = batches[update % 4]
         state, metrics = jitted_train_step(state, batch, shared(), ROPE, config, training, tx, NUMERICS)
     return state, metrics
 
 
-@EVERY_VARIANT
+@pytest.mark.parametrize("variant", ["eagle3", pytest.param("hass", marks=pytest.mark.long)])
 def test_a_head_learns_its_policy(variant):
     """On rollouts it has not seen: the next token, and as many behind it as it was trained for."""
     config, params = head_of(variant)
-    steps = {"eagle": 1, "hass": 2, "eagle3": 2}[variant]
-    training = dataclasses.replace(published_training(variant), steps=steps)
+    training = dataclasses.replace(published_training(variant), steps=2)
     state, _ = train(config, params, training, 80)
-    held_out = packed_batch(config, list(rollouts(16, 48, 99)), ROWS, 96)
+    held_out = packed_batch(config, rollouts(8, 48, 99), ROWS, 96)
     after = loss_of(config, training)(state.params, held_out)[1]
     before = loss_of(config, training)(params, held_out)[1]
-    for step in range(1, steps + 1):
+    for step in (1, 2):
         assert after[f"agreement/{step}"] > before[f"agreement/{step}"] + 0.15
     assert after["accept_length"] > before["accept_length"] + 0.15
 
 
-def test_training_is_deterministic():
-    config, params = head_of("eagle3")
-    training = dataclasses.replace(published_training("eagle3"), steps=2)
-    first, second = (train(config, params, training, 3) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, second)
-
-
-@pytest.mark.parametrize("block", [16, 24])
-def test_blocks_of_queries_change_nothing(block, monkeypatch):
+def test_blocks_of_queries_change_nothing(monkeypatch):
     config, params = head_of("hass")
-    batch = packed_batch(config, sequences(), [[0, 2]], 64)
+    batch = packed_batch(config, sequences(), [[0, 2], [1]], 64)
     whole = unrolled(config, 2)(params, batch)[1]
-    monkeypatch.setattr(unrolling_module, "_QUERY_BLOCK", block)
+    monkeypatch.setattr(unrolling_module, "_QUERY_BLOCK", 24)  # the last one is shorter
     in_blocks = unrolled.__wrapped__(config, 2)(params, batch)[1]
     np.testing.assert_allclose(whole, in_blocks, atol=2e-5)
 
@@ -249,16 +230,3 @@ def test_init_has_the_documented_shapes_and_eagle3_no_hidden_loss():
     batch = packed_batch(config, sequences(), [[0]], 64)
     with pytest.raises(ValueError, match="hidden_weight"):
         head_loss(params, config, HeadTraining(hidden_weight=1.0), shared(), batch, ROPE, NUMERICS)
-
-
-def test_optax_is_what_updates():
-    """With plain SGD, the update is the gradient."""
-    config, params = head_of("eagle")
-    tx, training = optax.sgd(1.0), published_training("eagle")
-    batch = packed_batch(config, sequences(), [[0]], 64)
-    gradient, _ = gradient_of(config, training)(params, batch, shared())
-    expected = jax.tree.map(lambda p, g: p - g, params, gradient)
-    state, _ = jitted_train_step(
-        init_state(params, tx), batch, shared(), ROPE, config, training, tx, NUMERICS
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)

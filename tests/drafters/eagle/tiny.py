@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafters.eagle.drafting import append_pairs, compute_pairs
+from drafters.eagle.drafting import DraftStrategy, append_pairs, compute_pairs, draft, empty_state
 from drafters.eagle.model import HeadConfig, shared_params
 from drafters.eagle.unrolling import HeadBatch
 from rljax.models import transformer
@@ -14,6 +14,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
+from rljax.sampling.distribution import SamplingParams
 
 # Qwen3 in everything in which it differs from the head's Llama layer.
 POLICY = ModelConfig("qwen3", 48, 32, 4, 4, 2, 16, 64, qk_norm=True, max_positions=256)
@@ -35,55 +36,90 @@ def shared():
     return shared_params(policy_params(), POLICY)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def policy_states(params, tokens, positions, segment_ids, config: HeadConfig):
-    """States [R, T, S, d] as the policy hands them over."""
-    attention = PackedAttention(segment_ids, NUMERICS)
+SEQUENCES, LENGTH = 16, 48
+# One shape, for one program of each.
+_NUMBERS = jnp.broadcast_to(jnp.arange(LENGTH)[None], (SEQUENCES, LENGTH))
+_ALONE = PackedAttention(jnp.ones((SEQUENCES, LENGTH), jnp.int32), NUMERICS)
+
+
+@jax.jit
+def _states(params, tokens):
+    layers = range(POLICY.num_layers + 1)
     final, _, residuals = transformer.forward_with_residuals(
-        params, POLICY, tokens, positions, attention, ROPE, NUMERICS, config.layers
+        params, POLICY, tokens, _NUMBERS, _ALONE, ROPE, NUMERICS, layers
     )
     return jnp.stack([*residuals, final], axis=2)
 
 
+def policy_states(config: HeadConfig, sequences) -> list[np.ndarray]:
+    """States [T, S, d] of every sequence, as the policy hands them over."""
+    tokens = np.zeros((SEQUENCES, LENGTH), np.int32)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = sequence
+    found = np.asarray(_states(policy_params(), tokens))[:, :, [*config.layers, -1]]
+    return [found[row, : len(sequence)] for row, sequence in enumerate(sequences)]
+
+
+@jax.jit
+def _sample(params, tokens, index, key):
+    hidden, _ = transformer.forward(params, POLICY, tokens, _NUMBERS, _ALONE, ROPE, NUMERICS)
+    logits = transformer.logits(params, POLICY, hidden[:, index], NUMERICS)
+    return tokens.at[:, index + 1].set(jax.random.categorical(key, logits).astype(jnp.int32))
+
+
 @functools.cache
-def rollouts(count: int, length: int, seed: int = 0) -> np.ndarray:
-    """Tokens int32 [count, length], sampled from the policy at temperature 1 behind one random token."""
-    params = policy_params()
-    positions = jnp.broadcast_to(jnp.arange(length)[None], (count, length))
-    ones = jnp.ones((count, length), jnp.int32)
-
-    @jax.jit
-    def step(tokens, index, key):
-        attention = PackedAttention(ones, NUMERICS)
-        hidden, _ = transformer.forward(params, POLICY, tokens, positions, attention, ROPE, NUMERICS)
-        logits = transformer.logits(params, POLICY, hidden[:, index], NUMERICS)
-        return tokens.at[:, index + 1].set(jax.random.categorical(key, logits).astype(jnp.int32))
-
-    tokens = jnp.zeros((count, length), jnp.int32)
-    tokens = tokens.at[:, 0].set(jnp.arange(count, dtype=jnp.int32) % POLICY.vocab_size)
-    for index in range(length - 1):
-        tokens = step(tokens, index, jax.random.fold_in(jax.random.key(seed), index))
+def _rollouts(seed):
+    tokens = jnp.asarray(np.arange(SEQUENCES, dtype=np.int32)[:, None] * (np.arange(LENGTH) == 0), jnp.int32)
+    for index, key in enumerate(jax.random.split(jax.random.key(seed), LENGTH - 1)):
+        tokens = _sample(policy_params(), tokens, np.int32(index), key)
     return np.asarray(tokens)
+
+
+def rollouts(count: int, length: int, seed: int = 0) -> np.ndarray:
+    """Tokens int32 [count, length], sampled from the policy at temperature 1 behind one token."""
+    return _rollouts(seed)[:count, :length]
 
 
 def packed_batch(config: HeadConfig, sequences: list[np.ndarray], rows: list[list[int]], length: int):
     """A HeadBatch with the given sequences in each row, all but their first 2 tokens responses."""
-    shape = (len(rows), length)
+    shape, of_policy = (len(rows), length), policy_states(config, sequences)
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
-    mask = np.zeros(shape, bool)
+    mask, states = np.zeros(shape, bool), np.zeros((*shape, config.states, POLICY.hidden_size), np.float32)
     for r, members in enumerate(rows):
         start = 0
         for number, member in enumerate(members):
             n = len(sequences[member])
             here = np.s_[r, start : start + n]
             tokens[here], positions[here], segments[here] = sequences[member], np.arange(n), number + 1
+            states[here] = of_policy[member]
             mask[r, start + 1 : start + n - 1] = True
             start += n
-    states = policy_states(policy_params(), tokens, positions, segments, config)
-    return HeadBatch(*(jnp.asarray(x) for x in (tokens, positions, segments, mask)), states)
+    return HeadBatch(*map(jnp.asarray, (tokens, positions, segments, mask, states)))
 
 
 def absorb(params, config, shared, state, states, tokens, counts, rope, numerics, attended=None):
     """The state with the pairs appended."""
     args = (states, tokens, counts, rope, numerics, attended)
     return append_pairs(state, compute_pairs(params, config, shared, state, *args), numerics)
+
+
+STATIC = ("config", "numerics", "attended")
+jitted_absorb = jax.jit(absorb, static_argnames=STATIC, donate_argnames=("state",))
+jitted_draft = jax.jit(draft, static_argnames=(*STATIC, "strategy", "sampling"))
+PAIRS = 20  # of two slots, the most that one program absorbs
+
+
+def begun(config, params, tokens, states, counts):
+    """The state of two slots behind the first pairs of tokens [2, > PAIRS]."""
+    state, counts = empty_state(config, 2, 64, jnp.float32), np.asarray(counts, np.int32)
+    args = (states[:, :PAIRS], tokens[:, 1 : PAIRS + 1], counts, ROPE)
+    return jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
+
+
+def chain(config, params, state, counts, depth, sampling=None, keys=None):
+    """A chain behind every slot, as a `draft` has it: greedy by default."""
+    sampling = SamplingParams(temperature=0.0) if sampling is None else sampling
+    return jitted_draft(
+        params, config, shared(), state, np.asarray(counts, np.int32), keys, ROPE,
+        strategy=DraftStrategy(depth, 1, depth), sampling=sampling, numerics=NUMERICS,
+    )  # fmt: skip
