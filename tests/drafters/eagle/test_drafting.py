@@ -11,7 +11,7 @@ import pytest
 from drafters.eagle.drafting import DraftStrategy, draft, empty_state, forget
 from drafters.eagle.drafting_behind import draft_behind
 from drafters.eagle.model import HeadConfig, head_logits, init_head
-from drafters.eagle.objective import VARIANTS, published_training
+from drafters.eagle.objective import published_training
 from drafters.eagle.training import head_loss
 from drafters.eagle.unrolling import HeadBatch, unroll
 from rljax.engine.draft_tree import with_root
