@@ -121,7 +121,7 @@ class CompanionEngine(DecodeEngine):
         told = jnp.asarray(sizes.copy())  # as in `extend`
         target = target.replace(cache=None, sampling=None)
         args = (params, cache, target, told, self._rope, np.int32(steps))
-        key = ("draft_for", cache.batch, cache.length, columns, with_proposal, vocab_size, *self._key)
+        key = ("draft_for", cache.batch, cache.length, columns, with_proposal, vocab_size, *self.program_key)
         return CompiledCall(self.pool.get(key, draft, args, donate_argnums=(1,)), args)
 
     def compile_draft_for(

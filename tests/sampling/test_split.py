@@ -237,7 +237,7 @@ weights = engine.param_shapes(engine.load_params(init_params(engine.config, 0)))
 state, tree = engine.state_shapes(SLOTS, LENGTH), empty_tree(SLOTS, 3)
 rows = pack_rows(tree, np.arange(SLOTS), 32)
 programs = {
-    "generate": (SLOTS, engine._generating(weights, state, 1, 0)[0]),
+    "generate": (SLOTS, engine._generating(weights, state, 1, 0, False)[0]),
     "verify": (32, engine._verifying(weights, state, tree, rows, None)[0]),
     "draft": (SLOTS, engine._drafting(weights, state, 1, False)[0]),
 }

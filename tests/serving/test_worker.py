@@ -173,7 +173,7 @@ def test_weights_are_swapped_while_requests_run(make_worker, engine, requests, e
     def swap(_):  # from the worker's thread, so that the position is known
         if not swapped:
             worker.load_params(other, 7)
-            swapped.append(len(running.job.tokens))
+            swapped.append(len(running.job.response.tokens))
 
     running = Collected(requests[-1], on_piece=swap)
     worker.submit([running.job])

@@ -171,7 +171,7 @@ for weights in ("replicated", "fsdp"):
         WIDE, outlined, SamplingParams(), Buckets((8,), (64,)), (EOS,), 4,
         mesh=make_mesh(MeshConfig(fsdp=8)), weights=weights,
     )
-    program, _ = engine._generating(engine.load_params(params), engine.init_state(8, 64), 0, 0)
+    program, _ = engine._generating(engine.load_params(params), engine.init_state(8, 64), 0, 0, False)
     memory = program.memory_analysis()
     found[weights] = [memory.argument_size_in_bytes, memory.temp_size_in_bytes]
 print("FOUND" + json.dumps(found))
