@@ -14,6 +14,7 @@ from engine_benchmarks.rows import row_invariance_rows
 from engine_benchmarks.steps import (
     block_rows,
     companion_rows,
+    loop_rows,
     price_rows,
     sampling_rows,
     self_draft_rows,
@@ -39,6 +40,7 @@ _CASES = (  # the section, what measures it, and its arguments after the policy
     ("companion", companion_rows, (2, (2, 8), 9)),
     ("price", price_rows, (7, 8)),
     ("blocks", block_rows, (9,)),
+    ("loops", loop_rows, (16, 9)),
     ("sampling", sampling_rows, (8, 16, 10)),
 )
 

@@ -1,6 +1,7 @@
 """Single steps and passes of the engine on the CPU, by what they are computed with.
 
 `price`: exactness, `engine.row_invariant` on against off. `blocks`: weights in blocks, against whole ones.
+`loops`: the device's loop over steps, and when its results are read.
 `self_draft`: steps that draft with quantized weights. `companion`: a small model beside the policy.
 `sampling`: settings a slot, against settings inside the programs.
 """
@@ -26,7 +27,10 @@ from rljax.engine.executables import ExecutablePool
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, init_params, num_params
 from rljax.numerics.rows import Numerics
+from rljax.requests import Completion, Request
+from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
+from rljax.sampling.noise import request_key
 from rljax.speculation.warm_up import time_passes
 from rljax.timing import compare, interleave
 from workloads import (
@@ -121,6 +125,50 @@ def block_rows(name: str, repeats: int, batches: Sequence[int] = (1, 2, 4, 8, 16
             timing, row = compare(*seconds.values()), f"blocks/{name}/float32/{what}"
             rows.append(speed_row(row, tokens, timing, "whole weights", numerics=form))
     return rows
+
+
+# --- the loop over steps -----------------------------------------------------------------------------------
+
+_LOOPS = {"fixed": (True, False), "overlap": (False, True), "fixed, overlap": (True, True)}
+
+
+def loop_rows(name: str, slots: int, repeats: int) -> list[Row]:
+    """Measures tokens per second of plain rollouts by their loop on the device, and by when its results are
+    read, against a loop that ends as soon as it may, read before the next begins. A response in twelve is
+    four to twelve times as long as the others.
+    """
+    config = config_of(name)
+    prompts = random_prompts(3 * slots, config.vocab_size)
+    requests = [
+        Request(tuple(prompt), request_key(0, 0, i), 12 * (i % 8 + 4) if i % 12 == 0 else 8 + i % 8)
+        for i, prompt in enumerate(prompts)
+    ]
+    engine = make_engine(config, True, slots, PROMPT_TOKENS + 133)
+    params = engine.load_params(params_of(name))
+
+    def roll_out(fixed: bool, overlap: bool) -> list[Completion]:
+        engine.fixed_loop = fixed
+        return Scheduler(engine, slots, overlap=overlap).run(params, requests)[0]
+
+    sides = {label: functools.partial(roll_out, *loop) for label, loop in _LOOPS.items()}
+    sides["until"] = functools.partial(roll_out, False, False)
+    expected = sides["until"]()
+    for label, side in sides.items():
+        same = [np.array_equal(*pair) for pair in zip(_tokens(side()), _tokens(expected), strict=True)]
+        if not all(same):
+            raise AssertionError(f"{label}: {same.count(False)} responses differ")
+    seconds = interleave(sides, repeats)
+    tokens = sum(len(each) for each in _tokens(expected))
+    return [
+        speed_row(
+            f"loops/{name}/{slots} slots/{label}", tokens, compare(seconds[label], seconds["until"]), "until"
+        )
+        for label in _LOOPS
+    ]
+
+
+def _tokens(completions: Sequence[Completion]) -> list[np.ndarray]:
+    return [each.response_ids for each in completions]
 
 
 # --- the quantized self-drafter --------------------------------------------------------------------------
