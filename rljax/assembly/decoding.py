@@ -9,6 +9,7 @@ completions, statistics = scheduler.run(params, requests)
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -205,7 +206,7 @@ def make_scheduler(
         per_slot_sampling or evaluation_sampling(config) is not None,
         config.engine.weights,
     )
-    engine.fixed_loop = config.engine.decode_loop == "fixed"
+    engine.fixed_gain = math.inf if config.engine.decode_loop == "fixed" else 0.0
     speculator, overlap = None, config.engine.overlap
     if drafters:
         overlap, run_ahead = speculation.overlap, None

@@ -153,8 +153,9 @@ class EngineConfig(Section):
         "auto",
         description="Loop of decode_steps_per_sync steps on the device. until ends as soon as it may, and a"
         " GPU's host reads before every step whether there is one. fixed computes all steps, the last ones"
-        " at times in vain, and the host runs ahead. auto takes what is faster at the start; on a CPU, which"
-        " has nothing to wait for, until. Set one to measure it.",
+        " at times in vain, and the host runs ahead. auto measures both at the start, and takes fixed where"
+        " the last steps were not in vain; on a CPU, which has nothing to wait for, until. Set one to measure"
+        " it.",
     )
     overlap: bool = Field(
         False,

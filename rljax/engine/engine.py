@@ -82,7 +82,8 @@ class DecodeEngine:
 
     Attributes:
       program_key: what sampling programs depend on, beside their shapes.
-      fixed_loop: calls of `decode_steps_per_sync` steps compute all of them (`Programs.generate`).
+      fixed_gain: how many times as fast a call is that computes all of `decode_steps_per_sync` steps
+        (`Programs.generate`); 0 for never. A call does so where the last one would have been faster thus.
       background: compiles programs of plain decoding in a thread (`PlainPrograms`). Prefill and `grow` then
         wait for what is not compiled. None where programs are compiled before, or when they are first used.
 
@@ -90,7 +91,7 @@ class DecodeEngine:
       ConfigError: `per_slot_sampling` with a rule of verification that does not know it.
     """
 
-    fixed_loop = False
+    fixed_gain = 0.0
     background: Compiling | None = None
 
     def __init__(
@@ -119,6 +120,7 @@ class DecodeEngine:
         self.buckets = buckets
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.decode_steps_per_sync = decode_steps_per_sync
+        self._steps_done = decode_steps_per_sync  # by the last call that could do all
         self.verification = verification
         self.hidden_layers = hidden_layers
         self.per_slot_sampling = per_slot_sampling
@@ -338,7 +340,7 @@ class DecodeEngine:
           until_active: stop as soon as no more than this many slots are active.
         """
         state, pending = self.begin(params, state, max_steps, until_active)
-        return state, pending.result()
+        return state, self.finish(pending)
 
     def begin(
         self, params: Params, state: DecodeState, max_steps: int | None = None, until_active: int = 0
@@ -346,9 +348,16 @@ class DecodeEngine:
         """Starts `generate`, and does not wait for the device."""
         most = self.decode_steps_per_sync
         steps = most if max_steps is None else min(max_steps, most)
-        fixed = self.fixed_loop and steps == most
+        fixed = steps == most and most < self.fixed_gain * self._steps_done
         state, packed, states = self._generating(params, state, steps, until_active, fixed).run()
-        return state, Pending(packed, most, None, states, fixed)
+        return state, Pending(packed, most, None, states, fixed, is_whole=steps == most)
+
+    def finish(self, pending: Pending) -> DecodeResult:
+        """Waits for what `begin` started."""
+        result = pending.result()
+        if pending.is_whole:
+            self._steps_done = max(result.steps, 1)
+        return result
 
     def _generating(
         self, params: Params, state: DecodeState, steps: int, until_active: int, fixed: bool
@@ -416,7 +425,7 @@ class DecodeEngine:
         Arguments as of `compile_verify`.
         """
         state = self.state_shapes(batch, length)
-        for fixed in {False, self.fixed_loop}:
+        for fixed in {False, self.fixed_gain > 0}:
             self._generating(params, state, 0, 0, fixed)
         self._freeing(state, np.zeros(batch, bool))
         if appends:

@@ -65,6 +65,7 @@ class Pending:
       verified_rows: number of tokens that a verifying pass computes; None in plain decoding.
       states: see `DecodeResult`.
       fixed: in plain decoding, all columns were computed, however many steps were done.
+      is_whole: in plain decoding, as many steps as columns could be done.
     """
 
     packed: Array
@@ -72,6 +73,7 @@ class Pending:
     verified_rows: int | None = None
     states: Array | None = None
     fixed: bool = False
+    is_whole: bool = False
 
     def is_ready(self) -> bool:
         """Whether the device has finished."""

@@ -6,6 +6,7 @@ accelerator waits meanwhile for the kernels of the next step.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,14 @@ from rljax.models.transformer import Params
 from rljax.timing import paired
 
 _ROUNDS = 5
-_GAIN = 1.05  # a fixed loop also computes steps in vain, behind the end of what it had to decode
 
 
 def choose_loop(
     engine: DecodeEngine, params: Params, batches: Sequence[int], positions: int, directory: str | None
 ) -> None:
-    """Gives the engine a fixed loop where that is faster for each of these batches, all slots busy, in caches
-    of so many positions or a call's. The ratios are kept in `directory`, unless None, for the next process.
+    """Sets what the engine gains by a fixed loop: the least over these batches, all slots busy, in caches of
+    so many positions or a call's; 0 where a fixed loop is not faster. The ratios are kept in `directory`,
+    unless None, for the next process.
 
     Args:
       params: weights from `engine.load_params`.
@@ -44,7 +45,8 @@ def choose_loop(
             with contextlib.suppress(OSError):  # a later process measures again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_durably(path, json.dumps(ratios).encode())
-    engine.fixed_loop = min(ratios) > _GAIN
+    gain = min(ratios)
+    engine.fixed_gain = gain if gain > 1 else 0.0
 
 
 def _ratio(engine: DecodeEngine, params: Params, batch: int, length: int) -> float:
@@ -53,7 +55,7 @@ def _ratio(engine: DecodeEngine, params: Params, batch: int, length: int) -> flo
 
     def decode(fixed: bool) -> None:
         nonlocal state
-        engine.fixed_loop = fixed
+        engine.fixed_gain = math.inf if fixed else 0.0
         state, _ = engine.generate(params, half_full(state))
 
     return paired(lambda: decode(True), lambda: decode(False), _ROUNDS).ratio

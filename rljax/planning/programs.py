@@ -196,7 +196,7 @@ class Planning:
             per_slot_sampling=evaluation_sampling(config) is not None,
             weights=config.engine.weights,
         )
-        engine.fixed_loop = config.engine.decode_loop == "fixed"
+        engine.fixed_gain = math.inf if config.engine.decode_loop == "fixed" else 0.0
         return engine
 
     def plain(self, engine: DecodeEngine, params: Params) -> PlainShapes:

@@ -187,7 +187,9 @@ class Slots:
         calls, self._calls = self._calls[:count], self._calls[count:]
         collected = []
         for call in calls:
-            collected.append(Collected(call.pending.result(), [s for s in call.slots if self.responses[s]]))
+            collected.append(
+                Collected(self.engine.finish(call.pending), [s for s in call.slots if self.responses[s]])
+            )
             begun, self._last_end = max(call.begun, self._last_end), time.perf_counter()
             self.statistics.device_seconds += self._last_end - begun
         return collected

@@ -8,6 +8,7 @@
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +148,7 @@ def loop_rows(name: str, slots: int, repeats: int) -> list[Row]:
     params = engine.load_params(params_of(name))
 
     def roll_out(fixed: bool, overlap: bool) -> list[Completion]:
-        engine.fixed_loop = fixed
+        engine.fixed_gain = math.inf if fixed else 0.0
         return Scheduler(engine, slots, overlap=overlap).run(params, requests)[0]
 
     sides = {label: functools.partial(roll_out, *loop) for label, loop in _LOOPS.items()}

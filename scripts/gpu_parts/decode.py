@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -53,7 +54,7 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
     length = 128 if part.quick else _LENGTH
     engines = [make_engine(config, numerics, pool, batch, length, steps=_STEPS) for batch in batches]
     for engine in engines:
-        engine.fixed_loop = True  # both loops are compiled
+        engine.fixed_gain = math.inf  # both loops are compiled
     params = engines[0].load_params(random_params(config))
     shapes = [(engine.buckets.batch[0], length) for engine in engines]
     pairs = zip(engines, shapes, strict=True)
@@ -62,7 +63,7 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
     )
     for batch, engine, (slots, length) in zip(batches, engines, shapes, strict=True):
         for loop, kind in (("", "generate"), ("/fixed loop", "generate fixed")):
-            engine.fixed_loop = bool(loop)
+            engine.fixed_gain = math.inf if loop else 0.0
             program, compile_seconds = pool.find(kind, slots, length)
             counts = counts_of_loop(text_of(program))
             repeats = 1 if part.quick else _REPEATS

@@ -267,7 +267,7 @@ def with_hidden_layers(engine: DecodeEngine, hidden_layers: tuple[int, ...] | No
         engine.per_slot_sampling,
         engine.weights,
     )
-    other.fixed_loop = engine.fixed_loop
+    other.fixed_gain = engine.fixed_gain
     return other
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 
 import jax
 import numpy as np
@@ -36,15 +38,18 @@ def engine_of(dtype, sampling=PLAIN):
     return make_engine(sampling, numerics=numerics, hidden_layers=(0,))
 
 
-def run(engine, fixed, overlap, stop=None):
+def run_rollout(engine, overlap=False, stop=None):
     """Responses that end inside of calls, by EOS and limits, in caches that fill and batches that shrink."""
-    engine.fixed_loop = fixed
+    scheduler = Scheduler(engine, SLOTS, stop, overlap=overlap)
+    return scheduler.run(engine.load_params(make_params()), make_requests())
+
+
+def run(engine, fixed, overlap, stop=None):
+    engine.fixed_gain = math.inf if fixed else 0.0
     try:
-        return Scheduler(engine, SLOTS, stop, overlap=overlap).run(
-            engine.load_params(make_params()), make_requests()
-        )
+        return run_rollout(engine, overlap, stop)
     finally:
-        engine.fixed_loop = False
+        engine.fixed_gain = 0.0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,7 +78,7 @@ def test_states_of_a_fixed_loop_are_the_same(steps, until_active):
         loop = open_loop(open_slots(engine, params), SLOTS)
         loop.submit([LiveResponse(each) for each in make_requests((3, 60, 8, 62), (5, 60, 64, 60))[::3]])
         loop._fill()
-        engine.fixed_loop = fixed
+        engine.fixed_gain = math.inf if fixed else 0.0
         state, calls = loop.slots.state, []
         for _ in range(2):
             state, result = engine.generate(params, state, steps, until_active)
@@ -84,9 +89,29 @@ def test_states_of_a_fixed_loop_are_the_same(steps, until_active):
         rows = state.batch * (16 if fixed else result.steps)
         assert result.rows == rows
         results.append((calls, visible))
-        engine.fixed_loop = False
+        engine.fixed_gain = 0.0
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert results[0][0][0][2] < 16  # it ends early
+
+
+def test_a_call_behind_one_that_ended_early_ends_as_soon_as_it_may(monkeypatch):
+    """With a gain of 1.1 a fixed loop of 16 steps pays where 15 of them are not in vain."""
+    engine, calls = engine_of("float32"), []
+    finish = engine.finish
+
+    def noted(pending):
+        result = finish(pending)
+        calls.append((result.steps, pending.fixed))
+        return result
+
+    monkeypatch.setattr(engine, "finish", noted)
+    monkeypatch.setattr(engine, "fixed_gain", 1.1)
+    expected = [each.response_ids for each in run_rollout(engine)[0]]
+    assert {fixed for _, fixed in calls} == {False, True}
+    assert all(fixed == (steps >= 15) for (steps, _), (_, fixed) in itertools.pairwise(calls))
+    monkeypatch.setattr(engine, "fixed_gain", 0.0)
+    for ours, theirs in zip(run_rollout(engine)[0], expected, strict=True):
+        np.testing.assert_array_equal(ours.response_ids, theirs)
 
 
 def test_a_response_is_cancelled_while_a_call_is_in_flight():
@@ -113,7 +138,7 @@ def test_the_faster_loop_is_chosen_and_kept(tmp_path, monkeypatch):
     (file,) = (tmp_path / "loops").iterdir()
     file.write_text("[1.2, 1.1]")
     choose_loop(engine, params, (2, 4), 20, str(tmp_path))
-    assert engine.fixed_loop
+    assert engine.fixed_gain == 1.1
     file.write_text("[1.2, 0.9]")
     choose_loop(engine, params, (2, 4), 20, str(tmp_path))
-    assert not engine.fixed_loop
+    assert not engine.fixed_gain
