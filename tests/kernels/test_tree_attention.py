@@ -122,7 +122,7 @@ def _cases():
             yield "interpret_gpu", "bfloat16", shape
 
 
-@pytest.mark.parametrize(("implementation", "dtype", "shape"), _cases())
+@pytest.mark.parametrize(("implementation", "dtype", "shape"), [*_cases()])
 def test_against_float64(implementation, dtype, shape):
     case = _case(*_SHAPES[shape], dtype=dtype)
     if implementation == "xla":  # its contract: finite numbers everywhere

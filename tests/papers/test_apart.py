@@ -142,4 +142,4 @@ def test_without_it_the_rest_passes_its_tests():
     """All are collected, which imports whatever a test imports; those of `REACHED` run."""
     status, said = run_without_papers(["-n", "0", "-k", REACHED, "tests"])
     assert status == 0, said
-    assert int(re.search(r"(\d+) passed", said)[1]) > 300
+    assert int(re.search(r"(\d+) passed", said)[1]) > 250
