@@ -26,7 +26,7 @@ from rljax.engine.buckets import Buckets, make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.invariance import Invariance, measured, row_counts
-from rljax.engine.loop_choice import choose_loop
+from rljax.engine.loop_choice import choose_loop, is_measured
 from rljax.engine.plain_programs import PlainPrograms
 from rljax.engine.shapes import warm_up_plain
 from rljax.environments.use import make_environment_use
@@ -260,9 +260,8 @@ def warm_up(
         in_background = False
     engine.close()
     engine.background = None
-    # On a CPU an open loop waits for nobody, and calls of servers are shorter than a fixed one.
-    measures_loop = config.engine.decode_loop == "auto" and target.platform() != "cpu" and not any_request
-    if measures_loop and not processes.several():  # who must run the same programs
+    measures_loop = is_measured(config.engine.decode_loop, processes.several())
+    if measures_loop and not any_request:  # calls of servers are shorter than a fixed loop
         batches = engine.buckets.batch[0], engine.buckets.batch_for(slots)
         choose_loop(engine, params, batches, prompt_length + 1, config.engine.compilation_cache)
     if longest is not None and not in_background:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rljax import target
 from rljax.durable_files import write_durably
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.invariance import surroundings_digest
@@ -19,6 +20,13 @@ from rljax.models.transformer import Params
 from rljax.timing import paired
 
 _ROUNDS = 5
+
+
+def is_measured(decode_loop: str, several_processes: bool) -> bool:
+    """Whether a run's start times both loops, and its calls may then take either, by `engine.decode_loop`. On
+    a CPU a loop that ends as soon as it may waits for nobody; several processes must run the same programs.
+    """
+    return decode_loop == "auto" and target.platform() != "cpu" and not several_processes
 
 
 def choose_loop(

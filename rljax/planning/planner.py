@@ -291,12 +291,9 @@ def make_planning(
         drafters = make_drafters(config.speculation)
         numerics = unmeasured_numerics(config, model, mesh)
         read = states_read(drafters, model)
-    return (
-        Planning(
-            config, model, eos_token_ids, numerics, buckets, drafters, mesh, devices[0], read, compilers
-        ),
-        hardware,
-    )
+    several = topology.has_several_hosts or config.distributed.is_wanted()
+    policy, first = (config, model, eos_token_ids, numerics, buckets, drafters), devices[0]
+    return Planning(*policy, mesh, first, several, read, compilers), hardware
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from rljax.engine.draft_tree import DraftTree, NodeRows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import KVCache
+from rljax.engine.loop_choice import is_measured
 from rljax.engine.placement import cache_shardings, decode_state_shardings
 from rljax.engine.shapes import PlainShapes
 from rljax.engine.state import DecodeState
@@ -109,6 +110,7 @@ class Planning:
       drafters: drafters by name.
       mesh: devices; None for one.
       device: the first device.
+      several_processes: the run has them.
       hidden_layers: see `DecodeEngine`; of a policy that is planned with fewer layers, as many others.
       compilers: see `PlanningPool`; None where nothing is compiled.
     """
@@ -121,6 +123,7 @@ class Planning:
     drafters: dict[str, Drafter]
     mesh: Mesh | None
     device: Any
+    several_processes: bool
     hidden_layers: tuple[int, ...] | None = None
     compilers: Executor | None = None
 
@@ -196,7 +199,9 @@ class Planning:
             per_slot_sampling=evaluation_sampling(config) is not None,
             weights=config.engine.weights,
         )
-        engine.fixed_gain = math.inf if config.engine.decode_loop == "fixed" else 0.0
+        loop = config.engine.decode_loop
+        either = is_measured(loop, self.several_processes)
+        engine.fixed_gain = math.inf if loop == "fixed" or either else 0.0
         return engine
 
     def plain(self, engine: DecodeEngine, params: Params) -> PlainShapes:

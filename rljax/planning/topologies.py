@@ -38,6 +38,11 @@ class Topology:
         """Number of devices."""
         return math.prod(self.shape)
 
+    @property
+    def has_several_hosts(self) -> bool:
+        """Whether there are more than one host can have: 4 chips of a v5p, or 8 devices of another family."""
+        return self.num_devices > (4 if self.family == "v5p" else 8)
+
 
 def parse_topology(name: str) -> Topology:
     """Parses a name: FAMILY:N, or FAMILY:AxB[xC] for TPUs.

@@ -10,28 +10,31 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from rljax.assembly.policy import TOKENIZER_VOCAB, shape_config
 from rljax.config import load_config
+from rljax.engine import loop_choice
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import ConfigError, UserError
 from rljax.models.huggingface import load_model_config, load_params, save_model
 from rljax.models.transformer import init_params
 from rljax.planning.hardware import GIB, Hardware
-from rljax.planning.planner import default_lengths, make_plan
-from rljax.planning.pool import PlanningPool, Program, program_name
+from rljax.planning.planner import default_lengths, make_plan, make_planning, tracing
+from rljax.planning.pool import PlanningPool, Program, Recording, program_name
 from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
 from rljax.training.session import run
 from tests.scripts import load_script
-from tests.training.tiny_run import write_config
+from tests.training.tiny_run import SHRINKING, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMY = Hardware("test", "cpu", 100 * GIB, 1e10, {"float32": 1e11, "bfloat16": 1e11}, 1e9, 1e9, 8)
 TOOLS = "{names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
+MEASURED_LOOP = "engine.decode_loop=auto"
 HAS_TPU = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 HAS_CUDA = pytest.mark.skipif(
     not (importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")), reason="needs CUDA 13"
@@ -88,6 +91,7 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             "engine.cache_buckets=[128,256]",
             f"tools={TOOLS}",
         ],
+        [SHRINKING, MEASURED_LOOP],
         pytest.param(
             [
                 "speculation.drafter=small_model",
@@ -103,6 +107,7 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
         "quantized, critic, lora, several buckets",
         "eagle",
         "tools, run-ahead",
+        "a loop that is measured",
         "small model, several sizes",
     ],
 )
@@ -110,6 +115,9 @@ def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, over
     if any("SMALL_MODEL" in override for override in overrides):
         model = _small_model(tmp_path, layers=2)
         overrides = [override.replace("SMALL_MODEL", model) for override in overrides]
+    if MEASURED_LOOP in overrides:
+        monkeypatch.setattr(loop_choice, "target", SimpleNamespace(platform=lambda: "gpu"))
+        monkeypatch.setattr(loop_choice, "_ratio", lambda *_: 1.1)
     config = _config(tmp_path, *overrides, "training.steps=1", "tracking.report=false")
     run_keys, get = set(), ExecutablePool.get
 
@@ -137,6 +145,32 @@ def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, over
     for kind, count in plan.counts.items():
         counts[_without(owners, kind)] += count
     assert counts == kinds
+
+
+@pytest.mark.parametrize(
+    ("topology", "overrides", "kinds"),
+    [
+        ("cpu:1", [MEASURED_LOOP], 1),
+        ("cpu:1", ["engine.decode_loop=fixed"], 2),
+        *(
+            pytest.param(*case, marks=HAS_TPU)
+            for case in (
+                ("v5e:2x4", [MEASURED_LOOP], 2),
+                ("v5e:2x4", [MEASURED_LOOP, "distributed.enabled=on"], 1),
+                ("v5e:2x4", ["engine.decode_loop=until"], 1),
+                ("v5p:2x2x2", [MEASURED_LOOP], 1),  # on two hosts
+            )
+        ),
+    ],
+)
+def test_a_plan_counts_both_loops_where_a_call_may_take_either(tmp_path, topology, overrides, kinds):
+    devices, recording = parse_topology(topology), Recording()
+    planning, _ = make_planning(_config(tmp_path, *overrides), devices, ROOMY)
+    with tracing(planning, devices):
+        engine = planning.engine(recording)
+        for compile_program in planning.plain(engine, planning.decode_params()).everything():
+            compile_program()
+    assert sum(key[0].startswith("generate") for key in recording._asked) == kinds
 
 
 def _uncompiled(pool, key, lowered, tracing):
