@@ -227,9 +227,20 @@ def _of_slabs(
         return lax.optimization_barrier((y, kept if for_gradients else []))
 
     slabs = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
-    if len(jax.tree.leaves(slabs)[0]) == 1:
+    first = jax.tree.leaves(slabs)[0]
+    if len(first) == 1:
         return of_slab(jax.tree.map(lambda x: x[0], slabs))
-    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), lax.map(of_slab, slabs))
+
+    def written(number: int, results: Any) -> Any:
+        slab = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), slabs)
+        put = lambda all, one: lax.dynamic_update_index_in_dim(all, one, number, 0)  # noqa: E731
+        return jax.tree.map(put, results, of_slab(slab))
+
+    # Filled with an entry of the rows: zeros, which depend on nothing, a compiler makes for all layers first.
+    filled = lambda y: jnp.full((len(first), *y.shape), first.ravel()[0].astype(y.dtype))  # noqa: E731
+    shapes = jax.eval_shape(of_slab, jax.tree.map(lambda x: x[0], slabs))
+    results = lax.fori_loop(0, len(first), written, jax.tree.map(filled, shapes))
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), results)
 
 
 def _in_slabs_forward(function: Any, rows: Any, weights: Any, size: int, prepare: Any) -> tuple[Any, Any]:
