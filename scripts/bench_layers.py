@@ -8,8 +8,9 @@ a loop within a pass one turn where the text does not say how many; `least_bytes
 and the cache of its slots, which every pass has to read. On a TPU operations count as kernels. Nothing runs:
 no times are measured.
 
-`--update` compiles the gradients of one packed row in their place, and counts loops: before every turn of one
-whose turns the text does not count, a GPU's host waits for the device.
+`--update` compiles a micro-batch of one packed row in their place, whose gradients are added to those before, and
+counts loops: before every turn of one whose turns the text does not count, a GPU's host waits for the device. It
+also reads off the bytes that a layer adds to what the program needs.
 """
 
 import argparse
@@ -150,45 +151,70 @@ def rows_of(policy: str, name: str, slots: int, verified: int, length: int) -> I
                 }
 
 
-def update_text(config: ModelConfig, numerics: Numerics, device: Any, sequences: int) -> str:
-    """Returns the text of the gradients of a row of equal sequences, float32 weights with remat."""
+def update_variants(exact: Numerics) -> Iterator[tuple[str, Numerics, bool]]:
+    """Yields name, numerics and remat of updates: exact ones as a run has them without a measurement, and the
+    forms of products beside FlashAttention.
+    """
+    yield "exact", exact, True
+    kernels = dataclasses.replace(exact.kernels, packed_attention=kernel_of("packed_attention"))
+    flash = dataclasses.replace(exact, kernels=kernels)
+    forms = {"padded": dataclasses.replace(exact.product_form, plain_sums=True)} | {
+        f"slabs of {size}": products.ProductForm(size, size, slabs=True, plain_sums=True)
+        for size in (products.SLABS[0], products.SLABS[-1])
+    }
+    for remat, more in ((True, ""), (False, ", without remat")):
+        yield f"fast{more}", dataclasses.replace(flash, row_invariant=False), remat
+        for name, form in forms.items():
+            yield f"{name}{more}", dataclasses.replace(flash, measured_form=form), remat
 
-    def step(params: Params, batch: Any, rope: jax.Array) -> Any:
+
+def update_program(config: ModelConfig, numerics: Numerics, device: Any, sequences: int, remat: bool) -> Any:
+    """Returns a micro-batch of a row of equal sequences, compiled for float32 weights."""
+
+    def step(params: Params, sums: Params, batch: Any, rope: jax.Array) -> Any:
         score = lambda params, batch: score_packed(  # noqa: E731
-            params, config, batch, rope, numerics, SamplingParams(), remat=True
+            params, config, batch, rope, numerics, SamplingParams(), remat=remat
         )
-        return gradients(params, batch, None, score, functools.partial(policy_objective, algorithm=GRPO))
+        objective = functools.partial(policy_objective, algorithm=GRPO)
+        more, metrics = gradients(params, batch, None, score, objective)
+        return jax.tree.map(jnp.add, sums, more), metrics
 
     length = UPDATE_TOKENS // sequences
     batch = equal_batch(sequences, length, length // 8, config.vocab_size, UPDATE_TOKENS)
-    pool = _Compiled(device)
-    arguments = _param_shapes(config, jnp.float32), batch, rope_table(config, UPDATE_TOKENS)
-    return text_of(pool.get(("gradients",), step, arguments))
+    params, rope = _param_shapes(config, jnp.float32), rope_table(config, UPDATE_TOKENS)
+    return _Compiled(device).get(("gradients",), step, (params, params, batch, rope), donate_argnums=(1,))
 
 
 def update_rows(policy: str, name: str, sequences: int) -> Iterator[dict[str, Any]]:
-    """Yields a row for exact and for fast numerics."""
+    """Yields a row for every variant."""
     topology, config = parse_topology(name), config_of(policy)
     device = compile_devices(topology)[0]
     with target.tracing_for(device, 1, platform_of(topology)):
-        exact = run_numerics(config, quick=False)
-        flash = dataclasses.replace(exact.kernels, packed_attention=kernel_of("packed_attention"))
-        for variant, numerics in (
-            ("exact", exact),
-            ("fast", dataclasses.replace(exact, row_invariant=False, kernels=flash)),
-        ):
-            texts = [
-                update_text(dataclasses.replace(config, num_layers=depth), numerics, device, sequences)
-                for depth in UPDATE_DEPTHS
-            ]
-            counts = [(*loops_of_program(text), counts_of_program(text).kernels) for text in texts]
-            loops, unknown, kernels = (_extrapolated(each, config) for each in zip(*counts, strict=True))
+        for variant, numerics, remat in update_variants(run_numerics(config, quick=False)):
+            counts = []
+            for depth in UPDATE_DEPTHS:
+                short = dataclasses.replace(config, num_layers=depth)
+                program = update_program(short, numerics, device, sequences, remat)
+                text, memory = text_of(program), program.memory_analysis()
+                arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+                kernels = counts_of_program(text).kernels
+                counts.append((*loops_of_program(text), kernels, arguments, temporaries))
+            loops, unknown, kernels, _, temporaries = (
+                _extrapolated(each, config) for each in zip(*counts, strict=True)
+            )
+            *_, arguments_of_layer, temporaries_of_layer = (
+                (deep - shallow) / (UPDATE_DEPTHS[1] - UPDATE_DEPTHS[0])
+                for shallow, deep in zip(*counts, strict=True)
+            )
             yield {
                 "name": f"{name.split(':')[0]}/{policy}/update of {sequences} sequences/{variant}",
                 "value": unknown,
                 "unit": "loops of unknown turns",
                 "loops": loops,
                 "kernels": kernels,
+                "argument_bytes_of_layer": arguments_of_layer,
+                "temporary_bytes_of_layer": temporaries_of_layer,
+                "temporary_bytes": temporaries,
                 "tokens": UPDATE_TOKENS,
             }
 
@@ -224,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     found.append(row)
                     print(
                         f"{row['name']}: {row['loops']} loops, {row['value']} of them of unknown turns;"
-                        f" {row['kernels']} kernels",
+                        f" {row['kernels']} kernels; {row['temporary_bytes_of_layer'] / 1e6:.1f} MB a layer,"
+                        f" {row['temporary_bytes'] / 1e6:.0f} in all, beside weights and gradients",
                         flush=True,
                     )
             continue

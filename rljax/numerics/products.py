@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax import target
+from rljax.numerics.loops import mapped
 
 SLABS = (64, 128, 256)
 """Rows of a slab. An accelerator needs about as long to read a weight as to multiply it with 128 (TPU v5e) to
@@ -230,17 +231,7 @@ def _of_slabs(
     first = jax.tree.leaves(slabs)[0]
     if len(first) == 1:
         return of_slab(jax.tree.map(lambda x: x[0], slabs))
-
-    def written(number: int, results: Any) -> Any:
-        slab = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), slabs)
-        put = lambda all, one: lax.dynamic_update_index_in_dim(all, one, number, 0)  # noqa: E731
-        return jax.tree.map(put, results, of_slab(slab))
-
-    # Filled with an entry of the rows: zeros, which depend on nothing, a compiler makes for all layers first.
-    filled = lambda y: jnp.full((len(first), *y.shape), first.ravel()[0].astype(y.dtype))  # noqa: E731
-    shapes = jax.eval_shape(of_slab, jax.tree.map(lambda x: x[0], slabs))
-    results = lax.fori_loop(0, len(first), written, jax.tree.map(filled, shapes))
-    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), results)
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), mapped(of_slab, slabs, first))
 
 
 def _in_slabs_forward(function: Any, rows: Any, weights: Any, size: int, prepare: Any) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ from jax import Array, lax
 
 from rljax import target
 from rljax.numerics.attention import scale_queries, weigh_chunk
+from rljax.numerics.loops import mapped
 from rljax.numerics.products import exact_products
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_max
 
@@ -317,7 +318,7 @@ def _forward(
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *parts)
 
     parts = [
-        lax.map(functools.partial(attend, width), jnp.arange(start, stop, dtype=jnp.int32))
+        mapped(functools.partial(attend, width), jnp.arange(start, stop, dtype=jnp.int32), queries)
         for start, stop, width in _windows(len(queries), earlier)
     ]
     out, normalizer = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
@@ -444,7 +445,7 @@ def _backward(
         return lax.fori_loop(start, number, add_pair, sums)
 
     # Two passes: sums carried through the first would be copied at every chunk.
-    sums = lax.map(own_chunk, jnp.arange(len(queries), dtype=jnp.int32))
+    sums = mapped(own_chunk, jnp.arange(len(queries), dtype=jnp.int32), gradient)
     if earlier is None and len(queries) > 1:
         sums = lax.fori_loop(jnp.int32(1), jnp.int32(len(queries)), earlier_chunks, sums)
     elif earlier:
