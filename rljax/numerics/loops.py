@@ -11,8 +11,8 @@ from jax import Array, lax
 def mapped(function: Callable[[Any], Any], parts: Any, behind: Array) -> Any:
     """As `lax.map(function, parts)`, into arrays that are not made before `behind` is; without gradients.
 
-    They are filled with an entry of `behind` first. Those of `lax.map` are zeros, which depend on nothing: XLA
-    makes them for all layers together, and a GPU then holds the results of all layers from the start.
+    They are filled with an entry of `behind` first. Those of `lax.map` are zeros, which depend on nothing:
+    XLA makes them for all layers together, and a GPU holds the results of all layers from the start.
     """
     count = len(jax.tree.leaves(parts)[0])
 
