@@ -8,9 +8,9 @@ a loop within a pass one turn where the text does not say how many; `least_bytes
 and the cache of its slots, which every pass has to read. On a TPU operations count as kernels. Nothing runs:
 no times are measured.
 
-`--update` compiles a micro-batch of one packed row in their place, whose gradients are added to those before, and
-counts loops: before every turn of one whose turns the text does not count, a GPU's host waits for the device. It
-also reads off the bytes that a layer adds to what the program needs.
+`--update` compiles a micro-batch of one packed row in their place, whose gradients are added to those
+before. It counts loops: before every turn of one whose turns the text does not count, a GPU's host
+waits for the device. It also reads off the bytes that a layer adds to what the program needs.
 """
 
 import argparse
