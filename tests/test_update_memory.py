@@ -1,0 +1,35 @@
+"""The table of an update's memory in docs/gpu.md against the file that it is from."""
+
+import json
+
+from tests.scripts import SCRIPTS
+
+COLUMNS = {
+    "exact": ["exact"],
+    "fast, padded": ["fast", "padded"],
+    "slabs": ["slabs of 64", "slabs of 256"],
+    "fast, padded, without remat": ["fast, without remat", "padded, without remat"],
+    "slabs, without remat": ["slabs of 64, without remat", "slabs of 256, without remat"],
+}
+
+
+def test_the_page_says_what_the_file_does():
+    root, names = SCRIPTS.parent, {"smollm2": "SmolLM2", "Qwen3-1.7B": "Qwen3-1.7B"}
+    page = (root / "docs/gpu.md").read_text()
+    rows = json.loads((root / "benchmarks/results/update-layers.json").read_text())["rows"]
+    found = {row["name"]: row for row in rows}
+    assert f"| H100, one sequence | {' | '.join(COLUMNS)} |" in page
+    for policy, name in names.items():
+        cells = []
+        for variants in COLUMNS.values():
+            of = [found[f"h100/{policy}/update of 1 sequences/{variant}"] for variant in variants]
+            said = {
+                f"{row['temporary_bytes_of_layer'] / 1e6:.1f}, {row['temporary_bytes'] / 1e6:,.0f}"
+                for row in of
+            }
+            cells += said
+            assert len(said) == 1
+        assert f"| {name} | {' | '.join(cells)} |" in page
+        exact, flash = (found[f"h100/{policy}/update of 1 sequences/{name}"] for name in ("exact", "fast"))
+        kernels = (f"{row['loops']}, {row['value']}; {row['kernels']:,} kernels" for row in (exact, flash))
+        assert f"{' | '.join(kernels)} |" in page
