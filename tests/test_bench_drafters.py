@@ -89,6 +89,7 @@ def luck(monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", reward)
 
 
+@pytest.mark.long
 def test_rl_rows(config, luck):
     rows = rl.rl_rows(config, SETTINGS, rl_steps=2, slices=2)
     names = [
@@ -136,6 +137,7 @@ def test_self_drafts_by_a_plain_loop():
 # --- losses ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_losses_are_compared_on_the_same_rollouts_and_kept(config, tmp_path, monkeypatch):
     names = ("LK", "block sampled")
     settings = WarmUp(steps=2, slices_per_round=1, heldout=3, depth=2, draft_vocabulary=40)
@@ -163,6 +165,7 @@ DRAFTERS["4 bits, activation-aware"] = self_draft.QUANTIZERS[4]["4 bits, activat
 RESPONSES, DEPTH = 4, 3
 
 
+@pytest.mark.long
 def test_rows_of_bits_and_quantizers(config):
     rows = {
         row.name.removeprefix("self_draft/"): row

@@ -47,6 +47,7 @@ def test_nothing_flips_and_a_second_start_goes_on(tmp_path, monkeypatch):
     assert status == 0 and again["rows"] == result["rows"]
 
 
+@pytest.mark.long
 def test_a_broken_verification_is_counted(tmp_path, monkeypatch):
     def first_child(rooted, sampled):
         """Accepts a node whatever the policy sampled."""

@@ -103,7 +103,9 @@ def pointers(tree):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(("name", "quantizer"), [("three", "clipped"), ("one", "rtn")])
+@pytest.mark.parametrize(
+    ("name", "quantizer"), [pytest.param("three", "clipped", marks=pytest.mark.long), ("one", "rtn")]
+)
 def test_only_projections_are_stored_anew(name, quantizer):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), lively_params(CONFIGS[name]))
     policy = QuantizedPolicy(W4, quantizer)

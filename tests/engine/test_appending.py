@@ -42,10 +42,10 @@ def start(engine, params, prompts, limit=40):
 @pytest.mark.parametrize(
     ("dtype", "counts"),
     [
-        ("float32", (1, 0, 5)),
+        pytest.param("float32", (1, 0, 5), marks=pytest.mark.long),
         ("float32", (WIDTH - 1, WIDTH, WIDTH + 1)),
         ("bfloat16", (40, 40, 40)),  # more than a pass has rows for
-        ("bfloat16", (0, 33, 0)),
+        pytest.param("bfloat16", (0, 33, 0), marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -217,7 +217,7 @@ def test_prompts_of_a_group_are_prefilled_once(monkeypatch):
 # -- what follows the target -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
     """One companion drafts before every pass; the other hears of tokens only, and computes them all."""
     world = world_of(dtype=dtype)

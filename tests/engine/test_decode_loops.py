@@ -52,8 +52,16 @@ def run(engine, fixed, overlap, stop=None):
         engine.fixed_gain = 0.0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sampling", [PLAIN, PENALTIES], ids=["plain", "penalties"])
+@pytest.mark.parametrize(
+    ("dtype", "sampling"),
+    [
+        ("bfloat16", PLAIN),
+        ("float32", PENALTIES),
+        pytest.param("float32", PLAIN, marks=pytest.mark.long),
+        pytest.param("bfloat16", PENALTIES, marks=pytest.mark.long),
+    ],
+    ids=["bfloat16", "float32, penalties", "float32", "bfloat16, penalties"],
+)
 def test_rollouts_are_the_same(dtype, sampling):
     engine = engine_of(dtype, sampling)
     expected, _ = run(engine, False, False)

@@ -147,7 +147,7 @@ def test_and_so_does_the_pass_that_computes_gradients(policy):
     check_training(world_of(*policy), gradients=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_slabs_are_exact_where_every_number_of_rows_has_a_kernel_of_its_own(dtype):
     """Alone, in a batch, verified, and in the pass that computes gradients, which has hundreds of rows."""
     form = ProductForm(64, 64, slabs=True)

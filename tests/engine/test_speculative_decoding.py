@@ -223,7 +223,10 @@ def small_of(sampling=SAMPLING, eos=(), rule="coupled"):
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(temperature=0.0), SamplingParams(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01)],
+    [
+        pytest.param(SamplingParams(temperature=0.0), marks=pytest.mark.long),
+        SamplingParams(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01),
+    ],
     ids=["greedy", "filtered"],
 )
 def test_sampling_distributions(sampling):

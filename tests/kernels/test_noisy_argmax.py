@@ -202,6 +202,7 @@ def test_logarithm_of_a_device_without_log1p():
     np.testing.assert_allclose(jax.jit(mosaic_gpu._log1p)(jnp.asarray(-u)), exact, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocab_size", [151_936, 50_257], ids=["Qwen2.5", "GPT-2, odd"])
 @pytest.mark.parametrize("device", ["v5e", HOPPER])
 def test_compiles_for_the_device(device, vocab_size):

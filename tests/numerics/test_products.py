@@ -67,7 +67,7 @@ def test_products_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rows", [3, 130])
+@pytest.mark.parametrize("rows", [3, pytest.param(130, marks=pytest.mark.long)])
 def test_computations_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
     """With biases and adapters, up to the rounding of what is computed entry by entry."""
     x, weight, _ = factors(rows)

@@ -237,7 +237,8 @@ def test_bytes_are_those_of_the_arrays(tmp_path, monkeypatch):
     assert memory.peak >= max(program.total for program in plan.programs)
 
 
-@pytest.mark.parametrize("programs", ["gradients", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("programs", ["gradients", "all"])
 def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch, programs):
     if programs == "gradients":
         _compile_only(monkeypatch, lambda pool, key: key[0] == "gradients")
@@ -359,6 +360,7 @@ def test_train_plan_is_for_the_devices_that_are_here(tmp_path, capsys, monkeypat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_eight_cpu_devices_from_the_command_line(tmp_path):
     """In a process that forces them; one batch, one cache, and no evaluation."""
     command = [sys.executable, ROOT / "scripts" / "plan.py", "--config", write_config(tmp_path)]

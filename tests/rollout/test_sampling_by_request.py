@@ -40,7 +40,7 @@ def make_engine(dtype, sampling=ENGINE, buckets=BUCKETS, per_slot=True, **more):
     return tiny_policy.make_engine(sampling, buckets, **more)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def dtype(request):
     return request.param
 
@@ -97,7 +97,9 @@ def test_a_mix_has_the_bits_of_programs_with_the_settings_inside(engine, params,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "drafter"), [("float32", "quantized"), ("bfloat16", "srt")], indirect=["dtype"]
+    ("dtype", "drafter"),
+    [pytest.param("float32", "quantized", marks=pytest.mark.long), ("bfloat16", "srt")],
+    indirect=["dtype"],
 )
 def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, drafter):
     """The drafters draft under the engine's settings, whatever those of the requests."""

@@ -482,6 +482,7 @@ def test_a_worker_that_fails_says_so_to_all(run, monkeypatch):
             chat(client, 1)
 
 
+@pytest.mark.long
 def test_served_with_a_head_and_a_small_model(run, server, client, tmp_path, monkeypatch):
     """The tokens of plain decoding; of both drafters' some were right, and the head is the checkpoint's."""
     saved = load_saved_policy(run)

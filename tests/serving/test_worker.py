@@ -252,7 +252,7 @@ def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkey
         worker.submit([Collected(endless(0)).job])
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "srt"])
+@pytest.mark.parametrize("name", [pytest.param("prompt_lookup", marks=pytest.mark.long), "srt"])
 def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
     """Greedy decoding of this policy repeats itself, which every history drafter can see. Plain steps are few
     at a time, and a few answers do not drive out what was learned of a prompt.

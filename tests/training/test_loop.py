@@ -166,6 +166,7 @@ def test_dynamic_sampling_refills_the_batch_or_gives_up_with_a_message(tmp_path,
     assert lines[-1]["gradient_norm"] > 0.0
 
 
+@pytest.mark.long
 def test_run_ahead_in_a_further_round_changes_no_number(tmp_path, monkeypatch):
     """Every second group is informative, so that every step takes two rounds: from the second step on, and
     from the first one after a stop, the first round samples ahead for the second one.

@@ -34,6 +34,7 @@ def test_a_run_says_what_it_measured_and_compares_it_on_another_machine(tmp_path
     assert "other bits than the last" not in capsys.readouterr().out
 
 
+@pytest.mark.long  # the measurement: tests/engine/test_invariance.py
 def test_where_nothing_is_exact_a_run_is_refused_or_counts(tmp_path, capsys):
     overrides = (*SMALL, f"engine.compilation_cache={tmp_path}/programs", "training.steps=1")
     with replaced(every_call):

@@ -132,7 +132,7 @@ def paths(tree, slot):
     return found
 
 
-@pytest.mark.parametrize("variant", ["eagle3", "block"])
+@pytest.mark.parametrize("variant", ["eagle3", pytest.param("block", marks=pytest.mark.long)])
 def test_drafts_do_not_depend_on_how_much_of_the_cache_is_read(variant):
     """64 of 192 positions, or all of 64."""
     trees, states = [], []

@@ -192,6 +192,7 @@ def test_the_whole_vocabulary_is_the_policys(tmp_path):
         assert config.vocabulary is None and "lm_head" not in params
 
 
+@pytest.mark.long  # test_block.py has the training, test_saving.py the files
 def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
     write_dflash(tmp_path / "head", POLICY, layers=(1, 3), tokens=None)
     config, _ = load_head(tmp_path / "head", POLICY)
@@ -208,7 +209,7 @@ def test_a_dflash_head_learns_its_policy_and_is_saved(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, state.params)
 
 
-@pytest.mark.parametrize("drafter", ["block", "eagle"])
+@pytest.mark.parametrize("drafter", [pytest.param("block", marks=pytest.mark.long), "eagle"])
 def test_the_tokens_are_those_of_plain_decoding(drafter, tmp_path, params, requests, expected):
     """Frozen; and trained on, over a draft vocabulary."""
     args = {"path": str(tmp_path / "head"), "train": drafter == "eagle"}

@@ -184,7 +184,7 @@ def test_more_drafters_than_a_tree_can_have_are_one_line():
     assert str(raised.value) == f"{message} speculation.choice: expected alone"
 
 
-@pytest.mark.parametrize("drafter", ["srt", "quantized", "eagle"])
+@pytest.mark.parametrize("drafter", ["srt", "quantized", pytest.param("eagle", marks=pytest.mark.long)])
 def test_a_fixed_strategy_is_always_used(params, requests, expected, drafter):
     strategy = Strategy(3, 1, 3, drafter)
     choice = strategy_choice("fixed", strategy)
