@@ -30,7 +30,12 @@ _INSTEAD = "name xla, or leave the key out"
 
 
 def call(
-    op: str, implementation: Implementation, sizes: tuple[int, ...], *args: Any, function: str | None = None
+    op: str,
+    implementation: Implementation,
+    sizes: tuple[int, ...],
+    *args: Any,
+    function: str | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Computes an operation with the requested backend.
 
@@ -38,8 +43,8 @@ def call(
       op: name of the operation, and of its folder.
       implementation: see `KernelChoice`. Where a backend of the default refuses, a warning says why.
       sizes: sizes of the policy that the default depends on; each operation documents its numbers.
-      args: arguments of the function. Interpreting backends also get `interpret=True`.
       function: name of the function in each of the operation's files; None for the operation's.
+      args, kwargs: arguments of the function. Interpreting backends also get `interpret=True`.
 
     Raises:
       Refused: every named backend refused.
@@ -48,7 +53,7 @@ def call(
     refusals: list[str] = []
     for name in names:
         try:
-            result = backend(op, name, function)(*args)
+            result = backend(op, name, function)(*args, **kwargs)
         except Refused as refusal:
             refusals.append(f"{name}: {refusal}")
             continue

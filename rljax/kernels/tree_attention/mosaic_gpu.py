@@ -256,9 +256,9 @@ def _attend(
 ) -> None:
     """One stretch of one slot and key head, for the rows of a group of tiles.
 
-    Refs: lengths [B], keys [B, Hk, S / L, D, L], values [B, Hk, S, D]; of a tree, given are bits [B, 2, R],
-    queries [B, Hk, kept_rows, D], tail_keys [B, Hk, T, D, L] and tail_values [B, Hk, T, L, D], in decoding the
-    new heads [B, H + 2 Hk, D]; out: the stretch's weighted mean as a sum of out_high and out_low [B, Hk,
+    Refs: lengths [B], keys [B, Hk, S / L, D, L], values [B, Hk, S, D]; given: of a tree bits [B, 2, R],
+    queries [B, Hk, kept_rows, D], tail_keys [B, Hk, T, D, L] and tail_values [B, Hk, T, L, D], in decoding
+    the new heads [B, H + 2 Hk, D]; out: the stretch's weighted mean as a sum of out_high and out_low [B, Hk,
     splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse [B, Hk, splits, R].
     """
     decoding = len(given) == 1
