@@ -124,8 +124,8 @@ def _attention(
 
     Args:
       keys, values: as of `tree_attention`; in decoding mutable arrays, to which the token is written.
-      given: of a tree, what `_attend` has as bits, queries, tail_keys and tail_values; in decoding the heads of
-        the token's queries, keys and values, [B, H + 2 Hk, D].
+      given: of a tree, what `_attend` has as bits, queries, tail_keys and tail_values; in decoding the heads
+        of the token's queries, keys and values, [B, H + 2 Hk, D].
     """
     batch, kv_heads, capacity, head_dim = values.shape
     in_group, groups = _tiling(num_rows)
