@@ -327,6 +327,9 @@ def test_compiles_for_hopper(policy):
     compute = functools.partial(mosaic_gpu.tree_attention, numerics=Numerics())
     for nodes in (1, 16, 64):
         compile_for(HOPPER, compute, *_shapes(*_POLICIES[policy], 16, 4096, nodes))
+    decode = functools.partial(mosaic_gpu.decode_attention, numerics=Numerics())
+    program = compile_for(HOPPER, decode, *_shapes(*_POLICIES[policy], 16, 4096, 1)[:6], donate=(1, 2))
+    _check_no_copy(program, *_POLICIES[policy], aliased=1)
 
 
 @pytest.mark.parametrize(("device", "policy"), [("v5e", "SmolLM2-135M"), (HOPPER, "Qwen2.5-7B")])

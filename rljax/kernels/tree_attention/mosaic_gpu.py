@@ -120,7 +120,7 @@ def _attention(
     num_rows: int,
     interpret: bool,
 ) -> Array:
-    """Attention of `num_rows` rows of every slot and key head: float32 [B, Hk, kept rows, D].
+    """Attention of `num_rows` rows of every slot and key head: float32 [B, Hk, num_rows, D].
 
     Args:
       keys, values: as of `tree_attention`; in decoding mutable arrays, to which the token is written.
