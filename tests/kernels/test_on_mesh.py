@@ -80,7 +80,7 @@ for label, mesh in each_mesh():
     out, *cache = jax.jit(decode)(*map(place, one[:6]))
     result["decoding"] = error(out, _expected(*one))
     result["written"] = all(
-        np.array_equal(ours, expected, equal_nan=True) for ours, expected in zip(cache, _with_tokens(*one[1:6]))
+        np.array_equal(*pair, equal_nan=True) for pair in zip(cache, _with_tokens(*one[1:6]))
     )
     result["compaction"] = all(
         np.array_equal(ours, expected) for ours, expected in zip(jax.jit(compact)(*moved), compacted(*moved))
