@@ -19,7 +19,7 @@ import bench_kernels
 from gpu_parts.engines import kernel_of
 from gpu_parts.part import Part, run
 from kernel_benchmarks.cases import Case
-from rljax.kernels.compaction.blocks import only_node
+from rljax.kernels.compaction.base import only_node
 from rljax.kernels.round_to_nearest import round_to_nearest
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import Refused

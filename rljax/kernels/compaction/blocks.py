@@ -46,8 +46,3 @@ def written(
     begin = jnp.maximum(length - block * size, 0)
     end = jnp.minimum(length + count - block * size, size)
     return block, begin, jnp.where(block < in_cache, end, 0)
-
-
-def only_node(lengths: Array) -> tuple[Array, Array]:
-    """Returns path [B, 1] and count [B] of every slot's only node, as in decoding; lengths int32 [B]."""
-    return jnp.zeros_like(lengths)[:, None], jnp.ones_like(lengths)

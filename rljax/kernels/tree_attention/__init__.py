@@ -65,8 +65,8 @@ def decode_attention(
 
     Args:
       queries: [B, 1, H, D].
-      keys, values: see `tree_attention`.
-      positions: int32 [B], where the token stands. At S nothing is written, and the result has no meaning.
+      keys, values: see `tree_attention`; in the block of its place, others may hold any finite numbers.
+      positions: int32 [B], where the token stands. At S nothing is written, and the result means nothing.
       node_keys, node_values: the token's, [B, 1, Hk, D], in the type of the cache.
       numerics, implementation: see `tree_attention`.
 

@@ -17,8 +17,7 @@ nodes after them, would let one product do the second step, and would take longe
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rljax.kernels.compaction.base import compaction
-from rljax.kernels.compaction.blocks import only_node
+from rljax.kernels.compaction.base import compaction, only_node
 from rljax.numerics.attention import (
     KEY_BLOCK,
     MASKED,

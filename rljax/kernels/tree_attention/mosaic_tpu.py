@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rljax.kernels.compaction import base
-from rljax.kernels.compaction.blocks import only_node
 from rljax.kernels.compaction.mosaic_tpu import compaction
 from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
 from rljax.numerics.attention import KEY_BLOCK, MASKED
@@ -137,7 +136,7 @@ def decode_attention(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See the package."""
-    written = keys, values, node_keys, node_values, *only_node(positions), positions
+    written = keys, values, node_keys, node_values, *base.only_node(positions), positions
     try:
         keys, values = compaction(*written, interpret=interpret)
     except Refused:  # of heads of other widths, and of the shortest caches
