@@ -22,6 +22,7 @@ _NO_KERNEL = {
 _CALLS = ("while", "call", "conditional", "async-start")
 _SLICES = ("slice", "dynamic-slice", "gather")  # they read as much as they return
 _WRITES = {"dynamic-update-slice": 1, "scatter": -1}  # they write their operand of this place, into the first
+_READS_ALL = "/tree_attention/"  # kernels of this name read all that they change in place; they write little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _moved(
     elif aliases := re.search(r"output_to_operand_aliasing=\{(.*?)\}(?:, |$)", operation.rest):
         for place in map(int, re.findall(r"\((\d+), \{", aliases[1])):
             result -= taken[place]
-            taken[place] = 0
+            taken[place] = taken[place] if _READS_ALL in operation.rest else 0
     read: dict[str, int] = {}
     for name, part in zip(operands, taken, strict=True):
         whole = sizes.get(name, 0)

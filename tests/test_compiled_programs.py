@@ -95,3 +95,5 @@ def test_what_is_written_in_place_and_read_in_part():
     in_place = (row + 4) + row + (4 + 4) * row  # reads a row and its place, writes it; takes four rows
     near, part, kernel = row, 2 * row, row  # to the core's memory; a kernel that changes its first operand
     assert programs.counts_of_program(_IN_PLACE).bytes == in_place + near + part + kernel
+    attention = _IN_PLACE.replace("x=1", 'metadata={op_name="jit(f)/tree_attention/mpmd_map"}')
+    assert programs.counts_of_program(attention).bytes == in_place + near + part + 8 * row + kernel  # all

@@ -234,8 +234,9 @@ class KernelsConfig(Section):
     )
     tree_attention: Kernels = Field(
         None,
-        description="Implementation of attention in decoding and verification. Set a kernel, which reads no"
-        " further than the length of each slot, for long responses of uneven length.",
+        description="Implementation of attention in decoding and verification, and of writing a decoded token"
+        " to the KV cache. Set a kernel, which reads no further than the length of each slot, for long"
+        " responses of uneven length.",
     )
     quantized_product: Kernels = Field(
         None,

@@ -361,7 +361,7 @@ def _attention_failures(config: ModelConfig, numerics: Numerics, counts: RowCoun
         out = {}
         for slots, (q, k, v, keys, values) in arguments.items():
             positions = jnp.full(slots, length - 1, jnp.int32)
-            out[slots] = decode_attention(q, keys, values, positions, k, v, numerics, kernel)
+            out[slots], *_ = decode_attention(q, keys, values, positions, k, v, numerics, kernel)
         return out
 
     def verify(arguments: dict[tuple[int, int], list[Array]]) -> dict[tuple[int, int], Array]:

@@ -191,8 +191,5 @@ class CachedAttention:
         """
         keys, values = cache
         k, v = k.astype(keys.dtype), v.astype(values.dtype)
-        kernels, one = self.numerics.kernels, jnp.ones_like(self.positions)
-        path = jnp.zeros_like(self.positions)[:, None]
-        keys, values = on_mesh.compaction(keys, values, k, v, path, one, self.positions, kernels)
-        out = on_mesh.decode_attention(q, keys, values, self.positions, k, v, self.numerics)
-        return out, (keys, values)
+        out, *cache = on_mesh.decode_attention(q, keys, values, self.positions, k, v, self.numerics)
+        return out, tuple(cache)

@@ -45,7 +45,7 @@ def tree_attention(
     """
     args = (queries, keys, values, lengths, node_keys, node_values, ancestors, depth)
     specs = (_NODE_HEADS, _CACHE, _CACHE, _SLOTS, _NODE_HEADS, _NODE_HEADS, _SLOTS, _SLOTS)
-    return _attention(one_attention.tree_attention, args, specs, numerics)
+    return _attention(one_attention.tree_attention, args, specs, numerics, _NODE_HEADS)
 
 
 def decode_attention(
@@ -56,7 +56,7 @@ def decode_attention(
     node_keys: Array,
     node_values: Array,
     numerics: Numerics,
-) -> Array:
+) -> tuple[Array, Array, Array]:
     """As `tree_attention.decode_attention`, by the backend that `numerics` names, on one device or a mesh.
 
     Raises:
@@ -64,21 +64,22 @@ def decode_attention(
     """
     args = (queries, keys, values, positions, node_keys, node_values)
     specs = (_NODE_HEADS, _CACHE, _CACHE, _SLOTS, _NODE_HEADS, _NODE_HEADS)
-    return _attention(one_attention.decode_attention, args, specs, numerics)
+    return _attention(one_attention.decode_attention, args, specs, numerics, (_NODE_HEADS, _CACHE, _CACHE))
 
 
 def _attention(
-    compute: Callable[..., Array],
+    compute: Callable[..., Any],
     args: tuple[Array, ...],
     specs: tuple[PartitionSpec, ...],
     numerics: Numerics,
-) -> Array:
+    out_specs: Any,
+) -> Any:
     kernels = numerics.kernels
     implementation = _for_heads("tree_attention", args[2].shape[1], kernels)
     compute = functools.partial(compute, numerics=numerics, implementation=implementation)
     if not kernels.splits("tree_attention") or implementation == "xla":
         return compute(*args)
-    return _on_shards(compute, kernels, specs, _NODE_HEADS)(*args)
+    return _on_shards(compute, kernels, specs, out_specs)(*args)
 
 
 def compaction(

@@ -5,6 +5,7 @@ the caller, and no other backend takes its place. Several backends are tried in 
 error lists every reason. (The design follows Tokamax.)
 """
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable
@@ -28,13 +29,21 @@ IMPLEMENTATIONS = {
 _INSTEAD = "name xla, or leave the key out"
 
 
-def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+def call(
+    op: str,
+    implementation: Implementation,
+    sizes: tuple[int, ...],
+    *args: Any,
+    function: str | None = None,
+    **kwargs: Any,
+) -> Any:
     """Computes an operation with the requested backend.
 
     Args:
-      op: name of the operation: of its folder, and of the function in each of its files.
+      op: name of the operation, and of its folder.
       implementation: see `KernelChoice`. Where a backend of the default refuses, a warning says why.
       sizes: sizes of the policy that the default depends on; each operation documents its numbers.
+      function: name of the function in each of the operation's files; None for the operation's.
       args, kwargs: arguments of the function. Interpreting backends also get `interpret=True`.
 
     Raises:
@@ -44,8 +53,7 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
     refusals: list[str] = []
     for name in names:
         try:
-            function = backend(op, name)
-            result = function(*args, **kwargs)
+            result = backend(op, name, function)(*args, **kwargs)
         except Refused as refusal:
             refusals.append(f"{name}: {refusal}")
             continue
@@ -55,8 +63,8 @@ def call(op: str, implementation: Implementation, sizes: tuple[int, ...], *args:
     raise Refused(f"{op}: " + "; ".join(refusals))
 
 
-def backend(op: str, name: str) -> Callable[..., Any]:
-    """Returns the function of one backend.
+def backend(op: str, name: str, function: str | None = None) -> Callable[..., Any]:
+    """Returns the function of one backend; arguments as of `call`.
 
     Raises:
       Refused: the backend does not run on the devices of this process, or there is no such kernel.
@@ -78,14 +86,8 @@ def backend(op: str, name: str) -> Callable[..., Any]:
         if error.name != f"rljax.kernels.{op}.{file}":
             raise
         raise Refused("there is no such kernel for this operation") from error
-    function = getattr(module, op)
-    if not name.startswith("interpret"):
-        return function
-
-    def interpreted(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, interpret=True, **kwargs)
-
-    return interpreted
+    compute = getattr(module, function or op)
+    return functools.partial(compute, interpret=True) if name.startswith("interpret") else compute
 
 
 def _device() -> str:

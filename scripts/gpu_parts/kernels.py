@@ -19,7 +19,7 @@ import bench_kernels
 from gpu_parts.engines import kernel_of
 from gpu_parts.part import Part, run
 from kernel_benchmarks.cases import Case
-from rljax.kernels.compaction import compaction
+from rljax.kernels.compaction.base import only_node
 from rljax.kernels.round_to_nearest import round_to_nearest
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import Refused
@@ -111,14 +111,6 @@ def _error(got: Array, expected: Array) -> Array:
     return jnp.linalg.norm(got.astype(jnp.float64) - expected) / jnp.linalg.norm(expected)
 
 
-def _token_in_cache(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Writes the token's key and value into the cache, where plain JAX reads them while decoding."""
-    queries, keys, values, lengths, node_keys, node_values, *rest = arguments
-    nothing, one = jnp.zeros((len(queries), 1), jnp.int32), jnp.ones(len(queries), jnp.int32)
-    keys, values = compaction(keys, values, node_keys, node_values, nothing, one, lengths, "xla")
-    return queries, keys, values, lengths, node_keys, node_values, *rest
-
-
 def _first_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each[:1] for each in arguments)
 
@@ -126,9 +118,19 @@ def _first_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 # -- references --------------------------------------------------------------------------------------------
 
 
+def _decoding(
+    keys: Array, values: Array, queries: Array, positions: Array, node_keys: Array, node_values: Array
+) -> tuple[Array, ...]:
+    """The cache with every slot's token, and the attention of a tree of one node."""
+    node = node_keys, node_values
+    written = _compacted(keys, values, *node, *only_node(positions), positions)
+    itself = jnp.ones((len(queries), 1, 1), bool)
+    return *written, *_attention(queries, keys, values, positions, *node, itself)
+
+
 def _attention(*arguments: Array) -> tuple[Array]:
-    """Attention of the nodes, and of decoding where there is no tree, slot by slot."""
-    queries, keys, values, lengths, node_keys, node_values, *tree = arguments
+    """Attention of the nodes, slot by slot."""
+    queries, keys, values, lengths, node_keys, node_values, ancestors, *_ = arguments
     _, nodes, heads, dim = queries.shape
     kv_heads, capacity = values.shape[1:3]
 
@@ -145,7 +147,6 @@ def _attention(*arguments: Array) -> tuple[Array]:
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("kgms,ksd->mkgd", weights, v).reshape(nodes, heads, dim)
 
-    ancestors = tree[0] if tree else jnp.ones((len(queries), 1, 1), bool)
     return (lax.map(of_slot, (queries, keys, values, node_keys, node_values, lengths, ancestors)),)
 
 
@@ -233,7 +234,7 @@ def _gradients(hidden: Array, lm_head: Array, targets: Array) -> tuple[Array, Ar
 
 
 CHECKS = (
-    Check("tree_attention", 1, _attention, _token_in_cache),  # decoding
+    Check("tree_attention", 1, _decoding),
     Check("tree_attention", 0, _attention),
     Check("noisy_argmax", 0, _sampled, quick="interpret_tpu"),
     Check("compaction", 0, _compacted),

@@ -48,7 +48,7 @@ class Case:
       bytes: smallest number of bytes to move between memory and processor, each read or write counted once.
       flops: additions and multiplications in matrix products.
       donated: how many of the first arguments are donated, such as a cache that is written in place: so many
-        results take their places.
+        of the first results take their places.
     """
 
     name: str
@@ -101,7 +101,9 @@ def _noisy_argmax(name: str, policy: ModelConfig, rows: int) -> Case:
 def _tree_attention(
     name: str, policy: ModelConfig, batch: int, capacity: int, nodes: int, ragged: bool = False
 ) -> Case:
-    """Verifying, and decoding with one node: slots all as long as the cache, or of any length up to it."""
+    """Verifying, and decoding with one node: slots all as long as the cache, or of any length up to it.
+    Decoding has the cache first, in arguments and results.
+    """
     heads, kv_heads, dim = policy.num_heads, policy.num_kv_heads, policy.head_dim
     numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
     room = capacity - nodes  # what a slot may hold before this pass
@@ -119,15 +121,19 @@ def _tree_attention(
             (batch, kv_heads, capacity, dim),
             *[(batch, nodes, kv_heads, dim)] * 2,
         )
-        args = (queries, keys, values, jnp.asarray(lengths, jnp.int32), *new)
+        committed = jnp.asarray(lengths, jnp.int32)
         if nodes == 1:
-            return args
+            return keys, values, queries, committed, *new
         everywhere = jnp.broadcast_to(jnp.asarray(ancestors)[None], (batch, nodes, nodes))
         depth = jnp.broadcast_to(jnp.asarray(ancestors.sum(-1) - 1, jnp.int32)[None], (batch, nodes))
-        return (*args, everywhere, depth)
+        return queries, keys, values, committed, *new, everywhere, depth
 
-    def attend(*args: Array, implementation: str) -> Array:
-        return (tree_attention if nodes > 1 else decode_attention)(*args, numerics, implementation)
+    def decode(keys: Array, values: Array, queries: Array, *args: Array, implementation: str) -> Any:
+        out, *cache = decode_attention(queries, keys, values, *args, numerics, implementation)
+        return *cache, out
+
+    def verify(*args: Array, implementation: str) -> Array:
+        return tree_attention(*args, numerics, implementation)
 
     label = f"{name}, {batch} slots of {'up to ' * ragged}{capacity}, "
     label += f"{nodes} nodes" if nodes > 1 else "decoding"
@@ -135,7 +141,11 @@ def _tree_attention(
     written_once = 2 * batch * nodes * (heads + kv_heads) * dim  # queries and output, the nodes' entries
     seen = int(lengths.sum()) * nodes + batch * int(ancestors.sum())  # pairs of node and position
     moved, flops = 2 * (cached + written_once), 4 * seen * heads * dim
-    return Case(label, (heads, kv_heads, dim), make, _by_implementation(attend), moved, flops)
+    sizes = heads, kv_heads, dim
+    if nodes > 1:
+        return Case(label, sizes, make, _by_implementation(verify), moved, flops)
+    moved += 2 * 2 * batch * kv_heads * dim  # the token, written to the cache
+    return Case(label, sizes, make, _by_implementation(decode), moved, flops, donated=2)
 
 
 _ACCEPTED = 4  # nodes of a path, the last token included

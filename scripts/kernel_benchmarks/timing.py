@@ -114,7 +114,7 @@ class Timed:
         for _ in range(programs):
             out = function(*self._arguments())
             if count := self._case.donated:
-                self._sets = [(*new, *old[count:]) for new, old in zip(out, self._sets, strict=True)]
+                self._sets = [(*new[:count], *old[count:]) for new, old in zip(out, self._sets, strict=True)]
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / programs / len(self._sets)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.kv_cache import CachedAttention
-from rljax.kernels import switch
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
@@ -159,32 +156,6 @@ def test_compiles_in_place(device, policy):
     program = compile_for(device, kernel, *_shapes(*_POLICIES[policy]), donate=(0, 1))
     _check_in_place(program, *_POLICIES[policy])
     compile_for(device, kernel, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
-
-
-@pytest.mark.parametrize(("device", "policy"), [("v5e", "SmolLM2-135M"), (HOPPER, "Qwen2.5-7B")])
-def test_decoding_copies_no_cache(device, policy, monkeypatch):
-    """Steps in a loop: writing a token and attending agree about how the cache lies in memory."""
-    module = "mosaic_gpu" if device == HOPPER else "mosaic_tpu"
-    monkeypatch.setattr(
-        switch, "backend", lambda op, name: getattr(importlib.import_module(f"rljax.kernels.{op}.{name}"), op)
-    )
-    numerics = Numerics(True, "bfloat16", KernelChoice(tree_attention=module, compaction=module))
-    kv_heads, dim = _POLICIES[policy]
-    keys, values, token, _, _, slots, _ = _shapes(kv_heads, dim, nodes=1)
-    queries = jax.ShapeDtypeStruct((16, 1, 3 * kv_heads, dim), jnp.bfloat16)
-
-    def decode(keys, values, queries, token, lengths):
-        def step(carry):
-            count, keys, values, lengths, queries = carry
-            attention = CachedAttention(lengths, numerics)
-            out, (keys, values) = attention((keys, values), queries, token, token)
-            return count + 1, keys, values, lengths + 1, out
-
-        start = (0, keys, values, lengths, queries)
-        return jax.lax.while_loop(lambda carry: carry[0] < 8, step, start)[1:3]
-
-    program = compile_for(device, decode, keys, values, queries, token, slots, donate=(0, 1))
-    _check_in_place(program, kv_heads, dim)
 
 
 @functools.lru_cache

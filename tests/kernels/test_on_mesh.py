@@ -57,7 +57,7 @@ def each_mesh():
 """
 
 ATTENTION = """
-from tests.kernels.test_tree_attention import _case, _expected
+from tests.kernels.test_tree_attention import _case, _expected, _with_tokens
 from tests.kernels.test_compaction import _case as compaction_case, _expected as compacted
 
 dtype = "float32"
@@ -77,7 +77,11 @@ for label, mesh in each_mesh():
     result = {}
     program = jax.jit(attend).lower(*map(place, tree)).compile()
     result["tree"] = error(program(*map(place, tree)), _expected(*tree))
-    result["decoding"] = error(jax.jit(decode)(*map(place, one[:6])), _expected(*one))
+    out, *cache = jax.jit(decode)(*map(place, one[:6]))
+    result["decoding"] = error(out, _expected(*one))
+    result["written"] = all(
+        np.array_equal(*pair, equal_nan=True) for pair in zip(cache, _with_tokens(*one[1:6]))
+    )
     result["compaction"] = all(
         np.array_equal(ours, expected) for ours, expected in zip(jax.jit(compact)(*moved), compacted(*moved))
     )
@@ -213,7 +217,8 @@ def found():
 def test_attention_and_compaction(found):
     found, tolerance = found["attention"], 1e-5
     split = found["8 devices"]
-    assert split["tree"] < tolerance and split["decoding"] < tolerance and split["compaction"]
+    assert split["tree"] < tolerance and split["decoding"] < tolerance
+    assert split["written"] and split["compaction"]
     assert found["replicated heads"] < tolerance
     assert "mesh.tensor = 8 does not divide num_kv_heads 4; set xla or null" in found["refusal"]
 
@@ -274,6 +279,10 @@ def test_attention_and_compaction_compile(device):
             args = (keys, values, node_keys, node_values, path, count, lengths)
             return out, on_mesh.compaction(*args, kernels)
 
+        def decode(queries, keys, values, positions, node_keys, node_values, *_):
+            token = (x[:, :1] for x in (node_keys, node_values))
+            return on_mesh.decode_attention(queries[:, :1], keys, values, positions, *token, numerics)
+
         cache = ("slots", "kv_heads", None, None)
         node_entries = _placed(mesh, (batch, nodes, 4, 128), "slots", None, "kv_heads", None)
         per_node = _placed(mesh, (batch, nodes), "slots", None, dtype=jnp.int32)
@@ -290,11 +299,15 @@ def test_attention_and_compaction_compile(device):
             per_node,
             per_slot,
         )
-        program = jax.jit(verify, donate_argnums=(1, 2)).lower(*args).compile()
-    assert not _collectives(program.as_text())
+        programs = [
+            jax.jit(each, donate_argnums=(1, 2), keep_unused=True).lower(*args).compile()
+            for each in (verify, decode)
+        ]
     shard = 2 * batch * 4 * capacity * 128 // 4  # bytes of keys, or values, on a device
-    assert program.memory_analysis().alias_size_in_bytes >= 2 * shard
-    assert program.memory_analysis().temp_size_in_bytes < shard / 2
+    for program in programs:
+        assert not _collectives(program.as_text())
+        assert program.memory_analysis().alias_size_in_bytes >= 2 * shard
+        assert program.memory_analysis().temp_size_in_bytes < shard / 2
 
 
 @pytest.mark.parametrize("device", ["v5e", HOPPER])

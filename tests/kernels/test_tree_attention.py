@@ -10,6 +10,7 @@ import pytest
 from rljax.engine import kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
+from rljax.kernels import switch
 from rljax.kernels.tree_attention import decode_attention, mosaic_gpu, mosaic_tpu, tree_attention
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
@@ -148,41 +149,67 @@ def test_nothing_to_see_is_zero(implementation):
     assert got[0, 0].all() and got[1, 1].all()
 
 
-@pytest.mark.parametrize("implementation", _KERNELS[1:])
-def test_decoding_is_one_node(implementation):
-    """A verifying pass has its key and value from outside the cache, where decoding has written them."""
-    case = _case(*_SHAPES["one node"], dtype="bfloat16")
-    queries, keys, values, lengths, node_keys, node_values, itself, depth = case
-    tree = (queries, *map(jnp.nan_to_num, (keys, values)), lengths, node_keys, node_values, itself, depth)
-    keys, values = _written(keys, values, lengths, node_keys[:, 0], node_values[:, 0])
+# Lengths, capacity, heads, key heads, head size: every end of a block, full slots, a cache of one block, and
+# more than a stretch.
+_DECODED = {
+    "blocks": ((0, 1, 63, 64, 127, 128), 128, 4, 2, 64),
+    "one block": ((0, 63, 64), 64, 7, 1, 128),
+    "stretches": ((5, 1023, 1024, 1087, 1088), 1088, 3, 1, 64),
+}
+
+
+@pytest.mark.parametrize("shape", _DECODED)
+@pytest.mark.parametrize("implementation", _KERNELS)
+def test_decoding_is_one_node_and_writes_it(implementation, shape):
+    """A verifying pass has its key and value from outside the cache, where decoding writes them."""
+    lengths, capacity, *heads = _DECODED[shape]
+    case = [jnp.nan_to_num(x) for x in _case(lengths, capacity, 1, *heads, dtype="bfloat16")]
     decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), _named(implementation)))
-    got = decode(queries, keys, values, lengths, node_keys, node_values)
-    np.testing.assert_array_equal(np.asarray(got, np.float64), _run(implementation, tree))
+    out, *cache = decode(*case[:6])
+    np.testing.assert_array_equal(np.asarray(out, np.float64), _run(implementation, case))
+    for ours, expected in zip(cache, _with_tokens(*case[1:6]), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), expected)
 
 
-def _written(keys, values, positions, node_keys, node_values):
-    """The cache with a token of each slot at its position, and a large number where it was poisoned."""
-    keys, values = (np.array(jnp.nan_to_num(x, nan=1e4)) for x in (keys, values))
-    slots, positions = np.arange(len(keys)), np.asarray(positions)
-    keys[slots, :, positions // _BLOCK, :, positions % _BLOCK] = node_keys
-    values[slots, :, positions] = node_values
+def _with_tokens(keys, values, positions, node_keys, node_values):
+    """The cache with a token of each slot at its position, where there is one."""
+    keys, values, node_keys, node_values = (np.array(x) for x in (keys, values, node_keys, node_values))
+    for slot, position in enumerate(np.asarray(positions)):
+        if position < values.shape[2]:
+            keys[slot, :, position // _BLOCK, :, position % _BLOCK] = node_keys[slot, 0]
+            values[slot, :, position] = node_values[slot, 0]
     return keys, values
 
 
 def test_every_depth_of_a_chain_has_the_bits_of_decoding():
-    """Across the border of a block and of a split, and with more rows than one tile has."""
-    lengths, capacity, nodes = np.array([60, 1019]), 1088, 9
+    """Across the border of a block and of a split, with more rows than one tile has; decoded in a loop."""
+    lengths, capacity, nodes = jnp.array([60, 1019], jnp.int32), 1088, 9
     case = _case(lengths, capacity, nodes, 8, 1, 64, dtype="bfloat16")
-    queries, keys, values, _, node_keys, node_values = (np.array(x) for x in case[:6])
+    queries, keys, values, _, node_keys, node_values = map(jnp.nan_to_num, case[:6])
     ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), case[6].shape)
     depth = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), case[7].shape)
     verified = _run("interpret_gpu", (*case[:6], ancestors, depth))
-    decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), "interpret_gpu"))
+
+    @jax.jit
+    def decoded(keys, values):
+        def step(cache, node):
+            query, key, value, count = node
+            attention = kv_cache.CachedAttention(lengths + count, numerics)
+            out, cache = attention(cache, query[:, None], key[:, None], value[:, None])
+            return cache, out[:, 0]
+
+        numerics = Numerics(kernels=KernelChoice(tree_attention="interpret_gpu"))
+        inputs = (x.swapaxes(0, 1) for x in (queries, node_keys, node_values))
+        counts = jnp.arange(nodes, dtype=jnp.int32)
+        return jax.lax.scan(step, (keys, values), (*inputs, counts))
+
+    cache, out = decoded(keys, values)
+    np.testing.assert_array_equal(np.asarray(out, np.float64).swapaxes(0, 1), verified)
     for node in range(nodes):
-        one, at = slice(node, node + 1), lengths + node
-        keys, values = _written(keys, values, at, node_keys[:, node], node_values[:, node])
-        got = decode(queries[:, one], keys, values, at, node_keys[:, one], node_values[:, one])
-        np.testing.assert_array_equal(np.asarray(got, np.float64), verified[:, one])
+        one = slice(node, node + 1)
+        keys, values = _with_tokens(keys, values, lengths + node, node_keys[:, one], node_values[:, one])
+    for ours, expected in zip(cache, (keys, values), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), expected)
 
 
 @pytest.mark.parametrize("implementation", _KERNELS)
@@ -196,16 +223,21 @@ def test_neither_batch_nor_bucket_changes_a_bit(implementation):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dim", "dtype", "why"),
+    ("implementation", "heads", "dim", "dtype", "why"),
     [
-        ("interpret_gpu", 64, "float32", "keys and values are bfloat16, not float32 and float32"),
-        ("interpret_gpu", 32, "bfloat16", "heads are 64 or 128 wide, not 32"),
-        ("interpret_tpu", 32, "float16", "keys and values are float32 or bfloat16, not float16"),
+        ("interpret_gpu", 2, 64, "float32", "keys and values are bfloat16, not float32 and float32"),
+        ("interpret_gpu", 2, 32, "bfloat16", "heads are 64 or 128 wide, not 32"),
+        ("interpret_gpu", 65, 64, "bfloat16", "at most 64 query heads share a key head, not 65"),
+        ("interpret_tpu", 2, 32, "float16", "keys and values are float32 or bfloat16, not float16"),
     ],
 )
-def test_refusals(implementation, dim, dtype, why):
+def test_refusals(implementation, heads, dim, dtype, why):
+    """Of verifying and of decoding: one must not take what the other refuses."""
+    case = _case((5,), 64, 1, heads, 1, dim, dtype=dtype)
     with pytest.raises(Refused, match=why):
-        _run(implementation, _case((5,), 64, 2, 2, 1, dim, dtype=dtype))
+        _run(implementation, case)
+    with pytest.raises(Refused, match=why):
+        decode_attention(*case[:6], Numerics(), implementation)
 
 
 @functools.lru_cache
@@ -269,9 +301,11 @@ _POLICIES = {
 }
 
 
-def _check_no_copy(program, heads, kv_heads, dim):
-    """Nothing near the cache's size is made on the way."""
-    assert program.memory_analysis().temp_size_in_bytes < 2 * 2 * 16 * kv_heads * 4096 * dim / 8
+def _check_no_copy(program, heads, kv_heads, dim, aliased=0):
+    """Nothing near the cache's size is made on the way, and so many caches come out where they went in."""
+    cache, memory = 2 * 2 * 16 * kv_heads * 4096 * dim, program.memory_analysis()
+    assert memory.temp_size_in_bytes < cache / 8
+    assert memory.alias_size_in_bytes >= aliased * cache
 
 
 @pytest.mark.parametrize(
@@ -293,3 +327,28 @@ def test_compiles_for_hopper(policy):
     compute = functools.partial(mosaic_gpu.tree_attention, numerics=Numerics())
     for nodes in (1, 16, 64):
         compile_for(HOPPER, compute, *_shapes(*_POLICIES[policy], 16, 4096, nodes))
+    decode = functools.partial(mosaic_gpu.decode_attention, numerics=Numerics())
+    program = compile_for(HOPPER, decode, *_shapes(*_POLICIES[policy], 16, 4096, 1)[:6], donate=(1, 2))
+    _check_no_copy(program, *_POLICIES[policy], aliased=1)
+
+
+@pytest.mark.parametrize(("device", "policy"), [("v5e", "SmolLM2-135M"), (HOPPER, "Qwen2.5-7B")])
+def test_decoding_copies_no_cache(device, policy, monkeypatch):
+    """Steps in a loop: writing a token and attending agree about how the cache lies in memory."""
+    module = mosaic_gpu if device == HOPPER else mosaic_tpu
+    monkeypatch.setattr(switch, "backend", lambda op, name, function: getattr(module, function))
+    numerics = Numerics(True, "bfloat16", KernelChoice(tree_attention="mosaic_gpu"))
+    queries, *cache, slots, token, _, _, _ = _shapes(*_POLICIES[policy], 16, 4096, 1)
+
+    def decode(keys, values, queries, token, lengths):
+        def step(carry):
+            count, keys, values, lengths, queries = carry
+            attention = kv_cache.CachedAttention(lengths, numerics)
+            out, (keys, values) = attention((keys, values), queries, token, token)
+            return count + 1, keys, values, lengths + 1, out
+
+        start = (0, keys, values, lengths, queries)
+        return jax.lax.while_loop(lambda carry: carry[0] < 8, step, start)[1:3]
+
+    program = compile_for(device, decode, *cache, queries, token, slots, donate=(0, 1))
+    _check_no_copy(program, *_POLICIES[policy], aliased=1)

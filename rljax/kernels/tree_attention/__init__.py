@@ -1,6 +1,5 @@
 """Attention of draft trees against a KV cache, and of plain decoding, which is the tree of one node."""
 
-import jax.numpy as jnp
 from jax import Array
 
 from rljax.kernels import switch
@@ -58,28 +57,28 @@ def decode_attention(
     node_values: Array,
     numerics: Numerics,
     implementation: switch.Implementation = None,
-) -> Array:
-    """Every slot's one new token sees itself and what stands before it.
+) -> tuple[Array, Array, Array]:
+    """Writes every slot's one new token to the cache; the token sees itself and what stands before it.
 
-    The kernels compute it as a tree of one node. `xla` reads the token's key and value from the cache.
+    It works in place if the caller donates the cache. The kernels compute a tree of one node. On Hopper the
+    same kernel writes the token; `xla` scatters it first, and on a TPU the kernel of compaction writes it.
 
     Args:
       queries: [B, 1, H, D].
-      keys, values: see `tree_attention`; the token's are written at its position.
-      positions: int32 [B], where the token stands.
-      node_keys, node_values: the token's once more, [B, 1, Hk, D].
+      keys, values: see `tree_attention`; in the block of its place, others may hold any finite numbers.
+      positions: int32 [B], where the token stands. At S nothing is written, and the result means nothing.
+      node_keys, node_values: the token's, [B, 1, Hk, D], in the type of the cache.
       numerics, implementation: see `tree_attention`.
 
     Returns:
-      [B, 1, H, D] in the queries' type.
+      [B, 1, H, D] in the queries' type; keys and values with the token.
 
     Raises:
       Refused: the implementation cannot compute this.
     """
-    batch = queries.shape[0]
-    itself, depth = jnp.ones((batch, 1, 1), bool), jnp.zeros((batch, 1), jnp.int32)
-    args = (queries, keys, values, positions, node_keys, node_values, itself, depth, numerics)
-    return switch.call("tree_attention", implementation, _sizes(queries, values), *args, nodes_in_cache=True)
+    args = (queries, keys, values, positions, node_keys, node_values, numerics)
+    sizes = _sizes(queries, values)
+    return switch.call("tree_attention", implementation, sizes, *args, function="decode_attention")
 
 
 def _sizes(queries: Array, values: Array) -> tuple[int, ...]:

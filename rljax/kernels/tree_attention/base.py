@@ -17,6 +17,7 @@ nodes after them, would let one product do the second step, and would take longe
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rljax.kernels.compaction.base import compaction, only_node
 from rljax.numerics.attention import (
     KEY_BLOCK,
     MASKED,
@@ -43,11 +44,8 @@ def tree_attention(
     ancestors: Array,
     depth: Array,
     numerics: Numerics,
-    nodes_in_cache: bool = False,
 ) -> Array:
-    """See the package. `nodes_in_cache`: key and value of the single node are in the cache, at `lengths`."""
-    if nodes_in_cache:
-        return _decode_attention(queries, keys, values, lengths, numerics)
+    """See the package."""
     batch, nodes, num_heads, head_dim = queries.shape
     num_kv_heads, capacity = values.shape[1:3]
     group = num_heads // num_kv_heads
@@ -80,10 +78,17 @@ def tree_attention(
     return out.reshape(batch, nodes, num_heads, head_dim).astype(queries_dtype)
 
 
-def _decode_attention(
-    queries: Array, keys: Array, values: Array, positions: Array, numerics: Numerics
-) -> Array:
-    """Computes attention of one token per slot, at `positions`: [B, 1, H, D] -> [B, 1, H, D]."""
+def decode_attention(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    node_keys: Array,
+    node_values: Array,
+    numerics: Numerics,
+) -> tuple[Array, Array, Array]:
+    """See the package. The token's key and value are read where they were written."""
+    keys, values = compaction(keys, values, node_keys, node_values, *only_node(positions), positions)
     batch, _, num_heads, head_dim = queries.shape
     num_kv_heads, capacity = values.shape[1:3]
     scaled = scale_queries(queries).reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -95,7 +100,7 @@ def _decode_attention(
     # Chunks without a visible key add exact zeros, so their number has no effect.
     chunks = jnp.full((batch,), capacity // chunk)
     out = normalize(add_chunks(weighted, chunks), add_chunks(sums, chunks))
-    return out.reshape(batch, 1, num_heads, head_dim).astype(queries.dtype)
+    return out.reshape(batch, 1, num_heads, head_dim).astype(queries.dtype), keys, values
 
 
 def _weighted_values(

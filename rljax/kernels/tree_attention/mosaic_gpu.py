@@ -7,6 +7,11 @@ online. The nodes follow the cached positions in order, as if they were written 
 the slot's length has both (`_pack_tail`), and up to 63 of 64 nodes are in the block after it. Later blocks
 and stretches are skipped.
 
+In decoding the block of threads that reads the stretch in which the token stands puts its key and value in
+their places there, in shared memory, and writes them to the cache, too, which is a mutable array for the
+kernel. Nobody else reads the cache's block, and at most `_TILE` query heads share a key head, so that one
+warpgroup does.
+
 Stretches are merged by their log-sum-exp, in float32, one after another. The borders of blocks and stretches
 are fixed positions, and the sums of a row depend on its keys and their positions alone. So results do not
 depend on batch or cache bucket, and the nodes of a chain, each at its position, have the bits of decoding.
@@ -14,6 +19,7 @@ depend on batch or cache bucket, and the nodes of a chain, each at its position,
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +27,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rljax.kernels.pallas import gpu_interpreter, gpu_iota, gpu_layout, gpu_load
+from rljax.kernels.pallas import gpu_interpreter, gpu_iota, gpu_layout, gpu_load, gpu_store
 from rljax.kernels.tree_attention.rows import pack_queries, unpack_rows
 from rljax.numerics.attention import KEY_BLOCK, MASKED
 from rljax.numerics.kernel_choice import Refused
@@ -49,76 +55,137 @@ def tree_attention(
     ancestors: Array,
     depth: Array,
     numerics: Numerics,
-    nodes_in_cache: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """See the package. Positions of nodes have no effect here; those in the cache are read there."""
+    """See the package. Positions of nodes have no effect here."""
     del depth, numerics
-    batch, nodes, num_heads, head_dim = queries.shape
-    kv_heads, capacity = values.shape[1:3]
+    _require(queries, keys, values)
+    nodes, num_heads = queries.shape[1:3]
+    kv_heads = values.shape[1]
+    group = num_heads // kv_heads
+    # A tile's other rows are what shared memory holds: nobody reads what is computed from them.
+    rows = pack_queries(queries, kv_heads, multiple=8)
+    bits = _pack_ancestors(ancestors, group, _TILE * math.prod(_tiling(group * nodes)))
+    given = bits, rows, *_pack_tail(keys, values, lengths, node_keys, node_values)
+    out = _attention(keys, values, lengths, given, nodes, group * nodes, interpret)
+    return unpack_rows(out.astype(queries.dtype), nodes, num_heads)
+
+
+def decode_attention(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    node_keys: Array,
+    node_values: Array,
+    numerics: Numerics,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """See the package."""
+    del numerics
+    _require(queries, keys, values)
+    # The heads of one product: XLA makes them one array, in one kernel, where parts of it would be copied.
+    heads = jnp.concatenate([queries, node_keys, node_values], axis=2)[:, 0]
+    group = queries.shape[2] // values.shape[1]
+    keys_ref, values_ref = (jax.new_ref(x, memory_space=plgpu.GMEM) for x in (keys, values))
+    out = _attention(keys_ref, values_ref, positions, (heads,), 1, group, interpret)
+    out = out.astype(queries.dtype).reshape(queries.shape)
+    return out, jax.freeze(keys_ref), jax.freeze(values_ref)
+
+
+def _require(queries: Array, keys: Array, values: Array) -> None:
+    """Raises `Refused` for what the kernel was not made for."""
+    num_heads, head_dim = queries.shape[2:]
     if any(x.dtype != jnp.bfloat16 for x in (queries, keys, values)):
         raise Refused(f"queries, keys and values are bfloat16, not {queries.dtype} and {keys.dtype}")
     if head_dim not in (64, 128):
         raise Refused(f"heads are 64 or 128 wide, not {head_dim}")
+    if (group := num_heads // values.shape[1]) > _TILE:
+        raise Refused(f"at most {_TILE} query heads share a key head, not {group}")
 
-    num_rows = num_heads // kv_heads * nodes
+
+def _tiling(num_rows: int) -> tuple[int, int]:
+    """The tiles of a block of threads, and the blocks, for the rows of a key head."""
     tiles = pl.cdiv(num_rows, _TILE)
     groups = pl.cdiv(tiles, _MOST_TILES)
-    in_group = pl.cdiv(tiles, groups)  # tiles of a block of threads
-    splits = pl.cdiv(capacity, SPLIT)
-    computed_rows, kept_rows = _TILE * in_group * groups, num_rows + -num_rows % 8
-    # A tile's other rows are what shared memory holds: nobody reads what is computed from them.
-    rows = pack_queries(queries, kv_heads, multiple=8)
-    if nodes_in_cache:
-        tail = keys, values.reshape(batch, kv_heads, -1, KEY_BLOCK, head_dim)
-    else:
-        tail = _pack_tail(keys, values, lengths, node_keys, node_values)
-    bits = _pack_ancestors(ancestors, num_heads // kv_heads, computed_rows)
+    return pl.cdiv(tiles, groups), groups
 
+
+def _attention(
+    keys: Any,
+    values: Any,
+    lengths: Array,
+    given: tuple[Array, ...],
+    nodes: int,
+    num_rows: int,
+    interpret: bool,
+) -> Array:
+    """Attention of `num_rows` rows of every slot and key head: float32 [B, Hk, num_rows, D].
+
+    Args:
+      keys, values: as of `tree_attention`; in decoding mutable arrays, to which the token is written.
+      given: of a tree, what `_attend` has as bits, queries, tail_keys and tail_values; in decoding the heads
+        of the token's queries, keys and values, [B, H + 2 Hk, D].
+    """
+    batch, kv_heads, capacity, head_dim = values.shape
+    in_group, groups = _tiling(num_rows)
+    splits = pl.cdiv(capacity, SPLIT)
+    kept_rows = num_rows + -num_rows % 8
     partial = (batch, kv_heads, splits, kept_rows, head_dim)
     stage_bytes = 2 * KEY_BLOCK * head_dim * 2
     query_bytes = in_group * _TILE * head_dim * 2
     stages = min((_SHARED[in_group] - query_bytes) // stage_bytes, _MOST_STAGES)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    high, low, lse = plgpu.kernel(
-        functools.partial(
+    scratch = (
+        plgpu.SMEM((in_group, _TILE, head_dim), jnp.bfloat16, transforms=tiled),
+        plgpu.SMEM((stages, head_dim, KEY_BLOCK), jnp.bfloat16, transforms=tiled),
+        plgpu.SMEM((stages, KEY_BLOCK, head_dim), jnp.bfloat16, transforms=tiled),
+        plgpu.Barrier(num_barriers=in_group),
+        plgpu.Barrier(num_barriers=stages),
+        plgpu.Barrier(num_barriers=stages),
+        plgpu.Barrier(num_arrivals=in_group, num_barriers=stages),
+        # The interpreter multiplies only matrices in shared memory.
+        *[plgpu.SMEM((in_group, _TILE, KEY_BLOCK), jnp.bfloat16, transforms=tiled)] * interpret,
+    )
+
+    def body(lengths, keys, values, *others):
+        attend = functools.partial(
             _attend,
+            lengths,
+            keys,
+            values,
+            others[:-3],
+            *others[-3:],
             nodes=nodes,
-            kv_heads=kv_heads,
+            group=num_rows // nodes,
             splits=splits,
             in_group=in_group,
-            kept_rows=kept_rows,
             stages=stages,
-            nodes_in_cache=nodes_in_cache,
-        ),
+        )
+        pl.run_scoped(attend, *scratch, collective_axes="tile")
+
+    # pl.kernel and not plgpu.kernel: on JAX 0.10, that one takes no mutable arrays.
+    high, low, lse = pl.kernel(
+        body,
         out_type=(
             jax.ShapeDtypeStruct(partial, jnp.bfloat16),
             jax.ShapeDtypeStruct(partial, jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, kv_heads, splits, computed_rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, _TILE * in_group * groups), jnp.float32),
         ),
-        scratch_types=(
-            plgpu.SMEM((in_group, _TILE, head_dim), jnp.bfloat16, transforms=tiled),
-            plgpu.SMEM((stages, head_dim, KEY_BLOCK), jnp.bfloat16, transforms=tiled),
-            plgpu.SMEM((stages, KEY_BLOCK, head_dim), jnp.bfloat16, transforms=tiled),
-            plgpu.Barrier(num_barriers=in_group),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=in_group, num_barriers=stages),
-            # The interpreter multiplies only matrices in shared memory.
-            *[plgpu.SMEM((in_group, _TILE, KEY_BLOCK), jnp.bfloat16, transforms=tiled)] * interpret,
+        mesh=plgpu.Mesh(
+            grid=(splits, batch * kv_heads, groups),
+            grid_names=("split", "slot_head", "group"),
+            num_threads=in_group,
+            thread_name="tile",
         ),
-        grid=(splits, batch * kv_heads, groups),
-        grid_names=("split", "slot_head", "group"),
-        num_threads=in_group,
-        thread_name="tile",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
-        kernel_name="tree_attention",
-        interpret=gpu_interpreter() if interpret else None,
-    )(lengths, bits, rows, keys, values, *tail)
-    out = _merge(high, low, lse[:, :, :, :kept_rows], lengths, nodes).astype(queries.dtype)
-    return unpack_rows(out, nodes, num_heads)
+        name="tree_attention",
+        interpret=gpu_interpreter() if interpret else False,
+    )(lengths, keys, values, *given)
+    kept = (x[:, :, :, :num_rows] for x in (high, low, lse))
+    return _merge(*kept, lengths, nodes)
 
 
 def _pack_tail(
@@ -167,12 +234,9 @@ def _pack_ancestors(ancestors: Array, group: int, rows: int) -> Array:
 
 def _attend(
     lengths,
-    bits,
-    queries,
     keys,
     values,
-    tail_keys,
-    tail_values,
+    given,
     out_high,
     out_low,
     out_lse,
@@ -185,22 +249,21 @@ def _attend(
     free,
     *terms_smem,
     nodes: int,
-    kv_heads: int,
+    group: int,
     splits: int,
     in_group: int,
-    kept_rows: int,
     stages: int,
-    nodes_in_cache: bool,
 ) -> None:
     """One stretch of one slot and key head, for the rows of a group of tiles.
 
-    Refs: lengths [B], bits [B, 2, R], queries [B, Hk, kept_rows, D], keys [B, Hk, S / L, D, L], values
-    [B, Hk, S, D], tail_keys [B, Hk, T, D, L], tail_values [B, Hk, T, L, D], the cache's own blocks if
-    `nodes_in_cache`; out: the stretch's weighted mean as a sum of
-    out_high and out_low [B, Hk, splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse
-    [B, Hk, splits, R].
+    Refs: lengths [B], keys [B, Hk, S / L, D, L], values [B, Hk, S, D]; given: of a tree bits [B, 2, R],
+    queries [B, Hk, kept_rows, D], tail_keys [B, Hk, T, D, L] and tail_values [B, Hk, T, L, D], in decoding
+    the new heads [B, H + 2 Hk, D]; out: the stretch's weighted mean as a sum of out_high and out_low [B, Hk,
+    splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse [B, Hk, splits, R].
     """
+    decoding = len(given) == 1
     split = lax.axis_index("split")
+    kv_heads, in_cache = keys.shape[1:3]
     slot, head = (
         lax.div(lax.axis_index("slot_head"), kv_heads),
         lax.rem(lax.axis_index("slot_head"), kv_heads),
@@ -208,7 +271,7 @@ def _attend(
     tile_in_group = lax.axis_index("tile")
     interpret = bool(terms_smem)
     tile = lax.axis_index("group") * in_group + tile_in_group
-    head_dim = queries_smem.shape[-1]
+    head_dim, kept_rows = queries_smem.shape[-1], out_high.shape[3]
     length = lengths[slot]
     last_split = _last_split(length, splits, nodes)
     begin = split * (SPLIT // KEY_BLOCK)  # in blocks, as what follows
@@ -226,16 +289,22 @@ def _attend(
             plgpu.copy_gmem_to_smem(its_keys, keys_smem.at[stage], keys_here.at[stage])
             plgpu.copy_gmem_to_smem(its_values, values_smem.at[stage], values_here.at[stage])
 
+        def load_cached(block):
+            positions = pl.ds(block * KEY_BLOCK, KEY_BLOCK)
+            load(keys.at[slot, head, block], values.at[slot, head, positions])
+
+        if decoding:  # a slot that is full has no place for its token, and nobody reads its result
+            load_cached(jnp.minimum(begin + step, in_cache - 1))
+            return
+        _, _, tail_keys, tail_values = given
+
         @pl.when(step < blocks)
         def _():
-            positions = pl.ds((begin + step) * KEY_BLOCK, KEY_BLOCK)
-            load(keys.at[slot, head, begin + step], values.at[slot, head, positions])
+            load_cached(begin + step)
 
         @pl.when(step >= blocks)
         def _():
             block = begin + step - whole_blocks
-            if nodes_in_cache:  # a slot that is full has no node there, and nobody reads its result
-                block = jnp.minimum(begin + step, tail_keys.shape[2] - 1)
             load(tail_keys.at[slot, head, block], tail_values.at[slot, head, block])
 
     @pl.when(split <= last_split)
@@ -244,31 +313,57 @@ def _attend(
         rows = pl.ds(tile * _TILE, _TILE)
         whole, rest = divmod(kept_rows, _TILE)
 
-        def copy_queries(first, count):
-            there, here = queries.at[slot, head, pl.ds(first, count)], own_queries.at[pl.ds(0, count)]
-            plgpu.copy_gmem_to_smem(there, here, queries_here.at[tile_in_group])
-
-        if whole:
-
-            @pl.when(tile < whole)
-            def _():
-                copy_queries(tile * _TILE, _TILE)
-
-        @pl.when(tile >= whole)
-        def _():  # a tile without rows of its own computes those of the last one
-            copy_queries((whole if rest else whole - 1) * _TILE, rest or _TILE)
-
         @pl.when(tile_in_group == 0)
         def _():
             @pl.loop(0, jnp.minimum(steps, stages))
             def _(step):
                 fetch(step)
 
-        plgpu.barrier_wait(queries_here.at[tile_in_group])
+        def load_head(number, axis):
+            """One of the new heads [D], for matrices whose other axis is `axis`."""
+            return gpu_load(given[0].at[slot, number], plgpu.Layout.WGMMA.reduce(axis), interpret)
+
+        if decoding:
+            shape = (_TILE, head_dim)
+            row = gpu_iota(shape, 0, plgpu.Layout.WGMMA, interpret)
+            matrix = gpu_layout(jnp.zeros(shape, jnp.bfloat16), plgpu.Layout.WGMMA, interpret)
+            for member in range(group):
+                query = lax.broadcast_in_dim(load_head(head * group + member, 0), shape, [1])
+                matrix = jnp.where(row == member, query, matrix)
+            own_queries[...] = matrix
+            plgpu.commit_smem()
+            key, value = load_head(group * kv_heads + head, 1), load_head((group + 1) * kv_heads + head, 0)
+        else:
+
+            def copy_queries(first, count):
+                there, here = given[1].at[slot, head, pl.ds(first, count)], own_queries.at[pl.ds(0, count)]
+                plgpu.copy_gmem_to_smem(there, here, queries_here.at[tile_in_group])
+
+            if whole:
+
+                @pl.when(tile < whole)
+                def _():
+                    copy_queries(tile * _TILE, _TILE)
+
+            @pl.when(tile >= whole)
+            def _():  # a tile without rows of its own computes those of the last one
+                copy_queries((whole if rest else whole - 1) * _TILE, rest or _TILE)
+
+            plgpu.barrier_wait(queries_here.at[tile_in_group])
         shape = (_TILE, KEY_BLOCK)
         columns = gpu_iota(shape, 1, plgpu.Layout.WGMMA, interpret)
 
-        def attend(step, carry, seen):
+        place = lax.rem(length, KEY_BLOCK)
+
+        def put(block_smem, new, axis):
+            """Puts the token's key or value in its place along `axis` of its block."""
+            shape = block_smem.shape
+            block = gpu_load(block_smem, plgpu.Layout.WGMMA, interpret)
+            there = gpu_iota(shape, axis, plgpu.Layout.WGMMA, interpret) == place
+            block_smem[...] = jnp.where(there, lax.broadcast_in_dim(new, shape, [1 - axis]), block)
+            plgpu.commit_smem()
+
+        def attend(step, carry, seen, with_token=False):
             """Online softmax over one more block's `seen`: carry (weighted [64, D], top [64], total [64])."""
             weighted, top, total = carry
 
@@ -280,6 +375,8 @@ def _attend(
 
             stage = lax.rem(step, stages)
             plgpu.barrier_wait(keys_here.at[stage])
+            if with_token:
+                put(keys_smem.at[stage], key, 1)
 
             def multiply_keys(accumulator):
                 plgpu.wgmma(accumulator, own_queries, keys_smem.at[stage])
@@ -293,6 +390,8 @@ def _attend(
             total = total * shrink + jnp.sum(terms, axis=1)
             rounded = terms.astype(jnp.bfloat16)
             plgpu.barrier_wait(values_here.at[stage])
+            if with_token:
+                put(values_smem.at[stage], value, 0)
 
             def multiply_values(accumulator):
                 left = rounded
@@ -316,9 +415,12 @@ def _attend(
             # one, other than in the tail.
             return attend(step, carry, columns < length - (begin + step) * KEY_BLOCK)
 
+        def token(step, carry):
+            return attend(step, carry, columns <= length - (begin + step) * KEY_BLOCK, with_token=True)
+
         def tail(step, carry):
             low, high = (
-                gpu_load(bits.at[slot, word, rows], plgpu.Layout.WGMMA.reduce(1), interpret)
+                gpu_load(given[0].at[slot, word, rows], plgpu.Layout.WGMMA.reduce(1), interpret)
                 for word in (0, 1)
             )
             low, high = (lax.broadcast_in_dim(word, shape, [0]) for word in (low, high))
@@ -336,7 +438,14 @@ def _attend(
             full((_TILE,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
         )
         carry = lax.fori_loop(0, blocks, cached, carry)
-        weighted, top, total = lax.fori_loop(blocks, steps, tail, carry)
+        weighted, top, total = lax.fori_loop(blocks, steps, token if decoding else tail, carry)
+
+        if decoding:
+
+            @pl.when((split == last_split) & (whole_blocks < in_cache))
+            def _():  # its block has been read
+                gpu_store(keys.at[slot, head, whole_blocks, :, place], key, interpret)
+                gpu_store(values.at[slot, head, length], value, interpret)
 
         divisor = jnp.where(total == 0, 1.0, total)
         mean = weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])

@@ -19,6 +19,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from rljax.kernels.compaction import base
+from rljax.kernels.compaction.mosaic_tpu import compaction
 from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
 from rljax.numerics.attention import KEY_BLOCK, MASKED
 from rljax.numerics.kernel_choice import Refused
@@ -39,11 +41,10 @@ def tree_attention(
     ancestors: Array,
     depth: Array,
     numerics: Numerics,
-    nodes_in_cache: bool = False,
     interpret: bool = False,
 ) -> Array:
-    """See the package. Where a node stands, and whether it is in the cache as well, changes nothing here."""
-    del depth, numerics, nodes_in_cache
+    """See the package. Where a node stands changes nothing here."""
+    del depth, numerics
     batch, nodes, num_heads, head_dim = queries.shape
     kv_heads, capacity = values.shape[1:3]
     if keys.dtype not in (jnp.float32, jnp.bfloat16):
@@ -122,6 +123,27 @@ def tree_attention(
         interpret=interpret,
     )(lengths, rows, keys, values, tree_keys, tree_values, visible)
     return unpack_rows(out, nodes, num_heads)
+
+
+def decode_attention(
+    queries: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    node_keys: Array,
+    node_values: Array,
+    numerics: Numerics,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """See the package."""
+    written = keys, values, node_keys, node_values, *base.only_node(positions), positions
+    try:
+        keys, values = compaction(*written, interpret=interpret)
+    except Refused:  # of heads of other widths, and of the shortest caches
+        keys, values = base.compaction(*written)
+    itself, depth = jnp.ones((len(queries), 1, 1), bool), jnp.zeros((len(queries), 1), jnp.int32)
+    tree = queries, keys, values, positions, node_keys, node_values, itself, depth
+    return tree_attention(*tree, numerics, interpret), keys, values
 
 
 def fetched(
