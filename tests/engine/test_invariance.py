@@ -89,7 +89,6 @@ def decoded(form):
     return [decode(engine, params, asked, order=[slots - 1, 0]) for slots in BUCKETS.batch]
 
 
-@pytest.mark.long
 def test_padding_makes_decoding_exact_on_such_a_processor():
     with replaced(lone_rows_and_rests):
         few, many = decoded(ADDED)

@@ -303,7 +303,6 @@ def test_what_cannot_work_is_refused(params, sequences):
         update.update(update.init(params), microbatches(sequences, 4), [])
 
 
-@pytest.mark.long
 def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_again(sequences):
     """The compiler merges the casts of float32 weights in a micro-batch's gradients."""
     length = 640  # no activation has the shape of a matrix
