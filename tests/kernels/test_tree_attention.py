@@ -1,6 +1,7 @@
 """Tree attention by every backend, against sums in float64."""
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -335,9 +336,14 @@ def test_compiles_for_hopper(policy):
 @pytest.mark.parametrize(("device", "policy"), [("v5e", "SmolLM2-135M"), (HOPPER, "Qwen2.5-7B")])
 def test_decoding_copies_no_cache(device, policy, monkeypatch):
     """Steps in a loop: writing a token and attending agree about how the cache lies in memory."""
-    module = mosaic_gpu if device == HOPPER else mosaic_tpu
-    monkeypatch.setattr(switch, "backend", lambda op, name, function: getattr(module, function))
-    numerics = Numerics(True, "bfloat16", KernelChoice(tree_attention="mosaic_gpu"))
+    kernel = "mosaic_gpu" if device == HOPPER else "mosaic_tpu"
+
+    def backend(op, name, function=None):
+        assert name == kernel
+        return getattr(importlib.import_module(f"rljax.kernels.{op}.{name}"), function or op)
+
+    monkeypatch.setattr(switch, "backend", backend)
+    numerics = Numerics(True, "bfloat16", KernelChoice(tree_attention=kernel))
     queries, *cache, slots, token, _, _, _ = _shapes(*_POLICIES[policy], 16, 4096, 1)
 
     def decode(keys, values, queries, token, lengths):

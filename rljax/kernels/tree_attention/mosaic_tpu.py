@@ -19,8 +19,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from rljax.kernels.compaction import base
-from rljax.kernels.compaction.mosaic_tpu import compaction
+from rljax.kernels.compaction import compaction
+from rljax.kernels.compaction.base import only_node
 from rljax.kernels.tree_attention.rows import pack_nodes, pack_queries, unpack_rows
 from rljax.numerics.attention import KEY_BLOCK, MASKED
 from rljax.numerics.kernel_choice import Refused
@@ -136,11 +136,10 @@ def decode_attention(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """See the package."""
-    written = keys, values, node_keys, node_values, *base.only_node(positions), positions
-    try:
-        keys, values = compaction(*written, interpret=interpret)
-    except Refused:  # of heads of other widths, and of the shortest caches
-        keys, values = base.compaction(*written)
+    # XLA for heads of other widths, and for the shortest caches.
+    writers = ("interpret_tpu" if interpret else "mosaic_tpu", "xla")
+    token = node_keys, node_values, *only_node(positions)
+    keys, values = compaction(keys, values, *token, positions, writers)
     itself, depth = jnp.ones((len(queries), 1, 1), bool), jnp.zeros((len(queries), 1), jnp.int32)
     tree = queries, keys, values, positions, node_keys, node_values, itself, depth
     return tree_attention(*tree, numerics, interpret), keys, values
