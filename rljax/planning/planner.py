@@ -291,9 +291,20 @@ def make_planning(
         drafters = make_drafters(config.speculation)
         numerics = unmeasured_numerics(config, model, mesh)
         read = states_read(drafters, model)
-    several = topology.has_several_hosts or config.distributed.is_wanted()
-    policy, first = (config, model, eos_token_ids, numerics, buckets, drafters), devices[0]
-    return Planning(*policy, mesh, first, several, read, compilers), hardware
+    planning = Planning(
+        config,
+        model,
+        eos_token_ids,
+        numerics,
+        buckets,
+        drafters,
+        mesh,
+        devices[0],
+        several_processes=topology.has_several_hosts or config.distributed.is_wanted(),
+        hidden_layers=read,
+        compilers=compilers,
+    )
+    return planning, hardware
 
 
 @contextlib.contextmanager

@@ -200,8 +200,8 @@ class Planning:
             weights=config.engine.weights,
         )
         loop = config.engine.decode_loop
-        either = is_measured(loop, self.several_processes)
-        engine.fixed_gain = math.inf if loop == "fixed" or either else 0.0
+        may_be_fixed = loop == "fixed" or is_measured(loop, self.several_processes)
+        engine.fixed_gain = math.inf if may_be_fixed else 0.0
         return engine
 
     def plain(self, engine: DecodeEngine, params: Params) -> PlainShapes:
