@@ -213,6 +213,22 @@ def test_every_depth_of_a_chain_has_the_bits_of_decoding():
         np.testing.assert_array_equal(np.asarray(ours), expected)
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("implementation", [_KERNELS[0], _KERNELS[-1]])
+def test_stretches_merged_in_registers_have_the_bits_of_a_second_kernel(implementation, nodes, monkeypatch):
+    """Many slots fill a device, few do not."""
+    case = [jnp.nan_to_num(x) for x in _case((70, 1030), 1088, nodes, 3, 1, 64, dtype="bfloat16")]
+
+    def results():
+        if nodes > 1:
+            return jax.jit(lambda *case: tree_attention(*case, Numerics(), _named(implementation)))(*case)
+        return jax.jit(lambda *case: decode_attention(*case, Numerics(), _named(implementation)))(*case[:6])
+
+    few = results()
+    monkeypatch.setattr(mosaic_gpu, "_FILLED", 2)
+    jax.tree.map(np.testing.assert_array_equal, results(), few)
+
+
 @pytest.mark.parametrize("implementation", _KERNELS)
 def test_neither_batch_nor_bucket_changes_a_bit(implementation):
     case = _case(*_SHAPES["several chunks"], dtype="bfloat16")

@@ -1,20 +1,21 @@
 """Tree attention on Hopper: flash-decoding with the rows of a tree as one matrix.
 
 A block of threads takes up to `_MOST_TILES` times 64 rows (`rows.py`) of one slot and key head, 64 per
-warpgroup, and one stretch of `SPLIT` positions of the cache. It streams the stretch in blocks of 64 positions
-through a ring of buffers in shared memory: bulk copies (TMA) run ahead, tensor cores multiply, softmax is
-online. The nodes follow the cached positions in order, as if they were written there: the block that contains
-the slot's length has both (`_pack_tail`), and up to 63 of 64 nodes are in the block after it. Later blocks
-and stretches are skipped.
+warpgroup, and streams the cache in blocks of 64 positions through a ring of buffers in shared memory: bulk
+copies (TMA) run ahead, tensor cores multiply, softmax is online. The nodes follow the cached positions in
+order, as if they were written there: the block that contains the slot's length has both (`_pack_tail`), and
+up to 63 of 64 nodes are in the block after it. Later blocks are skipped.
 
-In decoding the block of threads that reads the stretch in which the token stands puts its key and value in
-their places there, in shared memory, and writes them to the cache, too, which is a mutable array for the
-kernel. Nobody else reads the cache's block, and at most `_TILE` query heads share a key head, so that one
-warpgroup does.
+In decoding the block of threads that reads the token's place puts its key and value there, in shared memory,
+and writes them to the cache, too, which is a mutable array for the kernel. Nobody else reads the cache's
+block, and at most `_TILE` query heads share a key head, so that one warpgroup does.
 
-Stretches are merged by their log-sum-exp, in float32, one after another. The borders of blocks and stretches
-are fixed positions, and the sums of a row depend on its keys and their positions alone. So results do not
-depend on batch or cache bucket, and the nodes of a chain, each at its position, have the bits of decoding.
+Every stretch of `SPLIT` positions has a mean and a log-sum-exp of its own, and stretches are merged in
+float32, one after another. Where slots and key heads are enough for the device, a block of threads takes all
+stretches and merges them in registers; where they are few, a block takes one stretch, and a second kernel
+merges (flash-decoding). The borders of blocks and stretches are fixed positions, and the sums of a row depend
+on its keys and their positions alone. So results do not depend on batch or cache bucket, and the nodes of a
+chain, each at its position, have the bits of decoding.
 """
 
 import functools
@@ -34,13 +35,19 @@ from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.rows import Numerics
 
 SPLIT = 1024
-"""Positions of the cache per block of threads: few enough that 16 slots with 2 key heads fill 132
-multiprocessors at 4096 positions, and enough that partial results are small compared with the cache.
+"""Positions of a stretch: few enough that 16 slots with 2 key heads fill 132 multiprocessors at 4096
+positions, and enough that partial results are small compared with the cache.
+"""
+_FILLED = 106
+"""Blocks of threads that fill 132 multiprocessors well enough to merge stretches in registers: 0.8 of them,
+as in FlashAttention (Dao-AILab/flash-attention, `num_splits_heuristic`).
 """
 _TILE = 64  # rows of a warpgroup's matrix product
 _MOST_TILES = 2  # warpgroups in a block (and threads of the interpreter, which hangs with more than cores)
 _SHARED = {1: 112 * 1024, 2: 208 * 1024}  # bytes by warpgroups; two blocks of one fit together
 _MOST_STAGES = 6
+_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of matrices in shared memory
+_BLOCKS = SPLIT // KEY_BLOCK  # of a stretch
 _FLOOR = 0.5 * MASKED  # of the running maximum, so that masked scores weigh exactly 0 even alone
 _LOG2E = math.log2(math.e)
 
@@ -67,8 +74,7 @@ def tree_attention(
     rows = pack_queries(queries, kv_heads, multiple=8)
     bits = _pack_ancestors(ancestors, group, _TILE * math.prod(_tiling(group * nodes)))
     given = bits, rows, *_pack_tail(keys, values, lengths, node_keys, node_values)
-    out = _attention(keys, values, lengths, given, nodes, group * nodes, interpret)
-    return unpack_rows(out.astype(queries.dtype), nodes, num_heads)
+    return _attention(keys, values, lengths, given, nodes, group, interpret)
 
 
 def decode_attention(
@@ -89,7 +95,6 @@ def decode_attention(
     group = queries.shape[2] // values.shape[1]
     keys_ref, values_ref = (jax.new_ref(x, memory_space=plgpu.GMEM) for x in (keys, values))
     out = _attention(keys_ref, values_ref, positions, (heads,), 1, group, interpret)
-    out = out.astype(queries.dtype).reshape(queries.shape)
     return out, jax.freeze(keys_ref), jax.freeze(values_ref)
 
 
@@ -117,10 +122,10 @@ def _attention(
     lengths: Array,
     given: tuple[Array, ...],
     nodes: int,
-    num_rows: int,
+    group: int,
     interpret: bool,
 ) -> Array:
-    """Attention of `num_rows` rows of every slot and key head: float32 [B, Hk, num_rows, D].
+    """Attention of every node with `group` query heads a key head: bfloat16 [B, M, H, D].
 
     Args:
       keys, values: as of `tree_attention`; in decoding mutable arrays, to which the token is written.
@@ -128,24 +133,32 @@ def _attention(
         of the token's queries, keys and values, [B, H + 2 Hk, D].
     """
     batch, kv_heads, capacity, head_dim = values.shape
+    num_rows = group * nodes
     in_group, groups = _tiling(num_rows)
     splits = pl.cdiv(capacity, SPLIT)
-    kept_rows = num_rows + -num_rows % 8
-    partial = (batch, kv_heads, splits, kept_rows, head_dim)
+    kept_rows = _kept(num_rows)
+    rows_of_slot = (kv_heads, kept_rows) if nodes > 1 else (kv_heads * group,)
+    result = jax.ShapeDtypeStruct((batch, *rows_of_slot, head_dim), jnp.bfloat16)
+    merges = splits == 1 or batch * kv_heads * groups >= _FILLED
+    partial = (batch, kv_heads, splits)
+    parts = (
+        jax.ShapeDtypeStruct((*partial, kept_rows, head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*partial, kept_rows, head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*partial, _TILE * in_group * groups), jnp.float32),
+    )
     stage_bytes = 2 * KEY_BLOCK * head_dim * 2
     query_bytes = in_group * _TILE * head_dim * 2
     stages = min((_SHARED[in_group] - query_bytes) // stage_bytes, _MOST_STAGES)
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch = (
-        plgpu.SMEM((in_group, _TILE, head_dim), jnp.bfloat16, transforms=tiled),
-        plgpu.SMEM((stages, head_dim, KEY_BLOCK), jnp.bfloat16, transforms=tiled),
-        plgpu.SMEM((stages, KEY_BLOCK, head_dim), jnp.bfloat16, transforms=tiled),
+        plgpu.SMEM((in_group, _TILE, head_dim), jnp.bfloat16, transforms=_TILED),
+        plgpu.SMEM((stages, head_dim, KEY_BLOCK), jnp.bfloat16, transforms=_TILED),
+        plgpu.SMEM((stages, KEY_BLOCK, head_dim), jnp.bfloat16, transforms=_TILED),
         plgpu.Barrier(num_barriers=in_group),
         plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_barriers=stages),
         plgpu.Barrier(num_arrivals=in_group, num_barriers=stages),
         # The interpreter multiplies only matrices in shared memory.
-        *[plgpu.SMEM((in_group, _TILE, KEY_BLOCK), jnp.bfloat16, transforms=tiled)] * interpret,
+        *[plgpu.SMEM((in_group, _TILE, KEY_BLOCK), jnp.bfloat16, transforms=_TILED)] * interpret,
     )
 
     def body(lengths, keys, values, *others):
@@ -154,38 +167,46 @@ def _attention(
             lengths,
             keys,
             values,
-            others[:-3],
-            *others[-3:],
+            others[: len(given)],
+            others[len(given) :],
             nodes=nodes,
-            group=num_rows // nodes,
+            group=group,
             splits=splits,
             in_group=in_group,
             stages=stages,
         )
         pl.run_scoped(attend, *scratch, collective_axes="tile")
 
-    # pl.kernel and not plgpu.kernel: on JAX 0.10, that one takes no mutable arrays.
-    high, low, lse = pl.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct(partial, jnp.bfloat16),
-            jax.ShapeDtypeStruct(partial, jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, kv_heads, splits, _TILE * in_group * groups), jnp.float32),
-        ),
-        mesh=plgpu.Mesh(
-            grid=(splits, batch * kv_heads, groups),
-            grid_names=("split", "slot_head", "group"),
-            num_threads=in_group,
-            thread_name="tile",
-        ),
+    kernel = functools.partial(
+        pl.kernel,  # not plgpu.kernel: on JAX 0.10, that one takes no mutable arrays
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         name="tree_attention",
         interpret=gpu_interpreter() if interpret else False,
-    )(lengths, keys, values, *given)
-    kept = (x[:, :, :, :num_rows] for x in (high, low, lse))
-    return _merge(*kept, lengths, nodes)
+    )
+    blocks = (("split", 1 if merges else splits), ("slot_head", batch * kv_heads), ("group", groups))
+    out = kernel(body, out_type=(result,) if merges else parts, mesh=_mesh(blocks, in_group))(
+        lengths, keys, values, *given
+    )
+    if not merges:
+        blocks = (("slot_head", batch * kv_heads), ("tile_of_head", in_group * groups))
+        merge = functools.partial(_merge_stretches, nodes=nodes, group=group, interpret=interpret)
+        out = kernel(merge, out_type=(result,), mesh=_mesh(blocks, 1))(lengths, *out)
+    if nodes == 1:
+        return out[0][:, None]
+    return unpack_rows(out[0][:, :, :num_rows], nodes, kv_heads * group)
+
+
+def _kept(num_rows: int) -> int:
+    """Rows that are copied from and to shared memory: bulk copies take 8."""
+    return num_rows + -num_rows % 8
+
+
+def _mesh(blocks: tuple[tuple[str, int], ...], warpgroups: int) -> plgpu.Mesh:
+    """Blocks of threads by the name and size of their axes, of so many warpgroups."""
+    names, sizes = zip(*blocks, strict=True)
+    return plgpu.Mesh(grid=sizes, grid_names=names, num_threads=warpgroups, thread_name="tile")
 
 
 def _pack_tail(
@@ -237,9 +258,7 @@ def _attend(
     keys,
     values,
     given,
-    out_high,
-    out_low,
-    out_lse,
+    out,
     queries_smem,
     keys_smem,
     values_smem,
@@ -254,15 +273,14 @@ def _attend(
     in_group: int,
     stages: int,
 ) -> None:
-    """One stretch of one slot and key head, for the rows of a group of tiles.
+    """One slot and key head, for the rows of a group of tiles: all stretches, or one.
 
     Refs: lengths [B], keys [B, Hk, S / L, D, L], values [B, Hk, S, D]; given: of a tree bits [B, 2, R],
     queries [B, Hk, kept_rows, D], tail_keys [B, Hk, T, D, L] and tail_values [B, Hk, T, L, D], in decoding
-    the new heads [B, H + 2 Hk, D]; out: the stretch's weighted mean as a sum of out_high and out_low [B, Hk,
-    splits, kept_rows, D], and the base-2 logarithm of its divisor, out_lse [B, Hk, splits, R].
+    the new heads [B, H + 2 Hk, D]; out: of all stretches as of `_write_result`; of one, as
+    `_merge_stretches` reads it.
     """
-    decoding = len(given) == 1
-    split = lax.axis_index("split")
+    decoding, all_stretches = len(given) == 1, len(out) == 1
     kv_heads, in_cache = keys.shape[1:3]
     slot, head = (
         lax.div(lax.axis_index("slot_head"), kv_heads),
@@ -271,15 +289,16 @@ def _attend(
     tile_in_group = lax.axis_index("tile")
     interpret = bool(terms_smem)
     tile = lax.axis_index("group") * in_group + tile_in_group
-    head_dim, kept_rows = queries_smem.shape[-1], out_high.shape[3]
+    head_dim, kept_rows = queries_smem.shape[-1], _kept(nodes * group)
     length = lengths[slot]
     last_split = _last_split(length, splits, nodes)
-    begin = split * (SPLIT // KEY_BLOCK)  # in blocks, as what follows
+    split = jnp.int32(0) if all_stretches else lax.axis_index("split")
+    reads_last = (split == last_split) | all_stretches
+    begin = split * _BLOCKS  # in blocks, as what follows
     whole_blocks = lax.div(length, KEY_BLOCK)
     last_block = lax.div(length + (nodes - 1), KEY_BLOCK)
-    end = jnp.where(split == last_split, last_block + 1, begin + SPLIT // KEY_BLOCK)
-    blocks = jnp.clip(whole_blocks - begin, 0, SPLIT // KEY_BLOCK)
-    steps = end - begin
+    steps = jnp.where(reads_last, last_block + 1 - begin, _BLOCKS)
+    blocks = jnp.clip(whole_blocks - begin, 0, steps)
 
     def fetch(step):
         """The step's keys and values, on their way into its stage of the ring."""
@@ -311,7 +330,6 @@ def _attend(
     def _():
         own_queries = queries_smem.at[tile_in_group]
         rows = pl.ds(tile * _TILE, _TILE)
-        whole, rest = divmod(kept_rows, _TILE)
 
         @pl.when(tile_in_group == 0)
         def _():
@@ -334,21 +352,8 @@ def _attend(
             plgpu.commit_smem()
             key, value = load_head(group * kv_heads + head, 1), load_head((group + 1) * kv_heads + head, 0)
         else:
-
-            def copy_queries(first, count):
-                there, here = given[1].at[slot, head, pl.ds(first, count)], own_queries.at[pl.ds(0, count)]
-                plgpu.copy_gmem_to_smem(there, here, queries_here.at[tile_in_group])
-
-            if whole:
-
-                @pl.when(tile < whole)
-                def _():
-                    copy_queries(tile * _TILE, _TILE)
-
-            @pl.when(tile >= whole)
-            def _():  # a tile without rows of its own computes those of the last one
-                copy_queries((whole if rest else whole - 1) * _TILE, rest or _TILE)
-
+            there = given[1].at[slot, head]
+            _copy_rows(there, own_queries, tile, kept_rows, queries_here.at[tile_in_group])
             plgpu.barrier_wait(queries_here.at[tile_in_group])
         shape = (_TILE, KEY_BLOCK)
         columns = gpu_iota(shape, 1, plgpu.Layout.WGMMA, interpret)
@@ -429,51 +434,105 @@ def _attend(
             is_ancestor = ((word >> (node & 31)) & 1) != 0
             return attend(step, carry, (node < 0) | ((node < nodes) & is_ancestor))
 
-        def full(shape, value, layout):
-            return gpu_layout(jnp.full(shape, value, jnp.float32), layout, interpret)
+        def stretch(number):
+            """The mean and log-sum-exp of a stretch, of those that this block of threads reads."""
+            start = number * _BLOCKS
+            stop = jnp.where(split + number == last_split, steps, start + _BLOCKS)
+            border = jnp.clip(blocks, start, stop)
+            carry = lax.fori_loop(start, border, cached, _nothing(head_dim, interpret))
+            carry = lax.fori_loop(border, stop, token if decoding else tail, carry)
+            weighted, top, total = carry
+            divisor = jnp.where(total == 0, 1.0, total)
+            mean = weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])
+            high = mean.astype(jnp.bfloat16)
+            low = (mean - high.astype(jnp.float32)).astype(jnp.bfloat16)
+            return high, low, jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor) * _LOG2E)
 
-        carry = (
-            full((_TILE, head_dim), 0.0, plgpu.Layout.WGMMA),
-            full((_TILE,), _FLOOR, plgpu.Layout.WGMMA.reduce(1)),
-            full((_TILE,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
-        )
-        carry = lax.fori_loop(0, blocks, cached, carry)
-        weighted, top, total = lax.fori_loop(blocks, steps, token if decoding else tail, carry)
+        def write(matrix, there):
+            _write_rows(matrix, own_queries, there, tile, kept_rows)  # the queries' memory is used again
+
+        if all_stretches:
+
+            def merge(number, merged):
+                return _merge(merged, *stretch(number))
+
+            merged = lax.fori_loop(0, last_split + 1, merge, _nothing(head_dim, interpret))
+        else:
+            high, low, lse = stretch(0)
 
         if decoding:
 
-            @pl.when((split == last_split) & (whole_blocks < in_cache))
+            @pl.when(reads_last & (whole_blocks < in_cache))
             def _():  # its block has been read
                 gpu_store(keys.at[slot, head, whole_blocks, :, place], key, interpret)
                 gpu_store(values.at[slot, head, length], value, interpret)
 
-        divisor = jnp.where(total == 0, 1.0, total)
-        mean = weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])
-        mean_high = mean.astype(jnp.bfloat16)
-        out_lse[slot, head, split, rows] = jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor) * _LOG2E)
+        if all_stretches:
+            _write_result(_mean(merged), own_queries, out[0], slot, head, tile, nodes, group, interpret)
+        else:
+            write(high, out[0].at[slot, head, split])
+            write(low, out[1].at[slot, head, split])
+            out[2][slot, head, split, rows] = lse
 
-        def write(source, out):
-            """The tile's rows that are kept."""
-            plgpu.commit_smem()
 
-            @pl.when(tile < whole)
-            def _():
-                plgpu.copy_smem_to_gmem(source, out.at[slot, head, split, rows])
+def _copy_rows(there: Any, here: Any, tile: Any, kept_rows: int, barrier: Any) -> None:
+    """Starts to copy a tile's rows of [kept_rows, D] to shared memory, or as many as there are; a tile
+    without rows of its own computes those of the last one.
+    """
+    whole, rest = divmod(kept_rows, _TILE)
 
-            if rest:
+    def copy(first: Any, count: int) -> None:
+        plgpu.copy_gmem_to_smem(there.at[pl.ds(first, count)], here.at[pl.ds(0, count)], barrier)
 
-                @pl.when(tile == whole)
-                def _():
-                    last = pl.ds(whole * _TILE, rest)
-                    plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rest)], out.at[slot, head, split, last])
+    if whole:
 
-        # Shared memory is short: the queries' is used again, twice.
-        own_queries[...] = mean_high
-        write(own_queries, out_high)
-        plgpu.wait_smem_to_gmem(0)
-        own_queries[...] = (mean - mean_high.astype(jnp.float32)).astype(jnp.bfloat16)
-        write(own_queries, out_low)
-        plgpu.wait_smem_to_gmem(0)
+        @pl.when(tile < whole)
+        def _():
+            copy(tile * _TILE, _TILE)
+
+    @pl.when(tile >= whole)
+    def _():
+        copy((whole if rest else whole - 1) * _TILE, rest or _TILE)
+
+
+def _write_rows(matrix: Array, here: Any, there: Any, tile: Any, kept_rows: int) -> None:
+    """Copies a tile [64, D] to its place in [kept_rows, D], as many rows as there are, and waits."""
+    whole, rest = divmod(kept_rows, _TILE)
+    here[...] = matrix
+    plgpu.commit_smem()
+
+    @pl.when(tile < whole)
+    def _():
+        plgpu.copy_smem_to_gmem(here, there.at[pl.ds(tile * _TILE, _TILE)])
+
+    if rest:
+
+        @pl.when(tile == whole)
+        def _():
+            plgpu.copy_smem_to_gmem(here.at[pl.ds(0, rest)], there.at[pl.ds(whole * _TILE, rest)])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _write_result(
+    matrix: Array,
+    here: Any,
+    out: Any,
+    slot: Any,
+    head: Any,
+    tile: Any,
+    nodes: int,
+    group: int,
+    interpret: bool,
+) -> None:
+    """Writes a tile of results to out [B, Hk, kept_rows, D]; of one node, its heads to [B, H, D]."""
+    if nodes > 1:
+        _write_rows(matrix.astype(out.dtype), here, out.at[slot, head], tile, out.shape[2])
+        return
+    row = gpu_iota(matrix.shape, 0, plgpu.Layout.WGMMA, interpret)
+    for member in range(group):  # a sum over rows of which the others are zeros
+        one = jnp.sum(jnp.where(row == member, matrix, 0.0), axis=0).astype(out.dtype)
+        gpu_store(out.at[slot, head * group + member], one, interpret)
 
 
 def _last_split(length: Array, splits: int, nodes: int) -> Array:
@@ -481,19 +540,68 @@ def _last_split(length: Array, splits: int, nodes: int) -> Array:
     return jnp.minimum(lax.div(length + (nodes - 1), SPLIT), splits - 1)
 
 
-def _merge(high: Array, low: Array, lse: Array, lengths: Array, nodes: int) -> Array:
-    """Weighted means of stretches [B, Hk, splits, R, D] -> of all of them, float32 [B, Hk, R, D].
+def _nothing(head_dim: int, interpret: bool) -> tuple[Array, Array, Array]:
+    """(weighted sum [64, D], maximum [64], divisor [64]) of nothing, for an online softmax."""
 
-    Stretches that were skipped are not looked at; each weighs 2 to its lse [B, Hk, splits, R].
+    def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+        return gpu_layout(jnp.full(shape, value, jnp.float32), layout, interpret)
+
+    return (
+        full((_TILE, head_dim), 0.0, plgpu.Layout.WGMMA),
+        full((_TILE,), _FLOOR, plgpu.Layout.WGMMA.reduce(1)),
+        full((_TILE,), 0.0, plgpu.Layout.WGMMA.reduce(1)),
+    )
+
+
+def _merge(
+    merged: tuple[Array, Array, Array], high: Array, low: Array, lse: Array
+) -> tuple[Array, Array, Array]:
+    """Adds a stretch, the mean of which is high + low [64, D], and which weighs 2 to its lse [64]."""
+    weighted, top, total = merged
+    new_top = jnp.maximum(top, lse)
+    shrink, weight = jnp.exp2(top - new_top), jnp.exp2(lse - new_top)
+    shrinks, weights = (lax.broadcast_in_dim(x, weighted.shape, [0]) for x in (shrink, weight))
+    mean = high.astype(jnp.float32) + low.astype(jnp.float32)
+    return weighted * shrinks + mean * weights, new_top, total * shrink + weight
+
+
+def _mean(merged: tuple[Array, Array, Array]) -> Array:
+    """float32 [64, D]; zeros where nothing was seen."""
+    weighted, _, total = merged
+    divisor = jnp.where(total == 0, 1.0, total)
+    return weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])
+
+
+def _merge_stretches(lengths, high, low, lse, out, *, nodes: int, group: int, interpret: bool) -> None:
+    """Merges the stretches of a slot and key head, for the rows of a tile.
+
+    Refs: lengths [B]; a stretch's weighted mean as a sum of high and low [B, Hk, splits, kept_rows, D], and
+    the base-2 logarithm of its divisor, lse [B, Hk, splits, R]; out as of `_write_result`.
     """
-    splits = lse.shape[2]
-    last = _last_split(lengths, splits, nodes)
-    there = jnp.arange(splits, dtype=jnp.int32)[None] <= last[:, None]  # [B, splits]
-    lse = jnp.where(there[:, None, :, None], lse, -jnp.inf)
-    top = jnp.maximum(jnp.max(lse, axis=2, keepdims=True), _FLOOR)
-    weights = jnp.exp2(lse - top)
-    parts = high.astype(jnp.float32) + low.astype(jnp.float32)
-    parts = jnp.where(there[:, None, :, None, None], parts, 0.0) * weights[..., None]
-    total = functools.reduce(jnp.add, [weights[:, :, i] for i in range(splits)])[..., None]
-    weighted = functools.reduce(jnp.add, [parts[:, :, i] for i in range(splits)])
-    return weighted / jnp.where(total == 0, 1.0, total)
+    kv_heads, splits, kept_rows, head_dim = high.shape[1:]
+    slot, head = (
+        lax.div(lax.axis_index("slot_head"), kv_heads),
+        lax.rem(lax.axis_index("slot_head"), kv_heads),
+    )
+    tile = lax.axis_index("tile_of_head")
+
+    def of_stretches(high_smem, low_smem, high_here, low_here):
+        def merge(split, merged):
+            _copy_rows(high.at[slot, head, split], high_smem, tile, kept_rows, high_here)
+            _copy_rows(low.at[slot, head, split], low_smem, tile, kept_rows, low_here)
+            its_lse = gpu_load(
+                lse.at[slot, head, split, pl.ds(tile * _TILE, _TILE)], plgpu.Layout.WGMMA.reduce(1), interpret
+            )
+            plgpu.barrier_wait(high_here)
+            plgpu.barrier_wait(low_here)
+            parts = (gpu_load(x, plgpu.Layout.WGMMA, interpret) for x in (high_smem, low_smem))
+            merged = _merge(merged, *parts, its_lse)
+            plgpu.commit_smem()  # all have read before the next stretch is copied
+            return merged
+
+        last = _last_split(lengths[slot], splits, nodes)
+        merged = lax.fori_loop(0, last + 1, merge, _nothing(head_dim, interpret))
+        _write_result(_mean(merged), high_smem, out, slot, head, tile, nodes, group, interpret)
+
+    smem = plgpu.SMEM((_TILE, head_dim), jnp.bfloat16, transforms=_TILED)
+    pl.run_scoped(of_stretches, smem, smem, plgpu.Barrier(), plgpu.Barrier(), collective_axes="tile")
