@@ -39,8 +39,8 @@ SPLIT = 1024
 positions, and enough that partial results are small compared with the cache.
 """
 _FILLED = 64
-"""Blocks of threads that keep an H100's memory busy, so that each may merge its stretches itself: a block has 96
-KB on their way, and 64 of them twice the 2.7 MB that 3.35 TB/s times 0.8 microseconds of latency take.
+"""Blocks of threads that keep an H100's memory busy, so that each may merge its stretches itself: every one has
+96 KB in flight, 64 of them twice the 2.7 MB of 3.35 TB/s times a latency of 0.8 microseconds.
 """
 _TILE = 64  # rows of a warpgroup's matrix product
 _MOST_TILES = 2  # warpgroups in a block (and threads of the interpreter, which hangs with more than cores)
@@ -195,7 +195,7 @@ def _attention(
         out = kernel(merge, out_type=(result,), mesh=_mesh(blocks, 1))(lengths, *out)
     if nodes == 1:
         return out[0][:, None]
-    return unpack_rows(out[0][:, :, :num_rows], nodes, kv_heads * group)
+    return unpack_rows(out[0], nodes, kv_heads * group)
 
 
 def _kept(num_rows: int) -> int:
