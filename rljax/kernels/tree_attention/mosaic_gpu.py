@@ -39,8 +39,8 @@ SPLIT = 1024
 positions, and enough that partial results are small compared with the cache.
 """
 _FILLED = 64
-"""Blocks of threads that keep an H100's memory busy, so that each may merge its stretches itself: 96 KB in flight
-for each are together twice the 2.7 MB of 3.35 TB/s times a latency of 0.8 microseconds.
+"""Blocks of threads that keep an H100's memory busy, so that each may merge its stretches itself: 96 KB in
+flight for each are together twice the 2.7 MB of 3.35 TB/s times a latency of 0.8 microseconds.
 """
 _TILE = 64  # rows of a warpgroup's matrix product
 _MOST_TILES = 2  # warpgroups in a block (and threads of the interpreter, which hangs with more than cores)
