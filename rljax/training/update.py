@@ -10,7 +10,7 @@ only the factors are trained, and are float32 (`factor_updates.py`).
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +31,10 @@ from rljax.models.lora import Adapter, adapted
 from rljax.models.rope import rope_table
 from rljax.models.sharding import param_shardings, shard_params
 from rljax.models.transformer import Params
+from rljax.numerics.cast_weight import matrix_copies, with_copies
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.sharding import batch_sharding, replicated_sharding, row_multiple
+from rljax.sharding import batch_sharding, constrain, replicated_sharding, row_multiple
 from rljax.training.factor_updates import FactorUpdates
 from rljax.training.objectives import (
     TOKENS,
@@ -140,7 +141,9 @@ class Trainer:
         self.adapter = adapter
         self._accumulation: Accumulation | FactorUpdates
         if adapter is None:
-            self._accumulation = Accumulation(optimizer, pool, self._key, _MAXIMA, shardings, replicated)
+            copied = None if numerics.compute_dtype == "float32" else self._copied
+            arguments = (optimizer, pool, self._key, _MAXIMA, shardings, replicated, copied)
+            self._accumulation = Accumulation(*arguments)
         else:
             arguments = (optimizer, pool, self._key, _MAXIMA, mesh)
             self._accumulation = FactorUpdates(adapter, config, numerics.dtype, *arguments)
@@ -293,6 +296,14 @@ class Trainer:
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 
+    def _copied(self, params: Params) -> list[Params]:
+        copies = matrix_copies(params["layers"], self.numerics.dtype)
+        if self.mesh is None:
+            return copies
+        shardings = param_shardings(self.config, self.mesh)["layers"]
+        pairs = zip(copies, shardings, strict=True)
+        return [constrain(copy, {name: all_[name] for name in copy}) for copy, all_ in pairs]
+
     def _gradients(
         self,
         score: Callable[..., tuple[Array, Array]],
@@ -301,12 +312,18 @@ class Trainer:
         batch: PackedBatch,
         reference: Array | None,
         rope: Array,
-        merged: Params | None = None,
+        computed: Any = None,
     ) -> Sums:
-        """As `gradients`. `merged` are the policy's weights where `trained` are factors."""
+        """As `gradients`. `computed` are the policy's weights where `trained` are factors, else copies of
+        matrices in the compute dtype, or None.
+        """
 
         def score_trained(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            policy = trained if merged is None else adapted(merged, trained, self.adapter.lora)
+            policy = trained
+            if self.adapter is not None:
+                policy = adapted(computed, trained, self.adapter.lora)
+            elif computed is not None:
+                policy = with_copies(trained, computed)
             return score(policy, batch=batch, rope=rope)
 
         return gradients(trained, batch, reference, score_trained, objective)
