@@ -74,7 +74,9 @@ def by_slabs(
         return jax.tree.map(
             lambda leaf: leaf.astype(numerics.dtype) if plain(leaf) else leaf,
             weights,
-            is_leaf=lambda node: isinstance(node, CastWeight | QuantizedWeight | AdaptedWeight | BlockedWeight),
+            is_leaf=lambda node: isinstance(
+                node, CastWeight | QuantizedWeight | AdaptedWeight | BlockedWeight
+            ),
         )
 
     y = products.in_slabs(of_slab, jax.tree.map(padded, rows), weights, form.multiple, cast)

@@ -23,7 +23,7 @@ Metrics = dict[str, Array]
 Sums = tuple[Params, Metrics]
 """Gradients and metrics, added up over micro-batches."""
 Step = Callable[..., Sums]
-"""(params, *inputs of a micro-batch, copies if there are any) -> its gradients and metrics."""
+"""(params, *inputs of a micro-batch, *copies) -> its gradients and metrics."""
 
 
 @struct.dataclass
@@ -66,8 +66,7 @@ class Accumulation:
       maxima: metrics that are combined by their maximum, at least 0; all others are added up.
       shardings: shardings of params on a mesh; None without one.
       replicated: the sharding of replicated arrays; None without a mesh.
-      copied: makes what every micro-batch of an update computes from the same params, such as their matrices
-        in the compute dtype; made once an update, and the last argument of its steps. None for nothing.
+      copies: computes of params what every step of an update would compute again.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Accumulation:
         maxima: Sequence[str] = (),
         shardings: Any = None,
         replicated: Any = None,
-        copied: Callable[[Params], Any] | None = None,
+        copies: Callable[[Params], tuple] = lambda params: (),
     ) -> None:
         self._optimizer = optimizer
         self._pool = pool
@@ -86,7 +85,7 @@ class Accumulation:
         self._maxima = maxima
         self._shardings = shardings
         self._replicated = replicated
-        self._copied = copied
+        self._copies = copies
 
     def init(self, params: Params) -> TrainState:
         """Returns the state before the first update. Copies `params` (any float dtype), which stay valid."""
@@ -100,10 +99,8 @@ class Accumulation:
         gradients take memory that a rollout may need, which decodes meanwhile.
         """
         args = (state.params, *inputs)
-        if self._copied is not None:
-            args += (jax.tree.map(self._shape, self._copy_program(state.params).out_info),)
-        sums = jax.tree.map(self._shape, self._zeros_program(args, step, kind).out_info)
-        self._gradient_program((*args, *sums), step, kind)
+        copies, sums = jax.tree.map(self._shape, self._begin_program(args, step, kind).out_info)
+        self._gradient_program((*args, *copies, *sums), step, kind)
         self._apply_program((state, sums[0]))
 
     def update(
@@ -121,22 +118,19 @@ class Accumulation:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch")
-        params, copies = state.params, ()
-        if self._copied is not None:
-            copies = (self._copy_program(params)(params),)
-        micro_batches = [(params, *inputs, *copies) for inputs in micro_batches]
-        sums = self._zeros_program(micro_batches[0], step, kind)()
-        sizes = {_shapes(inputs): (*inputs, *sums) for inputs in micro_batches}
+        begin = self._begin_program((state.params, *micro_batches[0]), step, kind)
+        copies, sums = begin(state.params)
+        sizes = {_shapes(inputs): (state.params, *inputs, *copies, *sums) for inputs in micro_batches}
         # Side by side, where they are not compiled yet: usually two, of half and of whole micro-batches.
         if len(sizes) > 1:
             compile_all(
                 functools.partial(self._gradient_program, args, step, kind) for args in sizes.values()
             )
         for inputs in micro_batches:
-            args = (*inputs, *sums)
+            args = (state.params, *inputs, *copies, *sums)
             sums = self._gradient_program(args, step, kind)(*args)
-        for copy in jax.tree.leaves(copies):  # before the optimizer needs the memory
-            copy.delete()
+        for copy in jax.tree.leaves(copies):
+            copy.delete()  # before the optimizer needs memory
         total, metrics = sums
         state, norm = self._apply_program((state, total))(state, total)
         return state, jax.device_get(metrics | {"gradient_norm": norm})
@@ -148,26 +142,25 @@ class Accumulation:
             return self._accumulate(step, *args)
 
         return self._pool.get(
-            ("gradients", *kind, _shapes(args), *self._key),
+            ("gradients", *kind, _shapes(args[1:]), *self._key),
             accumulate,
             args,
             donate_argnums=(len(args) - 2, len(args) - 1),
         )
 
-    def _copy_program(self, params: Params) -> Any:
-        return self._pool.get(("copy", *self._key), self._copied, (params,))
-
     def _apply_program(self, args: tuple) -> Callable[..., tuple[TrainState, Array]]:
         return self._pool.get(("apply", self._optimizer, *self._key), self._apply, args, donate_argnums=(0,))
 
-    def _zeros_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Any:
-        """Returns the program of zeros in the form of the result of `step(*args)`."""
-        key = ("zeros", *kind, *self._key)
+    def _begin_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Any:
+        """Returns the program of copies, and of zeros in the form of the result of `step(*args, *copies)`."""
+        key = ("begin", *kind, *self._key)
 
-        def zeros() -> Sums:  # traces the step for its shapes, unless the program is stored
-            return self._constrain_sums(_zeros_like(jax.eval_shape(step, *args)))
+        def begin(params: Params) -> tuple[tuple, Sums]:
+            copies = self._copies(params)
+            # Traces the step for its shapes, unless the program is stored.
+            return copies, self._constrain_sums(_zeros_like(jax.eval_shape(step, *args, *copies)))
 
-        return self._pool.get(key, zeros, ())
+        return self._pool.get(key, begin, args[:1])
 
     def _shape(self, result: Any) -> jax.ShapeDtypeStruct:
         sharding = None if self._shardings is None else result.sharding
@@ -220,9 +213,9 @@ class Accumulation:
         )
 
 
-def _shapes(args: tuple) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the arguments of a step: the first after the params, a `PackedBatch`, says those of all."""
-    return args[1].shapes
+def _shapes(inputs: tuple) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a micro-batch, whose first input, a `PackedBatch`, says those of all."""
+    return inputs[0].shapes
 
 
 def _zeros_like(shapes):

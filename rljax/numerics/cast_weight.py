@@ -2,7 +2,7 @@
 
 Training keeps float32 weights and multiplies in bfloat16. Cast inside of a micro-batch's program, weights are
 cast by every micro-batch, and once more where layers are computed again. A copy is made once an update
-(`rljax/learning/accumulation.py`), has the bits of a cast, and gradients go to the float32 matrix.
+(`rljax/training/weight_copies.py`), has the bits of a cast, and gradients go to the float32 matrix.
 """
 
 from typing import Any
@@ -49,19 +49,3 @@ def _copy_of(weight: CastWeight) -> Array:
 _copy_of.defvjp(
     lambda weight: (weight.copy, weight), lambda weight, gradient: (weight.of_gradient(gradient),)
 )
-
-
-def matrix_copies(layers: list[dict[str, Array]], dtype: jnp.dtype) -> list[dict[str, Array]]:
-    """Returns the matrices of a policy's layers, cast; norms and biases are left out."""
-    return [
-        {name: leaf.astype(dtype) for name, leaf in layer.items() if leaf.ndim > 1} for layer in layers
-    ]
-
-
-def with_copies(params: dict[str, Any], copies: list[dict[str, Array]]) -> dict[str, Any]:
-    """Returns a policy whose layers read copies from `matrix_copies`, and whose gradients go to `params`."""
-    layers = [
-        layer | {name: CastWeight(layer[name], copy) for name, copy in own.items()}
-        for layer, own in zip(params["layers"], copies, strict=True)
-    ]
-    return params | {"layers": layers}

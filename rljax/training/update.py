@@ -10,7 +10,7 @@ only the factors are trained, and are float32 (`factor_updates.py`).
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,10 +31,9 @@ from rljax.models.lora import Adapter, adapted
 from rljax.models.rope import rope_table
 from rljax.models.sharding import param_shardings, shard_params
 from rljax.models.transformer import Params
-from rljax.numerics.cast_weight import matrix_copies, with_copies
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.sharding import batch_sharding, constrain, replicated_sharding, row_multiple
+from rljax.sharding import batch_sharding, replicated_sharding, row_multiple
 from rljax.training.factor_updates import FactorUpdates
 from rljax.training.objectives import (
     TOKENS,
@@ -45,6 +44,7 @@ from rljax.training.objectives import (
     supervised_objective,
 )
 from rljax.training.scoring import score_packed
+from rljax.training.weight_copies import copying, with_copies
 
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
 _MAXIMA = ("mismatch/logprob_abs_max",)  # maxima, at least 0; everything else is summed
@@ -131,7 +131,7 @@ class Trainer:
         self._policy_step = functools.partial(self._gradients, self._score, self._objective)
         supervised = functools.partial(score_packed, sampling=SamplingParams(), **static)
         self._supervised_step = functools.partial(self._gradients, supervised, supervised_objective)
-        self._key = (*static.values(), sampling, algorithm, training.pack_length)
+        self._key = (*static.values(), sampling, algorithm, training.pack_length, training.cast_once)
         self._rope = jnp.asarray(rope_table(config, training.pack_length))
         replicated = shardings = None
         if mesh is not None:
@@ -141,9 +141,8 @@ class Trainer:
         self.adapter = adapter
         self._accumulation: Accumulation | FactorUpdates
         if adapter is None:
-            copied = None if numerics.compute_dtype == "float32" else self._copied
-            arguments = (optimizer, pool, self._key, _MAXIMA, shardings, replicated, copied)
-            self._accumulation = Accumulation(*arguments)
+            arguments = (optimizer, pool, self._key, _MAXIMA, shardings, replicated)
+            self._accumulation = Accumulation(*arguments, copying(config, numerics, training, mesh))
         else:
             arguments = (optimizer, pool, self._key, _MAXIMA, mesh)
             self._accumulation = FactorUpdates(adapter, config, numerics.dtype, *arguments)
@@ -296,14 +295,6 @@ class Trainer:
 
     # -- pure functions, compiled by the pool ----------------------------------------------------------------
 
-    def _copied(self, params: Params) -> list[Params]:
-        copies = matrix_copies(params["layers"], self.numerics.dtype)
-        if self.mesh is None:
-            return copies
-        shardings = param_shardings(self.config, self.mesh)["layers"]
-        pairs = zip(copies, shardings, strict=True)
-        return [constrain(copy, {name: all_[name] for name in copy}) for copy, all_ in pairs]
-
     def _gradients(
         self,
         score: Callable[..., tuple[Array, Array]],
@@ -312,19 +303,16 @@ class Trainer:
         batch: PackedBatch,
         reference: Array | None,
         rope: Array,
-        computed: Any = None,
+        computed: Params | None = None,
     ) -> Sums:
-        """As `gradients`. `computed` are the policy's weights where `trained` are factors, else copies of
-        matrices in the compute dtype, or None.
-        """
+        """As `gradients`. `computed` is the merged policy where `trained` are factors, otherwise copies."""
 
         def score_trained(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            policy = trained
             if self.adapter is not None:
-                policy = adapted(computed, trained, self.adapter.lora)
+                trained = adapted(computed, trained, self.adapter.lora)
             elif computed is not None:
-                policy = with_copies(trained, computed)
-            return score(policy, batch=batch, rope=rope)
+                trained = with_copies(trained, computed)
+            return score(trained, batch=batch, rope=rope)
 
         return gradients(trained, batch, reference, score_trained, objective)
 
