@@ -32,7 +32,7 @@ from rljax.sharding import make_mesh, row_multiple
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Recipe, Trainer
-from rljax.training.weight_copies import copying
+from rljax.training.weight_copies import weight_copies
 from tests.engines import scaled_params
 
 results, pool = {"devices": jax.device_count()}, ExecutablePool()
@@ -103,7 +103,7 @@ half, anew = Numerics(compute_dtype="bfloat16"), training.model_copy(update={"ca
 _, copied_gradients, _, _ = train(mesh, numerics=half)
 _, cast_gradients, _, _ = train(mesh, numerics=half, training=anew)
 results["copies"] = largest_difference(copied_gradients, cast_gradients)
-(copies,) = jax.jit(copying(config, half, training, mesh))(sharded.params)
+(copies,) = jax.jit(lambda params: weight_copies(params, half, training))(sharded.params)
 results["copies_shapes"] = shapes(copies)
 
 lora = Lora.of(LoraConfig(rank=3), config)

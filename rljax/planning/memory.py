@@ -156,7 +156,7 @@ def _reference_bytes(run: PlannedRun) -> int:
 
 
 def _copied_bytes(run: PlannedRun) -> int:
-    """Returns the bytes of the copies of matrices that an update reads, as of `weight_copies.copying`."""
+    """Returns the bytes of the copies of matrices that an update reads, as from `weight_copies`."""
     config, state = run.config, run.train_state
     if config.policy.compute_dtype == "float32" or not config.training.cast_once:
         return 0

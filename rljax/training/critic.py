@@ -31,7 +31,7 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sharding import batch_sharding, replicated_sharding, row_multiple
 from rljax.training.scoring import packed_hidden
-from rljax.training.weight_copies import copying, with_copies
+from rljax.training.weight_copies import weight_copies, with_copies
 
 
 @flax.struct.dataclass
@@ -129,9 +129,9 @@ class Critic:
             head = {"weight": self._replicated, "bias": self._replicated}
             self._shardings = {"trunk": trunk, "head": head}
             self._rope = target.put(self._rope, self._replicated)
-        copies = copying(config, numerics, training, mesh)
+        copies = lambda params: weight_copies(params["trunk"], numerics, training)  # noqa: E731
         arguments = (optimizer, pool, self._key, (), self._shardings, self._replicated)
-        self._accumulation = Accumulation(*arguments, lambda params: copies(params["trunk"]))
+        self._accumulation = Accumulation(*arguments, copies)
 
     def init(self, policy_params: Params) -> TrainState:
         """Returns the state before the first update. `policy_params` are copied, and stay valid."""

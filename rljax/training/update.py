@@ -44,7 +44,7 @@ from rljax.training.objectives import (
     supervised_objective,
 )
 from rljax.training.scoring import score_packed
-from rljax.training.weight_copies import copying, with_copies
+from rljax.training.weight_copies import weight_copies, with_copies
 
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
 _MAXIMA = ("mismatch/logprob_abs_max",)  # maxima, at least 0; everything else is summed
@@ -142,7 +142,8 @@ class Trainer:
         self._accumulation: Accumulation | FactorUpdates
         if adapter is None:
             arguments = (optimizer, pool, self._key, _MAXIMA, shardings, replicated)
-            self._accumulation = Accumulation(*arguments, copying(config, numerics, training, mesh))
+            copies = functools.partial(weight_copies, numerics=numerics, training=training)
+            self._accumulation = Accumulation(*arguments, copies)
         else:
             arguments = (optimizer, pool, self._key, _MAXIMA, mesh)
             self._accumulation = FactorUpdates(adapter, config, numerics.dtype, *arguments)

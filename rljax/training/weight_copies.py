@@ -3,39 +3,27 @@
 Those of the layers: embedding and LM head are cast by the rows and chunks of them that are read.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from jax import Array
-from jax.sharding import Mesh
 
 from rljax.config import TrainingConfig
-from rljax.models.config import ModelConfig
-from rljax.models.sharding import param_shardings
 from rljax.models.transformer import Params
 from rljax.numerics.cast_weight import CastWeight
 from rljax.numerics.rows import Numerics
-from rljax.sharding import constrain
 
 
-def copying(
-    config: ModelConfig, numerics: Numerics, training: TrainingConfig, mesh: Mesh | None
-) -> Callable[[Params], tuple[Params, ...]]:
-    """Returns what makes copies of params, `{"layers": [{name: [out, in]}]}`, with their layout on a mesh. It
-    makes none where the compute dtype is float32, or without `training.cast_once`.
+def weight_copies(params: Params, numerics: Numerics, training: TrainingConfig) -> tuple[Params, ...]:
+    """Returns the matrices of the layers in the compute dtype, `{"layers": [{name: [out, in]}]}`, on a mesh in
+    their layout; nothing where the dtype is float32, or without `training.cast_once`.
     """
     if numerics.compute_dtype == "float32" or not training.cast_once:
-        return lambda params: ()
+        return ()
 
-    def copies(params: Params) -> tuple[Params, ...]:
-        names = [name for name, leaf in params["layers"][0].items() if leaf.ndim > 1]
-        layers = [{name: layer[name].astype(numerics.dtype) for name in names} for layer in params["layers"]]
-        if mesh is not None:
-            shardings = param_shardings(config, mesh)["layers"]
-            layers = constrain(layers, [{name: layer[name] for name in names} for layer in shardings])
-        return ({"layers": layers},)
+    def copies(layer: dict[str, Array]) -> dict[str, Array]:
+        return {name: leaf.astype(numerics.dtype) for name, leaf in layer.items() if leaf.ndim > 1}
 
-    return copies
+    return ({"layers": list(map(copies, params["layers"]))},)
 
 
 def with_copies(params: Params, copies: Params) -> Params:

@@ -30,7 +30,7 @@ from rljax.training.critic import Critic, ValueTargets
 from rljax.training.objectives import gradients, policy_objective
 from rljax.training.scoring import score_packed
 from rljax.training.update import Recipe, Trainer
-from rljax.training.weight_copies import copying, with_copies
+from rljax.training.weight_copies import weight_copies, with_copies
 from tests.engines import scaled_params, stored_pool
 from tests.kernels.compilation import HOPPER, absent_mesh, compile_for
 
@@ -355,7 +355,7 @@ def test_a_critic_that_casts_once_an_update_has_the_bits_of_one_that_casts_anew(
 
 
 def test_float32_has_no_copies(params):
-    assert copying(CONFIG, Numerics(), TrainingConfig(), None)(params) == ()
+    assert weight_copies(params, Numerics(), TrainingConfig()) == ()
 
 
 def test_a_copy_is_read_in_its_own_type():
@@ -397,7 +397,8 @@ def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_aga
     )
 
     numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
-    copies = jax.eval_shape(copying(config, numerics, TrainingConfig(cast_once=copied), None), params)
+    copied_by = functools.partial(weight_copies, numerics=numerics, training=TrainingConfig(cast_once=copied))
+    copies = jax.eval_shape(copied_by, params)
 
     def step(params, copies, batch, rope):
         def score(params, batch):
