@@ -14,8 +14,8 @@ from rljax.numerics.rows import Numerics
 
 
 def weight_copies(params: Params, numerics: Numerics, training: TrainingConfig) -> tuple[Params, ...]:
-    """Returns the matrices of the layers in the compute dtype, `{"layers": [{name: [out, in]}]}`, on a mesh in
-    their layout; nothing where the dtype is float32, or without `training.cast_once`.
+    """Returns the matrices of the layers in the compute dtype, `{"layers": [{name: [out, in]}]}`, laid out as
+    they are; nothing where the dtype is float32, or without `training.cast_once`.
     """
     if numerics.compute_dtype == "float32" or not training.cast_once:
         return ()
