@@ -10,7 +10,8 @@ no times are measured.
 
 `--update` compiles a micro-batch of one packed row in their place, whose gradients are added to those
 before. It counts loops: before every turn of one whose turns the text does not count, a GPU's host
-waits for the device. It also reads off the bytes that a layer adds to what the program needs.
+waits for the device. It also reads off the bytes that a layer adds to what the program needs, and those that
+its kernels read and write.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from compiled_programs import Counts, counts_of_loop, counts_of_program, loops_o
 from engine_benchmarks.update import GRPO, equal_batch
 from gpu_parts.engines import cache_bytes, kernel_of, make_engine, run_numerics
 from rljax import target
+from rljax.config import TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import exit_status
 from rljax.models.config import ModelConfig
@@ -42,6 +44,7 @@ from rljax.provenance import command_line, write_figures
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective
 from rljax.training.scoring import score_packed
+from rljax.training.weight_copies import weight_copies, with_copies
 from workloads import REAL, SHAPES, config_of
 
 DEPTHS = (4, 8)
@@ -151,11 +154,11 @@ def rows_of(policy: str, name: str, slots: int, verified: int, length: int) -> I
                 }
 
 
-def update_variants(exact: Numerics) -> Iterator[tuple[str, Numerics, bool]]:
-    """Yields name, numerics and remat of updates: exact ones as a run has them without a measurement, and the
-    forms of products beside FlashAttention.
+def update_variants(exact: Numerics) -> Iterator[tuple[str, Numerics, TrainingConfig]]:
+    """Yields name, numerics and settings of updates: exact ones as a run has them without a measurement, the
+    forms of products beside FlashAttention, and fast ones whose weights every micro-batch casts.
     """
-    yield "exact", exact, True
+    yield "exact", exact, TrainingConfig(remat=True)
     kernels = dataclasses.replace(exact.kernels, packed_attention=kernel_of("packed_attention"))
     flash = dataclasses.replace(exact, kernels=kernels)
     forms = {"padded": dataclasses.replace(exact.product_form, plain_sums=True)} | {
@@ -163,18 +166,23 @@ def update_variants(exact: Numerics) -> Iterator[tuple[str, Numerics, bool]]:
         for size in (products.SLABS[0], products.SLABS[-1])
     }
     for remat, more in ((True, ""), (False, ", without remat")):
-        yield f"fast{more}", dataclasses.replace(flash, row_invariant=False), remat
+        training, fast = TrainingConfig(remat=remat), dataclasses.replace(flash, row_invariant=False)
+        yield f"fast{more}", fast, training
+        yield f"fast{more}, cast anew", fast, training.model_copy(update={"cast_once": False})
         for name, form in forms.items():
-            yield f"{name}{more}", dataclasses.replace(flash, measured_form=form), remat
+            yield f"{name}{more}", dataclasses.replace(flash, measured_form=form), training
 
 
-def update_program(config: ModelConfig, numerics: Numerics, device: Any, sequences: int, remat: bool) -> Any:
-    """Returns a micro-batch of a row of equal sequences, compiled for float32 weights."""
+def update_program(
+    config: ModelConfig, numerics: Numerics, device: Any, sequences: int, training: TrainingConfig
+) -> Any:
+    """Returns a micro-batch of a row of equal sequences, compiled for float32 weights and their copies."""
 
-    def step(params: Params, sums: Params, batch: Any, rope: jax.Array) -> Any:
-        score = lambda params, batch: score_packed(  # noqa: E731
-            params, config, batch, rope, numerics, SamplingParams(), remat=remat
-        )
+    def step(params: Params, copies: tuple[Params, ...], sums: Params, batch: Any, rope: jax.Array) -> Any:
+        def score(params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+            read = with_copies(params, *copies) if copies else params
+            return score_packed(read, config, batch, rope, numerics, SamplingParams(), training.remat)
+
         objective = functools.partial(policy_objective, algorithm=GRPO)
         more, metrics = gradients(params, batch, None, score, objective)
         return jax.tree.map(jnp.add, sums, more), metrics
@@ -182,7 +190,9 @@ def update_program(config: ModelConfig, numerics: Numerics, device: Any, sequenc
     length = UPDATE_TOKENS // sequences
     batch = equal_batch(sequences, length, length // 8, config.vocab_size, UPDATE_TOKENS)
     params, rope = _param_shapes(config, jnp.float32), rope_table(config, UPDATE_TOKENS)
-    return _Compiled(device).get(("gradients",), step, (params, params, batch, rope), donate_argnums=(1,))
+    copies = jax.eval_shape(lambda params: weight_copies(params, numerics, training), params)
+    arguments = (params, copies, params, batch, rope)
+    return _Compiled(device).get(("gradients",), step, arguments, donate_argnums=(2,))
 
 
 def update_rows(policy: str, name: str, sequences: int) -> Iterator[dict[str, Any]]:
@@ -190,19 +200,19 @@ def update_rows(policy: str, name: str, sequences: int) -> Iterator[dict[str, An
     topology, config = parse_topology(name), config_of(policy)
     device = compile_devices(topology)[0]
     with target.tracing_for(device, 1, platform_of(topology)):
-        for variant, numerics, remat in update_variants(run_numerics(config, quick=False)):
+        for variant, numerics, training in update_variants(run_numerics(config, quick=False)):
             counts = []
             for depth in UPDATE_DEPTHS:
                 short = dataclasses.replace(config, num_layers=depth)
-                program = update_program(short, numerics, device, sequences, remat)
+                program = update_program(short, numerics, device, sequences, training)
                 text, memory = text_of(program), program.memory_analysis()
                 arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-                kernels = counts_of_program(text).kernels
-                counts.append((*loops_of_program(text), kernels, arguments, temporaries))
-            loops, unknown, kernels, _, temporaries = (
+                work = counts_of_program(text)
+                counts.append((*loops_of_program(text), work.kernels, work.bytes, arguments, temporaries))
+            loops, unknown, kernels, moved, _, temporaries = (
                 _extrapolated(each, config) for each in zip(*counts, strict=True)
             )
-            *_, arguments_of_layer, temporaries_of_layer = (
+            *_, moved_of_layer, arguments_of_layer, temporaries_of_layer = (
                 (deep - shallow) / (UPDATE_DEPTHS[1] - UPDATE_DEPTHS[0])
                 for shallow, deep in zip(*counts, strict=True)
             )
@@ -212,6 +222,8 @@ def update_rows(policy: str, name: str, sequences: int) -> Iterator[dict[str, An
                 "unit": "loops of unknown turns",
                 "loops": loops,
                 "kernels": kernels,
+                "bytes_of_layer": moved_of_layer,
+                "bytes": moved,
                 "argument_bytes_of_layer": arguments_of_layer,
                 "temporary_bytes_of_layer": temporaries_of_layer,
                 "temporary_bytes": temporaries,

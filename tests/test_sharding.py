@@ -32,6 +32,7 @@ from rljax.sharding import make_mesh, row_multiple
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Recipe, Trainer
+from rljax.training.weight_copies import weight_copies
 from tests.engines import scaled_params
 
 results, pool = {"devices": jax.device_count()}, ExecutablePool()
@@ -67,9 +68,9 @@ def largest_difference(tree, other):
     pairs = zip(flat, jax.tree.leaves(jax.device_get(other)))
     return max((float(np.abs(a - b).max() / scale), jax.tree_util.keystr(path)) for (path, a), b in pairs)
 
-def train(mesh, adapter=None):
+def train(mesh, adapter=None, numerics=Numerics(), training=training):
     recipe = Recipe(SamplingParams(), AlgorithmConfig(), training, optimizer)
-    trainer = Trainer(config, Numerics(), recipe, pool, mesh, adapter)
+    trainer = Trainer(config, numerics, recipe, pool, mesh, adapter)
     cut = packing.microbatches(4, trainer.row_multiple)
     batches = [build_batch(sequences, packing, rows) for rows in cut]
     state = trainer.init(params)
@@ -97,6 +98,13 @@ results["shapes"] = shapes(sharded.params)
 results["moment_shapes"] = [
     shapes(optax.tree.get(sharded.optimizer_state, moment)) for moment in ("mu", "nu")
 ]
+
+half, anew = Numerics(compute_dtype="bfloat16"), training.model_copy(update={"cast_once": False})
+_, copied_gradients, _, _ = train(mesh, numerics=half)
+_, cast_gradients, _, _ = train(mesh, numerics=half, training=anew)
+results["copies"] = largest_difference(copied_gradients, cast_gradients)
+(copies,) = jax.jit(lambda params: weight_copies(params, half, training))(sharded.params)
+results["copies_shapes"] = shapes(copies)
 
 lora = Lora.of(LoraConfig(rank=3), config)
 factors = init_factors(config, lora, "kaiming", 0)
@@ -200,6 +208,13 @@ def test_weights_and_moments_are_really_split(results):
     assert shapes["layers.0.gate"] == [24, 16] and shapes["layers.0.down"] == [16, 24]
     assert shapes["final_norm"] == [32]
     assert results["moment_shapes"] == [shapes, shapes]
+
+
+def test_copies_are_split_as_their_matrices_and_change_no_gradient(results):
+    assert results["copies"][0] < 1e-6, results["copies"]
+    assert len(results["copies_shapes"]) == 7
+    for name, shape in results["copies_shapes"].items():
+        assert shape == results["shapes"][name]
 
 
 def test_an_adapter_does_not_depend_on_the_mesh_and_is_split_as_its_matrices(results):

@@ -31,3 +31,25 @@ def test_the_page_says_what_the_file_does():
         exact, flash = (found[f"h100/{policy}/update of 1 sequences/{name}"] for name in ("exact", "fast"))
         kernels = (f"{row['loops']}, {row['value']}; {row['kernels']:,} kernels" for row in (exact, flash))
         assert f"{' | '.join(kernels)} |" in page
+
+
+def test_the_page_says_what_casting_once_saves():
+    root = SCRIPTS.parent
+    page = (root / "docs/gpu.md").read_text()
+    rows = json.loads((root / "benchmarks/results/update-layers.json").read_text())["rows"]
+    found = {row["name"].partition("/")[2].replace("update of 1 sequences/", ""): row for row in rows}
+    assert "| H100, fast | kernels | MB a layer read and written | weights and temporaries |" in page
+    for policy, name in (("smollm2", "SmolLM2"), ("Qwen3-1.7B", "Qwen3-1.7B")):
+        for remat, more in ((", remat", ""), ("", ", without remat")):
+            once, anew = (
+                (
+                    row["kernels"],
+                    row["bytes_of_layer"] / 1e6,
+                    (row["argument_bytes_of_layer"] + row["temporary_bytes_of_layer"]) / 1e6,
+                )
+                for row in (found[f"{policy}/fast{more}{cast}"] for cast in ("", ", cast anew"))
+            )
+            cells = [
+                f"{ours:,.0f} in place of {theirs:,.0f}" for ours, theirs in zip(once, anew, strict=True)
+            ]
+            assert f"| {name}{remat} | {' | '.join(cells)} |" in page

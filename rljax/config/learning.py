@@ -107,6 +107,12 @@ class TrainingConfig(Section):
         description="Recompute activations in the backward pass. Set it when memory runs out, for about a"
         " third more time.",
     )
+    cast_once: bool = Field(
+        True,
+        description="Cast the layers' matrices to policy.compute_dtype once an update, not in every"
+        " microbatch. Set false when memory runs out with remat: the copies take 2 bytes a parameter;"
+        " gradients stay the same.",
+    )
     logprob_chunk: Count | None = Field(
         None,
         description="Number of tokens whose logits are in memory at once, several times over in an update."

@@ -15,10 +15,11 @@ from rljax.kernels.quantized_product.shards import product_of_shards
 from rljax.numerics import products
 from rljax.numerics.adapted import AdaptedWeight, with_factor_gradients
 from rljax.numerics.blocked_weights import BlockedWeight, blocked_dot
+from rljax.numerics.cast_weight import CastWeight
 from rljax.numerics.quantized import QuantizedWeight
 from rljax.numerics.rows import Numerics
 
-Weight = Array | QuantizedWeight | AdaptedWeight | BlockedWeight
+Weight = Array | CastWeight | QuantizedWeight | AdaptedWeight | BlockedWeight
 
 
 def linear(x: Array, weight: Weight, numerics: Numerics, bias: Array | None = None) -> Array:
@@ -69,11 +70,13 @@ def by_slabs(
         return jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
 
     def cast(weights: Any) -> Any:
-        plain = lambda leaf: isinstance(leaf, Array) and leaf.ndim > 1  # noqa: E731
+        plain = lambda leaf: isinstance(leaf, Array | CastWeight) and len(leaf.shape) > 1  # noqa: E731
         return jax.tree.map(
             lambda leaf: leaf.astype(numerics.dtype) if plain(leaf) else leaf,
             weights,
-            is_leaf=lambda node: isinstance(node, QuantizedWeight | AdaptedWeight | BlockedWeight),
+            is_leaf=lambda node: isinstance(
+                node, CastWeight | QuantizedWeight | AdaptedWeight | BlockedWeight
+            ),
         )
 
     y = products.in_slabs(of_slab, jax.tree.map(padded, rows), weights, form.multiple, cast)

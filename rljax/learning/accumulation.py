@@ -23,7 +23,7 @@ Metrics = dict[str, Array]
 Sums = tuple[Params, Metrics]
 """Gradients and metrics, added up over micro-batches."""
 Step = Callable[..., Sums]
-"""(params, *inputs of a micro-batch) -> its gradients and metrics."""
+"""(params, *inputs of a micro-batch, *copies) -> its gradients and metrics."""
 
 
 @struct.dataclass
@@ -66,6 +66,7 @@ class Accumulation:
       maxima: metrics that are combined by their maximum, at least 0; all others are added up.
       shardings: shardings of params on a mesh; None without one.
       replicated: the sharding of replicated arrays; None without a mesh.
+      copies: computes of params what every step of an update would compute again.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Accumulation:
         maxima: Sequence[str] = (),
         shardings: Any = None,
         replicated: Any = None,
+        copies: Callable[[Params], tuple] = lambda params: (),
     ) -> None:
         self._optimizer = optimizer
         self._pool = pool
@@ -83,6 +85,7 @@ class Accumulation:
         self._maxima = maxima
         self._shardings = shardings
         self._replicated = replicated
+        self._copies = copies
 
     def init(self, params: Params) -> TrainState:
         """Returns the state before the first update. Copies `params` (any float dtype), which stay valid."""
@@ -96,8 +99,8 @@ class Accumulation:
         gradients take memory that a rollout may need, which decodes meanwhile.
         """
         args = (state.params, *inputs)
-        sums = jax.tree.map(self._shape, self._zeros_program(args, step, kind).out_info)
-        self._gradient_program((*args, *sums), step, kind)
+        copies, sums = jax.tree.map(self._shape, self._begin_program(args, step, kind).out_info)
+        self._gradient_program((*args, *copies, *sums), step, kind)
         self._apply_program((state, sums[0]))
 
     def update(
@@ -115,16 +118,19 @@ class Accumulation:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch")
-        sums = self._zeros_program((state.params, *micro_batches[0]), step, kind)()
-        sizes = {_shapes(inputs): (state.params, *inputs, *sums) for inputs in micro_batches}
+        begin = self._begin_program((state.params, *micro_batches[0]), step, kind)
+        copies, sums = begin(state.params)
+        sizes = {_shapes(inputs): (state.params, *inputs, *copies, *sums) for inputs in micro_batches}
         # Side by side, where they are not compiled yet: usually two, of half and of whole micro-batches.
         if len(sizes) > 1:
             compile_all(
                 functools.partial(self._gradient_program, args, step, kind) for args in sizes.values()
             )
         for inputs in micro_batches:
-            args = (state.params, *inputs, *sums)
+            args = (state.params, *inputs, *copies, *sums)
             sums = self._gradient_program(args, step, kind)(*args)
+        for copy in jax.tree.leaves(copies):
+            copy.delete()  # before the optimizer needs memory
         total, metrics = sums
         state, norm = self._apply_program((state, total))(state, total)
         return state, jax.device_get(metrics | {"gradient_norm": norm})
@@ -145,14 +151,16 @@ class Accumulation:
     def _apply_program(self, args: tuple) -> Callable[..., tuple[TrainState, Array]]:
         return self._pool.get(("apply", self._optimizer, *self._key), self._apply, args, donate_argnums=(0,))
 
-    def _zeros_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Any:
-        """Returns the program of zeros in the form of the result of `step(*args)`."""
-        key = ("zeros", *kind, *self._key)
+    def _begin_program(self, args: tuple, step: Step, kind: tuple[Hashable, ...]) -> Any:
+        """Returns the program of copies, and of zeros in the form of the result of `step(*args, *copies)`."""
+        key = ("begin", *kind, *self._key)
 
-        def zeros() -> Sums:  # traces the step for its shapes, unless the program is stored
-            return self._constrain_sums(_zeros_like(jax.eval_shape(step, *args)))
+        def begin(params: Params) -> tuple[tuple, Sums]:
+            copies = self._copies(params)
+            # Traces the step for its shapes, unless the program is stored.
+            return copies, self._constrain_sums(_zeros_like(jax.eval_shape(step, *args, *copies)))
 
-        return self._pool.get(key, zeros, ())
+        return self._pool.get(key, begin, args[:1])
 
     def _shape(self, result: Any) -> jax.ShapeDtypeStruct:
         sharding = None if self._shardings is None else result.sharding

@@ -17,6 +17,7 @@ Params (shapes; d = hidden_size, H/Hk = heads, D = head_dim, f = mlp_size, V = v
 Any of q, k, v, o, gate, up, down may be a `QuantizedWeight` instead (`rljax/numerics/quantized.py`) or, where
 gradients go to the factors of LoRA, an `AdaptedWeight` (`rljax/numerics/adapted.py`). A decoder's may be a
 `BlockedWeight` (`rljax/numerics/blocked_weights.py`); then `blocked_head` may be one of the output embedding.
+An update's are `CastWeight`s in bfloat16 (`rljax/numerics/cast_weight.py`).
 """
 
 import functools

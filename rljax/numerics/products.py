@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax import target
+from rljax.numerics.cast_weight import CastWeight
 from rljax.numerics.loops import mapped
 
 SLABS = (64, 128, 256)
@@ -109,7 +110,7 @@ def _product(a: Array, b: Array, contracted: tuple[tuple[int, ...], tuple[int, .
 
 
 @jax.custom_vjp
-def rounded_dot(rows: Array, weight: Array) -> Array:
+def rounded_dot(rows: Array, weight: Array | CastWeight) -> Array:
     """As `dot`, with the same bits, but for a result that is rounded to the type of `rows` next.
 
     The cotangent then has no more digits than `rows`, and both products of the backward pass are computed in
@@ -126,12 +127,13 @@ def rounded_dot(rows: Array, weight: Array) -> Array:
     return dot(rows, weight.astype(rows.dtype))
 
 
-def _rounded_dot_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+def _rounded_dot_backward(residuals: tuple[Array, Any], cotangent: Array) -> tuple[Array, Any]:
     rows, weight = residuals
     cotangent = cotangent.astype(rows.dtype)
     d_rows = _product(cotangent, weight.astype(rows.dtype), ((1,), (0,)))
     d_weight = sum_of_outer_products(cotangent, rows)
-    return d_rows.astype(rows.dtype), d_weight.astype(weight.dtype)
+    of_weight = weight.of_gradient if isinstance(weight, CastWeight) else lambda d: d.astype(weight.dtype)
+    return d_rows.astype(rows.dtype), of_weight(d_weight)
 
 
 rounded_dot.defvjp(lambda rows, weight: (rounded_dot(rows, weight), (rows, weight)), _rounded_dot_backward)
@@ -151,7 +153,7 @@ def sum_of_outer_products(a: Array, b: Array) -> Array:
     return _product(a, b, ((0, 1), (0, 1)))
 
 
-def padded_dot(rows: Array, weight: Array, form: ProductForm, rounded: bool = False) -> Array:
+def padded_dot(rows: Array, weight: Array | CastWeight, form: ProductForm, rounded: bool = False) -> Array:
     """Computes `dot` in a given form; float32 [R, out].
 
     Args:
@@ -263,7 +265,7 @@ def _with_value(y: Array, value: Array) -> Array:
 _with_value.defvjp(lambda y, value: (value, None), lambda _, gradient: (gradient, None))
 
 
-def chosen_dot(rows: Array, weight: Array, rounded: bool) -> Array:
+def chosen_dot(rows: Array, weight: Array | CastWeight, rounded: bool) -> Array:
     """Computes `rounded_dot` if it differs from `dot`, otherwise `dot`. Arguments as in `padded_dot`."""
     if rounded and rows.dtype == jnp.bfloat16:
         return rounded_dot(rows, weight)

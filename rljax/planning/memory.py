@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from rljax.engine.weight_blocks import most_block_bytes
 from rljax.errors import ConfigError
 from rljax.planning.hardware import GIB, Hardware
-from rljax.planning.programs import PlannedRun, device_bytes, shared_bytes
+from rljax.planning.programs import PlannedRun, device_bytes, shard_size, shared_bytes
 
 PHASES = ("rollout", "update")
 
@@ -20,6 +23,7 @@ class Memory:
       moments: the optimizer's.
       reference: weights of the reference of a KL penalty.
       gradients: sums of gradients in an update.
+      copies: matrices in the compute dtype, which its micro-batches read (`training.cast_once`).
       decode_weights: the engine's copy of the weights, as far as it is not shared with the trainer.
       draft_weights: drafters' weights on the device.
       draft_training: weights and moments of heads that are trained.
@@ -35,6 +39,7 @@ class Memory:
     moments: int
     reference: int
     gradients: int
+    copies: int
     decode_weights: int
     draft_weights: int
     draft_training: int
@@ -55,7 +60,7 @@ class Memory:
         """Bytes that a phase needs without temporaries of any program."""
         held = self.weights + self.moments + self.reference + self.draft_training
         rollout = held + self.decode_weights + self.draft_weights + self.draft_state + self.cache
-        return {"rollout": rollout, "update": held + self.gradients}
+        return {"rollout": rollout, "update": held + self.gradients + self.copies}
 
 
 def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
@@ -69,7 +74,7 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
     weights = params + critic_weights + (trained + base if lora else 0)
     moments = device_bytes(state.optimizer_state)
     moments += 0 if critic is None else device_bytes(critic.optimizer_state)
-    reference = _reference_bytes(run)
+    reference, copies = _reference_bytes(run), _copied_bytes(run)
     decode = device_bytes(run.decode_params)
     blocks = config.engine.weight_blocks and config.policy.compute_dtype == "float32"
     if hardware.platform == "cpu" and blocks and config.mesh.num_devices == 1:
@@ -110,6 +115,8 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
             beside = drafting - program.arguments
         elif kind in arguments:
             beside = rollout - arguments[kind]
+        elif kind == "begin":  # whose arguments are all held
+            phase, beside = "update", held - program.arguments
         else:
             phase, beside = "update", held - of_update.get(kind, 0)
             if lora and critic is not None:  # whose programs are of all its weights
@@ -125,6 +132,7 @@ def plan_memory(run: PlannedRun, hardware: Hardware) -> Memory:
         moments,
         reference,
         trained,
+        copies,
         decode - shared,
         draft,
         training,
@@ -145,6 +153,18 @@ def _reference_bytes(run: PlannedRun) -> int:
     if lora is None or run.config.algorithm.teacher is not None:
         return device_bytes(run.reference)
     return 0 if lora.path is None else device_bytes(run.train_state.base)
+
+
+def _copied_bytes(run: PlannedRun) -> int:
+    """Returns the bytes of the copies of matrices that an update reads, as from `weight_copies`."""
+    config, state = run.config, run.train_state
+    if config.policy.compute_dtype == "float32" or not config.training.cast_once:
+        return 0
+    trained = [] if state.factors is not None else state.params["layers"]
+    if state.critic is not None:  # one of the two at a time
+        trained = state.critic.params["trunk"]["layers"]
+    matrices = (leaf for leaf in jax.tree.leaves(trained) if len(leaf.shape) > 1)
+    return sum(shard_size(leaf) * jnp.dtype(config.policy.compute_dtype).itemsize for leaf in matrices)
 
 
 def check_memory(memory: Memory, run: PlannedRun, where: str) -> None:
@@ -195,6 +215,8 @@ def _remedy(memory: Memory, run: PlannedRun, phase: str, needed: int) -> tuple[s
         return "engine.max_slots", f"lower it from {config.engine.max_slots} ({about})"
     if training.rows_per_microbatch > multiple:
         return "training.rows_per_microbatch", f"lower it from {training.rows_per_microbatch}"
+    if training.remat and memory.copies:
+        return "training.cast_once", "set it to false, which casts weights in every micro-batch"
     if training.remat:
         return "mesh.fsdp", f"raise it above {mesh.fsdp}, with as many more devices"
     return "training.remat", "set it to true, which recomputes activations"

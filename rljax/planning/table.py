@@ -41,6 +41,7 @@ def _memory(plan: Plan) -> str:
         ("optimizer moments", memory.moments),
         ("reference weights", memory.reference),
         ("sums of gradients (update)", memory.gradients),
+        (f"copies of matrices, {run.config.policy.compute_dtype} (update)", memory.copies),
         (f"weights to decode with, {run.config.policy.compute_dtype} (rollout)", memory.decode_weights),
         ("drafters' weights (rollout)", memory.draft_weights),
         ("heads in training", memory.draft_training),

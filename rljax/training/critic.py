@@ -31,6 +31,7 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.sharding import batch_sharding, replicated_sharding, row_multiple
 from rljax.training.scoring import packed_hidden
+from rljax.training.weight_copies import weight_copies, with_copies
 
 
 @flax.struct.dataclass
@@ -118,7 +119,8 @@ class Critic:
             packed_values, config=config, numerics=numerics, remat=training.remat, mesh=mesh
         )
         self._clip = value_clip
-        self._key = ("critic", config, numerics, training.remat, mesh, value_clip, training.pack_length)
+        settings = (training.remat, training.pack_length, training.cast_once)
+        self._key = ("critic", config, numerics, settings, mesh, value_clip)
         self._rope = jnp.asarray(rope_table(config, training.pack_length))
         self._replicated = self._shardings = None
         if mesh is not None:
@@ -127,7 +129,9 @@ class Critic:
             head = {"weight": self._replicated, "bias": self._replicated}
             self._shardings = {"trunk": trunk, "head": head}
             self._rope = target.put(self._rope, self._replicated)
-        self._accumulation = Accumulation(optimizer, pool, self._key, (), self._shardings, self._replicated)
+        copies = lambda params: weight_copies(params["trunk"], numerics, training)  # noqa: E731
+        arguments = (optimizer, pool, self._key, (), self._shardings, self._replicated)
+        self._accumulation = Accumulation(*arguments, copies)
 
     def init(self, policy_params: Params) -> TrainState:
         """Returns the state before the first update. `policy_params` are copied, and stay valid."""
@@ -186,8 +190,17 @@ class Critic:
     def _scoring(self, params: Params, batch: PackedBatch, rope: Array) -> Array:
         return self._values(params, batch=batch, rope=rope)
 
-    def _step(self, params: Params, batch: PackedBatch, targets: ValueTargets, rope: Array) -> Sums:
+    def _step(
+        self,
+        params: Params,
+        batch: PackedBatch,
+        targets: ValueTargets,
+        rope: Array,
+        copies: Params | None = None,
+    ) -> Sums:
         def loss(params: Params) -> tuple[Array, Metrics]:
+            if copies is not None:
+                params = params | {"trunk": with_copies(params["trunk"], copies)}
             return value_objective(self._scoring(params, batch, rope), batch, targets, self._clip)
 
         return jax.grad(loss, has_aux=True)(params)

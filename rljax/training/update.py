@@ -44,6 +44,7 @@ from rljax.training.objectives import (
     supervised_objective,
 )
 from rljax.training.scoring import score_packed
+from rljax.training.weight_copies import weight_copies, with_copies
 
 _TOKEN_SUMS = ("entropy", "mismatch/logprob_abs_mean")  # plain sums, divided by the tokens at the end
 _MAXIMA = ("mismatch/logprob_abs_max",)  # maxima, at least 0; everything else is summed
@@ -130,7 +131,7 @@ class Trainer:
         self._policy_step = functools.partial(self._gradients, self._score, self._objective)
         supervised = functools.partial(score_packed, sampling=SamplingParams(), **static)
         self._supervised_step = functools.partial(self._gradients, supervised, supervised_objective)
-        self._key = (*static.values(), sampling, algorithm, training.pack_length)
+        self._key = (*static.values(), sampling, algorithm, training.pack_length, training.cast_once)
         self._rope = jnp.asarray(rope_table(config, training.pack_length))
         replicated = shardings = None
         if mesh is not None:
@@ -140,7 +141,9 @@ class Trainer:
         self.adapter = adapter
         self._accumulation: Accumulation | FactorUpdates
         if adapter is None:
-            self._accumulation = Accumulation(optimizer, pool, self._key, _MAXIMA, shardings, replicated)
+            arguments = (optimizer, pool, self._key, _MAXIMA, shardings, replicated)
+            copies = functools.partial(weight_copies, numerics=numerics, training=training)
+            self._accumulation = Accumulation(*arguments, copies)
         else:
             arguments = (optimizer, pool, self._key, _MAXIMA, mesh)
             self._accumulation = FactorUpdates(adapter, config, numerics.dtype, *arguments)
@@ -301,13 +304,16 @@ class Trainer:
         batch: PackedBatch,
         reference: Array | None,
         rope: Array,
-        merged: Params | None = None,
+        computed: Params | None = None,
     ) -> Sums:
-        """As `gradients`. `merged` are the policy's weights where `trained` are factors."""
+        """As `gradients`. `computed` is the merged policy where `trained` are factors, otherwise copies."""
 
         def score_trained(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            policy = trained if merged is None else adapted(merged, trained, self.adapter.lora)
-            return score(policy, batch=batch, rope=rope)
+            if self.adapter is not None:
+                trained = adapted(computed, trained, self.adapter.lora)
+            elif computed is not None:
+                trained = with_copies(trained, computed)
+            return score(trained, batch=batch, rope=rope)
 
         return gradients(trained, batch, reference, score_trained, objective)
 

@@ -237,6 +237,25 @@ def test_bytes_are_those_of_the_arrays(tmp_path, monkeypatch):
     assert memory.peak >= max(program.total for program in plan.programs)
 
 
+def test_copies_for_the_micro_batches_are_counted_and_are_gone_when_the_optimizer_runs(tmp_path, monkeypatch):
+    _compile_only(monkeypatch, lambda pool, key: key[0] in ("begin", "gradients", "apply"))
+    plans = [
+        _plan(_config(tmp_path, "policy.compute_dtype=bfloat16", f"training.cast_once={once}"))
+        for once in ("true", "false")
+    ]
+    matrices = [leaf for leaf in jax.tree.leaves(plans[0].run.train_state.params["layers"]) if leaf.ndim > 1]
+    copies, none = (plan.memory.copies for plan in plans)
+    assert copies == 2 * sum(leaf.size for leaf in matrices) and none == 0
+    with_, without = ({program.kind: program for program in plan.programs} for plan in plans)
+    assert with_["begin"].outputs == pytest.approx(without["begin"].outputs + copies, abs=1e3)
+    assert with_["begin"].arguments == 2 * copies and without["begin"].arguments == 0
+    assert with_["apply"] == dataclasses.replace(without["apply"], seconds=with_["apply"].seconds)
+    least, less = (plan.memory.least["update"] for plan in plans)
+    assert least == less + copies
+    assert "copies of matrices, bfloat16 (update)" in as_text(plans[0])
+    assert "copies of" not in as_text(plans[1])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("programs", ["gradients", "all"])
 def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch, programs):
@@ -268,13 +287,24 @@ def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch
         ),
         (["training.rows_per_microbatch=256"], "gradients", "training.rows_per_microbatch"),
         (["training.rows_per_microbatch=1", "training.pack_length=65536"], "gradients", "training.remat"),
+        (
+            [
+                "training.rows_per_microbatch=1",
+                "training.pack_length=65536",
+                "training.remat=true",
+                "policy.compute_dtype=bfloat16",
+            ],
+            "gradients",
+            "training.cast_once",
+        ),
         (["policy.shape.hidden_size=2048", "policy.shape.mlp_size=8192"], None, "mesh.fsdp"),
     ],
 )
 def test_too_little_memory_is_one_line_with_the_key(tmp_path, monkeypatch, overrides, program, key):
     """The program that needs most is compiled, and named; where the arrays are too large, none is."""
     _compile_only(monkeypatch, lambda pool, key: key[0] == program)
-    small = dataclasses.replace(ROOMY, memory=16e6 if key != "training.remat" else 60e6)
+    long_rows = "training.pack_length=65536" in overrides
+    small = dataclasses.replace(ROOMY, memory=60e6 if long_rows else 16e6)
     with pytest.raises(UserError) as error:
         _plan(_config(tmp_path, *overrides), hardware=small)
     said = str(error.value)
@@ -307,7 +337,7 @@ def test_programs_compile_in_other_threads_and_the_first_error_ends_the_plan(tmp
         raise RuntimeError(f"{key[0]} does not compile")
 
     monkeypatch.setattr(PlanningPool, "_compiled", fails)
-    with pytest.raises(RuntimeError, match="zeros does not compile"):
+    with pytest.raises(RuntimeError, match="begin does not compile"):
         _plan(_config(tmp_path))
     assert seen and threading.current_thread() not in seen
     assert not any(thread.is_alive() for thread in seen)

@@ -1,5 +1,6 @@
 """The update step against the same loss without packing, chunks or micro-batches, and against itself, cut."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -21,11 +22,15 @@ from rljax.models import transformer
 from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
+from rljax.numerics import products
+from rljax.numerics.cast_weight import CastWeight
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
+from rljax.training.critic import Critic, ValueTargets
 from rljax.training.objectives import gradients, policy_objective
 from rljax.training.scoring import score_packed
 from rljax.training.update import Recipe, Trainer
+from rljax.training.weight_copies import weight_copies, with_copies
 from tests.engines import scaled_params, stored_pool
 from tests.kernels.compilation import HOPPER, absent_mesh, compile_for
 
@@ -77,12 +82,19 @@ def trainer(
     sampling=SamplingParams(),  # noqa: B008 (frozen)
     rate=1e-2,
     pool=POOL,
+    config=CONFIG,
+    form=None,
+    cast_once=True,
 ):
     training = TrainingConfig(
-        pack_length=PACK_LENGTH, rows_per_microbatch=rows, remat=remat, logprob_chunk=logprob_chunk
+        pack_length=PACK_LENGTH,
+        rows_per_microbatch=rows,
+        remat=remat,
+        logprob_chunk=logprob_chunk,
+        cast_once=cast_once,
     )
-    numerics = Numerics(compute_dtype=dtype)
-    return Trainer(CONFIG, numerics, Recipe(sampling, ALGORITHM, training, optimizer(rate)), pool)
+    numerics = Numerics(compute_dtype=dtype, measured_form=form)
+    return Trainer(config, numerics, Recipe(sampling, ALGORITHM, training, optimizer(rate)), pool)
 
 
 def microbatches(sequences, rows, pack_length=PACK_LENGTH):
@@ -224,7 +236,7 @@ class NamingPool(ExecutablePool):
             self.shapes[key] = jax.eval_shape(function, *args)
 
         def program(*_):
-            assert self.complete or key[0] != "zeros", "sums of gradients are made before an update"
+            assert self.complete or key[0] != "begin", "sums of gradients are made before an update"
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.shapes[key])
 
         program.out_info = self.shapes[key]
@@ -285,6 +297,73 @@ def test_bfloat16_computes_on_float32_weights(params, sequences):
     assert metrics["loss/policy"] != expected["loss/policy"]
 
 
+class WatchedPool(ExecutablePool):
+    """Keeps the copies of an update, and sees that they are gone when the optimizer runs."""
+
+    def get(self, key, function, args, donate_argnums=()):
+        program = super().get(key, function, args, donate_argnums)
+
+        def begin(*args):
+            result = program(*args)
+            self.copies = jax.tree.leaves(result[0])
+            return result
+
+        if key[0] == "apply":
+            assert all(leaf.is_deleted() for leaf in self.copies)
+        return begin if key[0] == "begin" else program
+
+
+@pytest.mark.parametrize(
+    ("tied", "remat", "form"),
+    [
+        (True, True, products.ProductForm(64, 64, slabs=True)),
+        (False, True, None),
+        pytest.param(True, False, None, marks=pytest.mark.long),
+        pytest.param(False, False, products.ProductForm(4, 4, float32=True), marks=pytest.mark.long),
+        pytest.param(False, False, products.ProductForm(64, 64, slabs=True), marks=pytest.mark.long),
+    ],
+)
+def test_weights_that_are_cast_once_an_update_have_the_bits_of_cast_anew(sequences, tied, remat, form):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    params, batches, found = scaled_params(config, 3.0, 1.1), microbatches(sequences, 1), []
+    assert len(batches) > 1
+    for cast_once in (True, False):
+        pool = WatchedPool()
+        update = trainer(1, remat, 16, "bfloat16", pool=pool, config=config, form=form, cast_once=cast_once)
+        state, metrics = update.update(update.init(params), batches)
+        assert {leaf.dtype for leaf in pool.copies} == ({jnp.dtype("bfloat16")} if cast_once else set())
+        state, more = update.update(state, batches)
+        found.append((gradients_of(state), state.params, metrics, more))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_a_critic_that_casts_once_an_update_has_the_bits_of_one_that_casts_anew(params, sequences):
+    batches, found = microbatches(sequences, 1), []
+    returns = [np.where(batch.response_mask, batch.advantages, 0.0) for batch in batches]
+    targets = [ValueTargets(each, np.zeros_like(each)) for each in returns]
+    for cast_once in (True, False):
+        training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=1, cast_once=cast_once)
+        pool = WatchedPool()
+        critic = Critic(CONFIG, Numerics(compute_dtype="bfloat16"), training, 0.2, optimizer(1e-2), pool)
+        state = critic.init(params)
+        for _ in range(2):  # the head, and with it all gradients of the trunk, begin at 0
+            state, metrics = critic.update(state, batches, targets)
+        assert len(pool.copies) == 7 * cast_once
+        found.append((gradients_of(state), state.params, metrics))
+    assert np.abs(found[0][0]["trunk"]["layers"][0]["q"]).max() > 0
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_float32_has_no_copies(params):
+    assert weight_copies(params, Numerics(), TrainingConfig()) == ()
+
+
+def test_a_copy_is_read_in_its_own_type():
+    copy = CastWeight(jnp.ones((2, 3)), jnp.ones((2, 3), jnp.bfloat16))
+    with pytest.raises(ValueError, match="a copy in bfloat16 cannot be read in float32"):
+        copy.astype(jnp.float32)
+
+
 def test_tokens_that_a_filter_excludes_leave_gradients_finite(params, sequences):
     update = trainer(sampling=SamplingParams(top_k=3))
     batches = microbatches(sequences, 4)
@@ -303,8 +382,11 @@ def test_what_cannot_work_is_refused(params, sequences):
         update.update(update.init(params), microbatches(sequences, 4), [])
 
 
-def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_again(sequences):
-    """The compiler merges the casts of float32 weights in a micro-batch's gradients."""
+@pytest.mark.parametrize("copied", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_again(sequences, copied):
+    """The compiler merges the casts of float32 weights in a micro-batch's gradients. Of copies nothing is
+    cast.
+    """
     length = 640  # no activation has the shape of a matrix
     config = ModelConfig("qwen3", 1104, 512, 1, 8, 4, 64, 1536, tie_embeddings=True, qk_norm=True)
     (batch,) = microbatches(sequences, 1, length)
@@ -314,17 +396,23 @@ def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_aga
         is_leaf=lambda node: isinstance(node, tuple),
     )
 
-    def step(params, batch, rope):
-        numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
-        arguments = (config, batch, rope, numerics, SamplingParams(), True)
+    numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
+    copied_by = functools.partial(weight_copies, numerics=numerics, training=TrainingConfig(cast_once=copied))
+    copies = jax.eval_shape(copied_by, params)
+
+    def step(params, copies, batch, rope):
+        def score(params, batch):
+            read = with_copies(params, *copies) if copies else params
+            return score_packed(read, config, batch, rope, numerics, SamplingParams(), True)
+
         objective = functools.partial(policy_objective, algorithm=AlgorithmConfig())
-        return gradients(params, batch, None, lambda p, _: score_packed(p, *arguments), objective)
+        return gradients(params, batch, None, score, objective)
 
     with absent_mesh(HOPPER):
-        text = compile_for(HOPPER, step, params, batch, rope_table(config, length)).as_text()
+        text = compile_for(HOPPER, step, params, copies, batch, rope_table(config, length)).as_text()
     matrices = [leaf.shape for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1]
     cast = [
         tuple(map(int, sizes.split(","))) for sizes in re.findall(r"= bf16\[([\d,]+)\]\S* convert\(", text)
     ]
     found = sum(sizes in matrices for sizes in cast)
-    assert found == len(matrices) + len(matrices) - 1  # not the embedding's
+    assert found == (1 if copied else len(matrices) + len(matrices) - 1)  # the embedding's is cast once
