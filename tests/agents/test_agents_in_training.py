@@ -112,7 +112,7 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
             f"agents={{port: {port}, time_limit: 60}}",
             "speculation.drafter=suffix_decoding",
             "speculation.choice=fixed",  # drafts whether it pays or not
-            "speculation.strategies=[{drafter: suffix_decoding, depth: 4, top_k: 1, nodes: 4}]",
+            "speculation.strategies=[{drafter: suffix_decoding, depth: 3, top_k: 1, nodes: 3}]",
             *ONE_PASS,
         )
     finally:
