@@ -11,6 +11,15 @@ from rljax.numerics import products
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
+_tracing = jax.make_user_context()
+
+
+def traced_anew() -> contextlib.AbstractContextManager[None]:
+    """Context in which this thread uses nothing that was traced before it, and after which nobody uses what
+    was traced in it. In contrast to `jax.clear_caches`, everybody else keeps their programs.
+    """
+    return _tracing(object())
+
 
 def lone_rows_and_rests(dot: Product) -> Product:
     """As bfloat16 on an Intel processor with AMX: one or two rows, and one or two rows beyond a multiple of
@@ -46,9 +55,7 @@ def every_call(dot: Product) -> Product:
 
 @contextlib.contextmanager
 def replaced(kind: Callable[[Product], Product]) -> Iterator[None]:
-    """Every product of a policy is of this kind."""
-    jax.clear_caches()  # JAX keeps what it traced with another product.
-    with pytest.MonkeyPatch.context() as patch:
+    """Every product of a policy is of this kind in programs that this thread traces."""
+    with pytest.MonkeyPatch.context() as patch, traced_anew():
         patch.setattr(products, "dot", kind(products.dot))
         yield
-    jax.clear_caches()

@@ -26,8 +26,7 @@ SETTINGS = WarmUp("eagle", steps=2, slices_per_round=1, heldout=3, depth=2)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield load_config(write_config(tmp_path_factory.mktemp("bench")), [])
+    return load_config(write_config(tmp_path_factory.mktemp("bench")), [])
 
 
 def by_name(rows):

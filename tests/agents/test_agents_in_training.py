@@ -15,7 +15,7 @@ from rljax.errors import ConfigError
 from rljax.training import loop
 from rljax.training.session import run
 from tests.agents import players
-from tests.training.tiny_run import train, write_config
+from tests.training.tiny_run import ONE_PASS, train, write_config
 
 HERE = "tests.agents.players"
 TINY = ("warm_start=null", "evaluation.problems=2", "rollout.prompts_per_step=2", "training.steps=2")
@@ -112,8 +112,8 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
             f"agents={{port: {port}, time_limit: 60}}",
             "speculation.drafter=suffix_decoding",
             "speculation.choice=fixed",  # drafts whether it pays or not
-            "speculation.strategies=[{drafter: suffix_decoding, depth: 4, top_k: 1, nodes: 4}]",
-            "speculation.verify_buckets=[8]",
+            "speculation.strategies=[{drafter: suffix_decoding, depth: 3, top_k: 1, nodes: 3}]",
+            *ONE_PASS,
         )
     finally:
         over.set()

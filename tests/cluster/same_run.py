@@ -37,8 +37,7 @@ def lucky_world(tmp_path_factory):
     luck = lambda self, problem, text: {"reward": zlib.crc32(text.encode()) % 1000 / 1000}  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChainArithmetic, "reward", luck)
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            yield tmp_path_factory.mktemp("world")
+        yield tmp_path_factory.mktemp("world")
 
 
 def run(world, name, *overrides, resumes=False, steps=STEPS):

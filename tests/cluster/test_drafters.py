@@ -13,12 +13,10 @@ from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run, losing
+from tests.training.tiny_run import HEAD
 
 # Few programs: drafters on the device have some for every shape.
 FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
-HEAD = (  # whose programs tests/training/test_speculation_in_training.py has, too
-    "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2], unrolled_steps: 1}"
-)
 
 
 class Repeats(SimpleDrafter):

@@ -17,10 +17,7 @@ from rljax.rollout.open_loop import open_loop, open_slots
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
-from tests.exactness import exact_numerics
 from tests.tiny_policy import (
-    BUCKETS,
-    CONFIG,
     SLOTS,
     assert_same,
     make_engine,
@@ -34,8 +31,7 @@ PLAIN, PENALTIES = SamplingParams(), SamplingParams(presence_penalty=1.5, freque
 
 @functools.cache
 def engine_of(dtype, sampling=PLAIN):
-    numerics = exact_numerics(CONFIG, dtype, BUCKETS) if dtype != "float32" else Numerics()
-    return make_engine(sampling, numerics=numerics, hidden_layers=(0,))
+    return make_engine(sampling, numerics=Numerics(compute_dtype=dtype), hidden_layers=(0,))
 
 
 def run_rollout(engine, overlap=False, stop=None):

@@ -22,7 +22,7 @@ from rljax.numerics.products import ProductForm, forms, unmeasured_form
 from rljax.numerics.rows import Numerics, row_sum
 from tests.engines import SAMPLING, ask, decode, lively_params
 from tests.exactness import check_same
-from tests.misbehaving_products import every_call, every_count, lone_rows_and_rests, replaced
+from tests.misbehaving_products import every_call, every_count, lone_rows_and_rests, replaced, traced_anew
 from tests.training.tiny_run import write_config
 
 POLICY = ModelConfig("qwen3", 96, 64, 1, 4, 2, 64, 96, tie_embeddings=True, qk_norm=True)
@@ -140,9 +140,8 @@ def test_an_accelerator_has_plain_sums_where_they_are_exact(reduction, refused, 
     numerics = Numerics(kernels=KernelChoice(tree_attention="xla"))
     with target.tracing_for(jax.devices()[0], 1, "gpu"), monkeypatch.context() as patch:
         patch.setattr("rljax.numerics.rows.jnp.sum", reduction)
-        jax.clear_caches()
-        found = measure(POLICY, numerics, COUNTS)
-    jax.clear_caches()
+        with traced_anew():
+            found = measure(POLICY, numerics, COUNTS)
     assert found.form.plain_sums is (refused is None)
     said = found.summary("float32")
     assert (", plain sums" in said) is (refused is None)

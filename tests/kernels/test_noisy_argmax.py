@@ -20,7 +20,7 @@ NUMERICS = Numerics()
 KERNELS = ["interpret_gpu", "interpret_tpu"]
 NATIVE = [pytest.param(name, marks=pytest.mark.accelerator) for name in ("mosaic_gpu", "mosaic_tpu")]
 BACKENDS = ["xla", *KERNELS, *NATIVE]
-LARGE = (12, 9001)  # rows and vocabulary of two tests, which share a program
+LARGE = (12, 9001)  # rows and vocabulary of four tests, which share a program
 FILTERS = [
     SamplingParams(temperature=1.4, top_k=9),
     SamplingParams(min_p=0.05),
@@ -124,11 +124,10 @@ def test_the_winner_is_found_wherever_it_is(implementation):
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_a_large_noise_beats_a_large_logit(implementation):
     """The winner by noise alone is not passed over, however the rest of its tile looks."""
-    vocab_size = 9000
-    keys, positions = identities(8)
-    every = np.asarray(jax.jit(noise.gumbel_rows, static_argnums=2)(keys, positions, vocab_size))
+    keys, positions = identities(LARGE[0])
+    every = np.asarray(jax.jit(noise.gumbel_rows, static_argnums=2)(keys, positions, LARGE[1]))
     loudest = every.argmax(axis=1)
-    logits = np.zeros((8, vocab_size), np.float32)
+    logits = np.zeros(LARGE, np.float32)
     tokens, _ = computed(implementation, logits, SamplingParams())
     np.testing.assert_array_equal(tokens, loudest)
     logits[:, 4000] = every.max(axis=1) - every[:, 4000] - 0.01  # just not enough
@@ -136,7 +135,7 @@ def test_a_large_noise_beats_a_large_logit(implementation):
     np.testing.assert_array_equal(tokens, loudest)
     logits[:, 4000] += 0.02
     tokens, _ = computed(implementation, logits, SamplingParams())
-    np.testing.assert_array_equal(tokens, np.full(8, 4000))
+    np.testing.assert_array_equal(tokens, np.full(LARGE[0], 4000))
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
@@ -161,14 +160,14 @@ def test_greedy_and_what_is_not_finite(implementation):
     tokens, logprobs = computed(implementation, logits, SamplingParams(temperature=0.0))
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
     np.testing.assert_array_equal(logprobs, np.zeros(4))
-    logits = normal(4, 5000)
+    logits = normal(*LARGE)
     logits[0, 3000] = np.nan
     logits[1, [3000, 4900]] = np.inf
     logits[2] = -np.inf
     logits[3, 100:] = -np.inf
     tokens, logprobs = computed(implementation, logits, SamplingParams())
-    assert np.all((tokens >= 0) & (tokens < 5000))
-    np.testing.assert_array_equal(np.isnan(logprobs), [True, True, True, False])
+    assert np.all((tokens >= 0) & (tokens < LARGE[1]))
+    np.testing.assert_array_equal(np.isnan(logprobs), np.arange(LARGE[0]) < 3)
     assert tokens[1] == 3000 and tokens[2] == 0 and tokens[3] < 100
     params = SamplingParams(top_p=0.9)  # of the row with NaN nothing is kept; all backends say the same
     (tokens, logprobs), expected = (computed(name, logits[:1], params) for name in (implementation, "xla"))

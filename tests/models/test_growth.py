@@ -137,13 +137,12 @@ def test_a_policy_does_not_shrink(policy, size, message):
 def test_a_run_starts_from_the_grown_policy(tmp_path, capsys):
     """Grown to the tiny run's policy, which has one layer and an MLP of 64; to shrink that is an error."""
     options = ("warm_start=null", "training.steps=1", "evaluation.problems=0")
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        with pytest.raises(ConfigError, match=r"^policy\.growth: .* mlp_size 32 from 64$"):
-            train(tmp_path, *options, "policy.growth={hidden_size: 64, mlp_size: 32, num_layers: 1}")
-        (tmp_path / "grown").mkdir()
-        options += (
-            "policy.shape.mlp_size=32",
-            "policy.growth={hidden_size: 64, mlp_size: 64, num_layers: 1}",
-        )
-        train(tmp_path / "grown", *options)
+    with pytest.raises(ConfigError, match=r"^policy\.growth: .* mlp_size 32 from 64$"):
+        train(tmp_path, *options, "policy.growth={hidden_size: 64, mlp_size: 32, num_layers: 1}")
+    (tmp_path / "grown").mkdir()
+    options += (
+        "policy.shape.mlp_size=32",
+        "policy.growth={hidden_size: 64, mlp_size: 64, num_layers: 1}",
+    )
+    train(tmp_path / "grown", *options)
     assert "grown to" in capsys.readouterr().out

@@ -81,7 +81,8 @@ def test_computations_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
         h = jnp.concatenate([jax.nn.silu(gate), linear(h, weights["up"])], axis=-1)
         return x + linear(h, weights["down"])
 
-    def run(x, a, b, bias, slabs=True):
+    @functools.partial(jax.jit, static_argnames="slabs")
+    def run(x, a, b, bias, slabs):
         form = products.ProductForm(64, 64, slabs=slabs)
         weights = {"adapted": AdaptedWeight(weight[:30], a, b, 0.5), "up": weight[30:], "bias": bias}
         weights |= {"norm": jnp.ones(48), "down": weight.T}

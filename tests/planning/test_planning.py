@@ -29,7 +29,7 @@ from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
 from rljax.training.session import run
 from tests.scripts import load_script
-from tests.training.tiny_run import SHRINKING, write_config
+from tests.training.tiny_run import HEAD, ONE_PASS, SHRINKING, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMY = Hardware("test", "cpu", 100 * GIB, 1e10, {"float32": 1e11, "bfloat16": 1e11}, 1e9, 1e9, 8)
@@ -80,12 +80,12 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
         ),
         [
             "speculation.drafter=eagle",
-            "speculation.verify_buckets=[8]",
-            "speculation.args={depths: [1, 2], pack_length: 64, unrolled_steps: 1, train_below: 0}",
+            *ONE_PASS,
+            f"speculation.args={HEAD.replace('depths: [2]', 'depths: [1, 2]')}",
         ],
         [
             "speculation.drafter=srt",
-            "speculation.verify_buckets=[8]",
+            *ONE_PASS,
             "speculation.run_ahead_below=1",
             "engine.batch_buckets=[2,4]",
             "engine.cache_buckets=[128,256]",

@@ -54,8 +54,7 @@ def test_the_training_pass_has_the_logprobs_of_decoding(params, requests, decode
     for chunk in (4096, 64):
         static = {"numerics": Numerics(), "sampling": SAMPLING, "logprob_chunk": chunk}
         run = jax.jit(lambda *args, static=static: score_packed(args[0], CONFIG, *args[1:], **static))
-        with jax.numpy_rank_promotion("allow"):
-            logprobs, _ = run(params, batch, rope_table(CONFIG, 256))
+        logprobs, _ = run(params, batch, rope_table(CONFIG, 256))
         mask = np.asarray(batch.response_mask)
         np.testing.assert_array_equal(np.asarray(logprobs)[mask], np.asarray(batch.rollout_logprobs)[mask])
 

@@ -1,9 +1,7 @@
 """A server whose requests are decoded by rollout workers: the bytes of one that decodes itself."""
 
-import contextlib
 import time
 
-import jax
 import pytest
 
 from rljax.errors import ConfigError
@@ -35,10 +33,8 @@ def turns():
 
 @pytest.fixture(scope="module")
 def served(run, turns):
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as parts:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "cluster_of", turns.cluster_of)
-        parts.enter_context(jax.numpy_rank_promotion("allow"))
-        parts.enter_context(jax.numpy_dtype_promotion("standard"))
         served = open_policy(run, Options(workers=2, slots=4), lambda line: None, max_waiting=4)
         assert isinstance(served.worker, ClusterWorker)
         served.worker.start()

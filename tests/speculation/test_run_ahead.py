@@ -25,8 +25,7 @@ MAX_SLOTS = 4
 
 @pytest.fixture(scope="module")
 def engine(params):
-    buckets = Buckets((2, 4), (128,), (16,), 3)
-    engine = make_engine(buckets=buckets, steps=4)
+    engine = make_engine(buckets=Buckets((2, 4), (128,), (16,), 7), steps=3)
     warm_up_plain(engine, params, MAX_SLOTS, 20, late_inserts=True)
     return engine
 

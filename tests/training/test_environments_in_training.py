@@ -12,7 +12,7 @@ from rljax.progress import Progress
 from rljax.reports import write_report_of_run
 from rljax.run_directory import RunDirectory
 from rljax.training.session import run
-from tests.training.tiny_run import train, write_config
+from tests.training.tiny_run import ONE_PASS, train, write_config
 
 GUESS = (
     "task={name: guess_number, args: {numbers: 4}}",
@@ -32,7 +32,7 @@ def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path, cap
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["reward/solved"] == 1.0 - line["environment/cut_off"]
         assert line["environment/tokens"] > 0 and line["reward/timeouts"] == 0.0
-    drafting = ("speculation.drafter=srt", "speculation.verify_buckets=[8]")
+    drafting = ("speculation.drafter=srt", *ONE_PASS)
     train(tmp_path / "drafted", *GUESS, *drafting, "training.steps=1")
     drafted = train(tmp_path / "drafted", *GUESS, *drafting)
     assert drafted[-1]["speculation/accepted"] >= 0

@@ -18,7 +18,7 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from rljax.training.learner import Learner
-from tests.training.tiny_run import SHRINKING, train
+from tests.training.tiny_run import HEAD, ONE_PASS, SHRINKING, train
 
 STEPS, HALF = 8, 4
 # What may differ: times, and how the tokens came about.
@@ -49,15 +49,11 @@ def run(world, name, *overrides, drafter=None, verified=None):
         f"checkpoint.every={HALF}",
         "evaluation.problems=2",
         "evaluation.every=2",
-        "rollout.temperature=0.7",  # more that comes back
+        "warm_start.steps=20",  # more that comes back
         *overrides,
     )
     if drafter is not None:
-        overrides += (
-            f"speculation.drafter={drafter}",
-            "speculation.verify_buckets=[16]",
-            "speculation.max_drafts=3",
-        )
+        overrides += (f"speculation.drafter={drafter}", *ONE_PASS)
     with pytest.MonkeyPatch.context() as patch:
         if verified is not None:
             turns = itertools.cycle(verified)
@@ -131,9 +127,7 @@ def test_a_run_that_trains_a_head_is_the_run_without(world, plain):
     """Behind each rollout, whatever the clock says. Other drafters take part in legs of a run, below;
     `tests/speculation` has all of them in rollouts.
     """
-    head = "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2],"
-    head += " unrolled_steps: 1}"
-    options = (f"training.steps={HALF}", f"speculation.args={head}")
+    options = (f"training.steps={HALF}", f"speculation.args={HEAD}")
     lines = run(world, "eagle", *options, drafter="eagle", verified=[True, True, False])
     check_same(world, "eagle", lines, plain)
     assert all(0 < line["speculation/speculated_share"] < 1 for line in lines[1:])

@@ -10,7 +10,7 @@ import pytest
 from rljax.config import AlgorithmConfig
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.objectives import policy_objective
-from tests.training.tiny_run import train
+from tests.training.tiny_run import ONE_PASS, train
 
 # What a policy soon writes of itself: "a5+47=52" calls the calculator with "47".
 TOOLS = "tools={names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
@@ -33,7 +33,7 @@ def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
         assert line["policy/ratio_mean"] == pytest.approx(1.0)  # weights of what was sampled add up to 1
         assert line["gradient_norm"] > 0 and line["critic/gradient_norm"] > 0
     assert plain[1]["engine/compilations"] == plain[2]["engine/compilations"]
-    drafted = [*tools, "speculation.drafter=srt", "speculation.verify_buckets=[8]"]
+    drafted = [*tools, "speculation.drafter=srt", *ONE_PASS]
     train(tmp_path / "drafted", *drafted, "training.steps=1")
     resumed = train(tmp_path / "drafted", *drafted)
     assert resumed[-1]["speculation/accepted"] >= 0

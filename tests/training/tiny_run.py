@@ -33,6 +33,12 @@ tracking: {{report: false}}
 
 SHRINKING = "engine.batch_buckets=[2, 4]"
 """Batches of two sizes; without this the tiny run has one, since each takes programs of its own."""
+ONE_PASS = ("speculation.verify_buckets=[16]", "speculation.max_drafts=3")
+"""The verifying pass of runs with drafts, for whose tests its size is nothing: they share its program."""
+HEAD = (
+    "{variant: eagle, train_below: 0, slices: 2, rows: 1, pack_length: 128, depths: [2], unrolled_steps: 1}"
+)
+"""Arguments of an EAGLE head of few programs, which runs that train one share."""
 
 
 def write_config(directory: Path) -> Path:

@@ -21,7 +21,7 @@ IDS = [uuid.UUID(int=(1 << 70) + i) for i in range(3)]
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(steps=8)
+    return make_engine()
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_a_response_that_its_first_token_ends(engine, params, slots):
 
 def test_penalties_count_the_first_token(params):
     sampling = SamplingParams(frequency_penalty=3.0)
-    engine = make_engine(sampling, Buckets((4,), (LONGEST,)), steps=8)
+    engine = make_engine(sampling, Buckets((4,), (LONGEST,)))
     slots = SlotEngine(engine, slots=4, max_prompt_length=64, seed=7)
     prefix, first = slots.prefill(
         params=params, padded_tokens=padded(PROMPTS[0]), true_length=3, request_id=IDS[0]
