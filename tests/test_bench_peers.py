@@ -18,6 +18,7 @@ SETTINGS = (
     "rollout.max_response_length=16", "engine.max_slots=4", "engine.batch_buckets=[4]",
     "engine.cache_buckets=[128]", "training.pack_length=128", "training.steps=3",
     f"engine.compilation_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}",
+    "tracking.report=false",
 )  # fmt: skip
 
 PEER = """

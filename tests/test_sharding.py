@@ -116,8 +116,8 @@ results["merged"] = largest_difference(adapted.params, sharded.params)
 results["merged_shapes"] = shapes(sharded.params)
 results["factor_shapes"] = shapes(sharded.factors)
 
-def decode(mesh):
-    buckets = make_buckets(8, 128, True, (4, 8), (64, 128), row_multiple(mesh))
+def decode(mesh, batches, lengths):
+    buckets = make_buckets(8, 128, True, batches, lengths, row_multiple(mesh))
     engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], pool=pool, mesh=mesh)
     weights = engine.load_params(params)
     if mesh is not None:
@@ -142,15 +142,15 @@ def decode(mesh):
             results["compiled_late_decoding"] = engine.pool.compilations - compiled
             return np.concatenate(tokens, 1), np.concatenate(logprobs, 1)
         active = np.flatnonzero(result.active)
-        if len(active) <= 4 < state.batch:
+        if len(active) <= 4 < state.batch and 4 in batches:
             kept = [int(slot) for slot in active]
             state, order = engine.compact(state, kept), np.asarray(kept + [7] * (4 - len(kept)))
         if result.lengths.max() >= 63 and state.cache.length == 64:
             state = engine.grow(state)
         state = engine.free_resource(state, [])
 
-tokens, token_logprobs = decode(None)
-sharded_tokens, sharded_token_logprobs = decode(mesh)
+tokens, token_logprobs = decode(None, (8,), (128,))
+sharded_tokens, sharded_token_logprobs = decode(mesh, (4, 8), (64, 128))
 results["num_tokens"] = int((tokens >= 0).sum())
 results["tokens_equal"] = bool(np.array_equal(tokens, sharded_tokens))
 results["token_logprobs"] = largest_difference([token_logprobs], [sharded_token_logprobs])

@@ -44,7 +44,8 @@ from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_params, make_requests
 
 directory, window = sys.argv[1], int(sys.argv[2])
-params, requests, pool = make_params(), make_requests(), ExecutablePool()
+params, pool = make_params(), ExecutablePool()
+requests = make_requests((3, 14, 8, 1), (60, 40, 50, 98))  # more than slots, prompts of one size
 buckets = Buckets((4,), (128,), (16,), 7)
 head = {"variant": "eagle", "train_below": 0, "slices": 64, "pack_length": 64, "rows": 8}
 head |= {"learning_rate": 3e-3}
@@ -95,7 +96,7 @@ decoupled = {"window": window, "modes": ["decoupled"]}
 config = SpeculationConfig(drafter="eagle", args=head, decoupled=decoupled, max_drafts=7)
 drafters = make_drafters(config)
 assert states_read(drafters, CONFIG) == engine.hidden_layers
-decode(config, drafters, "head {}", lambda: drafters["eagle"].slots._params["fc"].devices(), rollouts=3)
+decode(config, drafters, "head {}", lambda: drafters["eagle"].slots._params["fc"].devices(), rollouts=2)
 print("FOUND" + json.dumps(found))
 """
 
@@ -130,7 +131,7 @@ def test_a_rejection_wastes_two_windows_less_one_at_most(found):
 
 
 def test_a_head_drafts_ahead_and_learns_beside_the_policy(found):
-    first, last = found["head 0"], found["head 2"]
+    first, last = found["head 0"], found["head 1"]
     assert last["speculation/decoupled_windows"] > 50
     assert last["speculation/head/loss"] < first["speculation/head/loss"]
     assert last["speculation/accept_length"] > first["speculation/accept_length"]

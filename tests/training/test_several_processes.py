@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,28 +13,43 @@ from pathlib import Path
 import pytest
 
 from rljax.run_directory import RunDirectory
+from tests.fork_server import Process, shared
 from tests.training.tiny_run import train, write_config
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0  # seconds
 STEPS = 3
 
 
-def _start(directory: Path, index: int, overrides: Sequence[str], devices: int = 1) -> subprocess.Popen:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}",
+# scripts/train.py as users start it: with JAX's own promotions, and an end for which processes wait.
+_TRAIN = """
+import atexit, os, sys
+import jax
+from tests.scripts import load_script
+
+jax.config.update("jax_numpy_rank_promotion", "allow")
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+status = load_script("train").main_of_process(sys.argv[1:])
+atexit._run_exitfuncs()
+sys.exit(status)
+"""
+
+
+def _start(directory: Path, index: int, overrides: Sequence[str], devices: int = 1) -> Process:
+    counted = f"--xla_force_host_platform_device_count={devices}"
+    environment = {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {counted}",
+        "JAX_COMPILATION_CACHE_DIR": os.environ["JAX_COMPILATION_CACHE_DIR"],
     }
-    command = [sys.executable, "scripts/train.py", "--config", str(directory / "config.yaml")]
-    command += ["training.rows_per_microbatch=2", *overrides]
-    with open(directory / f"output{index}.txt", "w") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    arguments = ["--config", directory / "config.yaml", "training.rows_per_microbatch=2", *overrides]
+    output = directory / f"output{index}.txt"
+    output.write_text("")  # the last start's
+    return shared().start(_TRAIN, arguments, output, output, environment)
 
 
 @contextlib.contextmanager
-def _processes(directory: Path, count: int, *overrides: str) -> Iterator[list[subprocess.Popen]]:
+def _processes(directory: Path, count: int, *overrides: str) -> Iterator[list[Process]]:
     """The processes of the tiny run; killed at the end, if they still run."""
     directory.mkdir(exist_ok=True)
     write_config(directory)
@@ -48,7 +61,7 @@ def _processes(directory: Path, count: int, *overrides: str) -> Iterator[list[su
         yield started
     finally:
         for process in started:
-            process.kill()
+            process.send(signal.SIGKILL)
             process.wait()
 
 
@@ -155,17 +168,17 @@ def test_the_end_of_one_process_ends_all_and_the_same_command_goes_on(tmp_path):
         before, deadline = newest(), time.monotonic() + PATIENCE
         with _processes(tmp_path, 2, *overrides) as started:
             while newest() == before and time.monotonic() < deadline:
-                assert all(process.poll() is None for process in started), _output(tmp_path, 0)
+                assert all(process.wait(0) is None for process in started), _output(tmp_path, 0)
                 time.sleep(0.01)
             yield started
 
     with past_a_checkpoint() as started:
-        started[1].terminate()
+        started[1].send(signal.SIGTERM)
         assert [process.wait(PATIENCE) for process in started] == [128 + signal.SIGTERM] * 2
     assert "which is saved" in _output(tmp_path, 0)
     for killed in (1, 0):
         with past_a_checkpoint() as started:
-            os.kill(started[killed].pid, signal.SIGKILL)
+            started[killed].send(signal.SIGKILL)
             assert started[1 - killed].wait(PATIENCE) == 2
         errors = [line for line in _output(tmp_path, 1 - killed).splitlines() if line.startswith("error:")]
         assert len(errors) == 1 and "has ended" in errors[0] and "same command" in errors[0]

@@ -1,6 +1,5 @@
 """A run that is killed at random moments, over and over, ends as one that never was: bit for bit."""
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -15,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rljax.run_directory import RunDirectory
-from tests.fork_server import ForkServer
+from tests.fork_server import Process, shared
 from tests.training.tiny_run import write_config
 
 ROOT = Path(__file__).parents[2]
@@ -53,13 +52,11 @@ class Sessions:
 
     def __init__(self, world: Path) -> None:
         self.world, self.errors = world, world / "errors.txt"
-        self._server = ForkServer("tensorboardX")  # it imports PyTorch, which takes every run seconds
-        self._process: int | None = None
+        self._process: Process | None = None
 
     def close(self) -> None:
         if self._process is not None:
-            os.kill(self._process, signal.SIGKILL)
-        self._server.close()
+            self._process.send(signal.SIGKILL)
 
     def start(self, run: Path, *overrides: str, file_size: int | None = None) -> None:
         arguments = [
@@ -75,16 +72,13 @@ class Sessions:
             "checkpoint.keep_best=1",
             *overrides,
         ]
-        self._process = self._server.start(TRAIN, [file_size, *arguments], Path(os.devnull), self.errors)
+        self._process = shared().start(TRAIN, [file_size, *arguments], Path(os.devnull), self.errors)
 
     def end(self, kill: bool = False) -> int:
         """The exit status, when the process is over."""
         if kill:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself, and its status says how
-                os.kill(self._process, signal.SIGKILL)
-        status = self._server.wait()
-        self._process = None
-        return status
+            self._process.send(signal.SIGKILL)  # where it has ended by itself, its status says how
+        return self._process.wait()
 
     def wait_until(self, happened, beginning: float) -> float:
         """Seconds from the beginning until it has happened."""
@@ -151,9 +145,9 @@ def final_state(run: Path) -> dict[str, bytes]:
 def sessions(tmp_path_factory):
     world = tmp_path_factory.mktemp("world")
     write_config(world)
-    server = Sessions(world)
-    yield server
-    server.close()
+    sessions = Sessions(world)
+    yield sessions
+    sessions.close()
 
 
 @pytest.fixture(scope="module")
