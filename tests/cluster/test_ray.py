@@ -87,6 +87,7 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
 
 
 @pytest.mark.ray
+@pytest.mark.long  # beyond one case; test_failures.py loses workers in one process
 def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, alone, nodes, monkeypatch):
     """kill -9 in the first training rollout, SIGSTOP in the second: a third and fourth worker go on. Weights
     come from shared memory.

@@ -285,6 +285,7 @@ def test_strategies_of_a_config():
         StrategyChoice(config).manager(setup.proposers, BUCKETS, CHEAP, SLOTS)
 
 
+@pytest.mark.long  # above, managers choose among strategies, and the tokens are those of plain decoding
 def test_a_run_that_switches_at_random_is_the_plain_run(params, requests, expected, tmp_path):
     """Any drafter, any length, any rows, in turn: no token changes."""
     small = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
