@@ -184,8 +184,8 @@ def _with_tokens(keys, values, positions, node_keys, node_values):
 
 def test_every_depth_of_a_chain_has_the_bits_of_decoding():
     """Across the border of a block and of a split, with more rows than one tile has; decoded in a loop."""
-    lengths, capacity, nodes = jnp.array([60, 1019], jnp.int32), 1088, 9
-    case = _case(lengths, capacity, nodes, 8, 1, 64, dtype="bfloat16")
+    lengths, capacity, nodes = jnp.array([60, 1021], jnp.int32), 1088, 6
+    case = _case(lengths, capacity, nodes, 12, 1, 64, dtype="bfloat16")
     queries, keys, values, _, node_keys, node_values = map(jnp.nan_to_num, case[:6])
     ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), case[6].shape)
     depth = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), case[7].shape)
