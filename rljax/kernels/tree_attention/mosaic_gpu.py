@@ -175,12 +175,14 @@ def _attention(
             in_group=in_group,
             stages=stages,
         )
-        pl.run_scoped(attend, *scratch, collective_axes="tile")
+        heads = pl.run_scoped(attend, *scratch, collective_axes="tile")
+        if heads is not None:
+            _write_heads(heads, others[-1], group, kv_heads, interpret)
 
     kernel = functools.partial(
         pl.kernel,  # not plgpu.kernel: on JAX 0.10, that one takes no mutable arrays
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
         name="tree_attention",
         interpret=gpu_interpreter() if interpret else False,
@@ -272,20 +274,20 @@ def _attend(
     splits: int,
     in_group: int,
     stages: int,
-) -> None:
+) -> Array | None:
     """One slot and key head, for the rows of a group of tiles: all stretches, or one.
 
     Refs: lengths [B], keys [B, Hk, S / L, D, L], values [B, Hk, S, D]; given: of a tree bits [B, 2, R],
     queries [B, Hk, kept_rows, D], tail_keys [B, Hk, T, D, L] and tail_values [B, Hk, T, L, D], in decoding
-    the new heads [B, H + 2 Hk, D]; out: of all stretches as of `_write_result`; of one, as
+    the new heads [B, H + 2 Hk, D]; out: of all stretches [B, Hk, kept_rows, D]; of one, as
     `_merge_stretches` reads it.
+
+    Returns:
+      The results of all stretches of one node, bfloat16 [64, D], which are left to write; otherwise None.
     """
     decoding, all_stretches = len(given) == 1, len(out) == 1
     kv_heads, in_cache = keys.shape[1:3]
-    slot, head = (
-        lax.div(lax.axis_index("slot_head"), kv_heads),
-        lax.rem(lax.axis_index("slot_head"), kv_heads),
-    )
+    slot, head = _slot_and_head(kv_heads)
     tile_in_group = lax.axis_index("tile")
     interpret = bool(terms_smem)
     tile = lax.axis_index("group") * in_group + tile_in_group
@@ -326,8 +328,7 @@ def _attend(
             block = begin + step - whole_blocks
             load(tail_keys.at[slot, head, block], tail_values.at[slot, head, block])
 
-    @pl.when(split <= last_split)
-    def _():
+    def read():
         own_queries = queries_smem.at[tile_in_group]
         rows = pl.ds(tile * _TILE, _TILE)
 
@@ -448,8 +449,8 @@ def _attend(
             low = (mean - high.astype(jnp.float32)).astype(jnp.bfloat16)
             return high, low, jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor) * _LOG2E)
 
-        def write(matrix, there):
-            _write_rows(matrix, own_queries, there, tile, kept_rows)  # the queries' memory is used again
+        def write(matrix, there):  # the queries' memory is used again
+            _write_rows(matrix.astype(there.dtype), own_queries, there, tile, kept_rows)
 
         if all_stretches:
 
@@ -467,12 +468,20 @@ def _attend(
                 gpu_store(keys.at[slot, head, whole_blocks, :, place], key, interpret)
                 gpu_store(values.at[slot, head, length], value, interpret)
 
-        if all_stretches:
-            _write_result(_mean(merged), own_queries, out[0], slot, head, tile, nodes, group, interpret)
-        else:
+        if not all_stretches:
             write(high, out[0].at[slot, head, split])
             write(low, out[1].at[slot, head, split])
             out[2][slot, head, split, rows] = lse
+            return None
+        if nodes == 1:
+            return _heads(merged, group, interpret)
+        write(_mean(merged), out[0].at[slot, head])
+        return None
+
+    if all_stretches:
+        return read()
+    pl.when(split <= last_split)(read)
+    return None
 
 
 def _copy_rows(there: Any, here: Any, tile: Any, kept_rows: int, barrier: Any) -> None:
@@ -514,25 +523,31 @@ def _write_rows(matrix: Array, here: Any, there: Any, tile: Any, kept_rows: int)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _write_result(
-    matrix: Array,
-    here: Any,
-    out: Any,
-    slot: Any,
-    head: Any,
-    tile: Any,
-    nodes: int,
-    group: int,
-    interpret: bool,
-) -> None:
-    """Writes a tile of results to out [B, Hk, kept_rows, D]; of one node, its heads to [B, H, D]."""
-    if nodes > 1:
-        _write_rows(matrix.astype(out.dtype), here, out.at[slot, head], tile, out.shape[2])
-        return
-    row = gpu_iota(matrix.shape, 0, plgpu.Layout.WGMMA, interpret)
-    for member in range(group):  # a sum over rows of which the others are zeros
-        one = jnp.sum(jnp.where(row == member, matrix, 0.0), axis=0).astype(out.dtype)
-        gpu_store(out.at[slot, head * group + member], one, interpret)
+def _heads(merged: tuple[Array, Array, Array], group: int, interpret: bool) -> Array:
+    """The mean, bfloat16 [64, D], with zeros in rows from `group` on: the compiler then computes fewer."""
+    mean = _mean(merged)
+    row = gpu_iota(mean.shape, 0, plgpu.Layout.WGMMA, interpret)
+    return jnp.where(row < group, mean, 0.0).astype(jnp.bfloat16)
+
+
+def _write_heads(matrix: Array, out: Any, group: int, kv_heads: int, interpret: bool) -> None:
+    """Writes the first `group` rows of [64, D], the heads of one node, to their places in [B, H, D]."""
+    slot, head = _slot_and_head(kv_heads)
+
+    def write(here: Any) -> None:
+        gpu_store(here, matrix, interpret)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(here.at[pl.ds(0, group)], out.at[slot, pl.ds(head * group, group)])
+        plgpu.wait_smem_to_gmem(0)
+
+    # As it is, without tiles of 8 rows.
+    pl.run_scoped(write, plgpu.SMEM(matrix.shape, out.dtype), collective_axes="tile")
+
+
+def _slot_and_head(kv_heads: int) -> tuple[Array, Array]:
+    """Those of this block of threads."""
+    both = lax.axis_index("slot_head")
+    return lax.div(both, kv_heads), lax.rem(both, kv_heads)
 
 
 def _last_split(length: Array, splits: int, nodes: int) -> Array:
@@ -576,13 +591,11 @@ def _merge_stretches(lengths, high, low, lse, out, *, nodes: int, group: int, in
     """Merges the stretches of a slot and key head, for the rows of a tile.
 
     Refs: lengths [B]; a stretch's weighted mean as a sum of high and low [B, Hk, splits, kept_rows, D], and
-    the base-2 logarithm of its divisor, lse [B, Hk, splits, R]; out as of `_write_result`.
+    the base-2 logarithm of its divisor, lse [B, Hk, splits, R]; out [B, Hk, kept_rows, D], of one node
+    [B, H, D].
     """
     kv_heads, splits, kept_rows, head_dim = high.shape[1:]
-    slot, head = (
-        lax.div(lax.axis_index("slot_head"), kv_heads),
-        lax.rem(lax.axis_index("slot_head"), kv_heads),
-    )
+    slot, head = _slot_and_head(kv_heads)
     tile = lax.axis_index("tile_of_head")
 
     def of_stretches(high_smem, low_smem, high_here, low_here):
@@ -601,7 +614,13 @@ def _merge_stretches(lengths, high, low, lse, out, *, nodes: int, group: int, in
 
         last = _last_split(lengths[slot], splits, nodes)
         merged = lax.fori_loop(0, last + 1, merge, _nothing(head_dim, interpret))
-        _write_result(_mean(merged), high_smem, out, slot, head, tile, nodes, group, interpret)
+        if nodes == 1:
+            return _heads(merged, group, interpret)
+        _write_rows(_mean(merged).astype(out.dtype), high_smem, out.at[slot, head], tile, kept_rows)
+        return None
 
     smem = plgpu.SMEM((_TILE, head_dim), jnp.bfloat16, transforms=_TILED)
-    pl.run_scoped(of_stretches, smem, smem, plgpu.Barrier(), plgpu.Barrier(), collective_axes="tile")
+    scratch = (smem, smem, plgpu.Barrier(), plgpu.Barrier())
+    heads = pl.run_scoped(of_stretches, *scratch, collective_axes="tile")
+    if heads is not None:
+        _write_heads(heads, out, group, kv_heads, interpret)
