@@ -190,11 +190,12 @@ EOS = 7
 
 @pytest.fixture(scope="module")
 def small():
-    engine = engine_of(CONFIGS["three"], Buckets((2,), (64, 128)), eos=(EOS, EOS + 1))
-    return engines.World(engine, engine.load_params(lively_params(engine.config)), [])
+    config, buckets = CONFIGS["three"], Buckets((2, 4), (64, 128))
+    engine = DecodeEngine(config, NUMERICS, SAMPLING, buckets, [EOS, EOS + 1], 16, stored_pool())
+    return engines.World(engine, engine.load_params(lively_params(config)), [])
 
 
-def insert(world, prompts, placed, slots=2, length=128):
+def insert(world, prompts, placed, slots=4, length=64):
     """A state with requests in it: (row of the prompt, key, limit) of each slot from the first on."""
     prefix = world.engine.prefill(world.params, prompts)
     assignments = [Assignment(row, slot, key, limit) for slot, (row, key, limit) in enumerate(placed)]
@@ -229,7 +230,7 @@ def test_freed_slots_stop_and_can_be_taken_again(small):
     taken = [Assignment(0, 0, request_key(5, 5), 12)]
     prefix = engine.prefill(params, [[30, 31, 32]])
     state, again = engine.generate(params, engine.bulk_insert(prefix, state, taken))
-    _, alone = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(2, 128), taken))
+    _, alone = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(2, 64), taken))
     np.testing.assert_array_equal(again.tokens[0][: alone.steps], alone.tokens[0])
     np.testing.assert_array_equal(again.logprobs[0][: alone.steps], alone.logprobs[0])
 
@@ -237,8 +238,10 @@ def test_freed_slots_stop_and_can_be_taken_again(small):
 @pytest.mark.accelerator(needed=False)
 def test_greedy_tokens_are_those_of_full_forward_passes(small):
     """Prefill and cached decoding against the whole sequence at once."""
-    config, buckets = small.engine.config, Buckets((2, 4), (64, 128))
-    engine = DecodeEngine(config, NUMERICS, SamplingParams(temperature=0.0), buckets, [], 16, stored_pool())
+    config = small.engine.config
+    engine = DecodeEngine(
+        config, NUMERICS, SamplingParams(temperature=0.0), small.engine.buckets, [], 16, stored_pool()
+    )
     asked = ask([1, 2, 30, 59], [16] * 4)
     outputs = decode(engine, small.params, asked, capacity=128)
     rope = jnp.asarray(rope_table(config, 128))
