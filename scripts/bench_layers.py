@@ -180,7 +180,7 @@ def update_program(
 
     def step(params: Params, copies: tuple[Params, ...], sums: Params, batch: Any, rope: jax.Array) -> Any:
         def score(params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
-            read = with_copies(params, *copies) if copies else params
+            read = with_copies(params, *copies)
             return score_packed(read, config, batch, rope, numerics, SamplingParams(), training.remat)
 
         objective = functools.partial(policy_objective, algorithm=GRPO)

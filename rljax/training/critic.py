@@ -199,8 +199,7 @@ class Critic:
         copies: Params | None = None,
     ) -> Sums:
         def loss(params: Params) -> tuple[Array, Metrics]:
-            if copies is not None:
-                params = params | {"trunk": with_copies(params["trunk"], copies)}
+            params = params | {"trunk": with_copies(params["trunk"], copies)}
             return value_objective(self._scoring(params, batch, rope), batch, targets, self._clip)
 
         return jax.grad(loss, has_aux=True)(params)

@@ -309,11 +309,9 @@ class Trainer:
         """As `gradients`. `computed` is the merged policy where `trained` are factors, otherwise copies."""
 
         def score_trained(trained: Params, batch: PackedBatch) -> tuple[Array, Array]:
-            if self.adapter is not None:
-                trained = adapted(computed, trained, self.adapter.lora)
-            elif computed is not None:
-                trained = with_copies(trained, computed)
-            return score(trained, batch=batch, rope=rope)
+            if self.adapter is None:
+                return score(with_copies(trained, computed), batch=batch, rope=rope)
+            return score(adapted(computed, trained, self.adapter.lora), batch=batch, rope=rope)
 
         return gradients(trained, batch, reference, score_trained, objective)
 

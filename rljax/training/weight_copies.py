@@ -26,8 +26,10 @@ def weight_copies(params: Params, numerics: Numerics, training: TrainingConfig) 
     return ({"layers": list(map(copies, params["layers"]))},)
 
 
-def with_copies(params: Params, copies: Params) -> Params:
-    """Returns a policy that reads the copies, and whose gradients go to `params`."""
+def with_copies(params: Params, copies: Params | None = None) -> Params:
+    """Returns a policy that reads the copies, if there are any, and whose gradients go to `params`."""
+    if copies is None:
+        return params
 
     def layer_with(layer: dict[str, Array], copied: dict[str, Array]) -> dict[str, Any]:
         return layer | {name: CastWeight(layer[name], copy) for name, copy in copied.items()}

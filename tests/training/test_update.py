@@ -402,7 +402,7 @@ def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_aga
 
     def step(params, copies, batch, rope):
         def score(params, batch):
-            read = with_copies(params, *copies) if copies else params
+            read = with_copies(params, *copies)
             return score_packed(read, config, batch, rope, numerics, SamplingParams(), True)
 
         objective = functools.partial(policy_objective, algorithm=AlgorithmConfig())

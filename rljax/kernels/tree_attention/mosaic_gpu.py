@@ -442,15 +442,14 @@ def _attend(
             border = jnp.clip(blocks, start, stop)
             carry = lax.fori_loop(start, border, cached, _nothing(head_dim, interpret))
             carry = lax.fori_loop(border, stop, token if decoding else tail, carry)
-            weighted, top, total = carry
-            divisor = jnp.where(total == 0, 1.0, total)
-            mean = weighted / lax.broadcast_in_dim(divisor, weighted.shape, [0])
+            mean, (_, top, total) = _mean(carry), carry
             high = mean.astype(jnp.bfloat16)
             low = (mean - high.astype(jnp.float32)).astype(jnp.bfloat16)
+            divisor = jnp.where(total == 0, 1.0, total)
             return high, low, jnp.where(total == 0, -jnp.inf, top + jnp.log(divisor) * _LOG2E)
 
         def write(matrix, there):  # the queries' memory is used again
-            _write_rows(matrix.astype(there.dtype), own_queries, there, tile, kept_rows)
+            _write_rows(matrix, own_queries, there, tile, kept_rows)
 
         if all_stretches:
 
@@ -507,7 +506,7 @@ def _copy_rows(there: Any, here: Any, tile: Any, kept_rows: int, barrier: Any) -
 def _write_rows(matrix: Array, here: Any, there: Any, tile: Any, kept_rows: int) -> None:
     """Copies a tile [64, D] to its place in [kept_rows, D], as many rows as there are, and waits."""
     whole, rest = divmod(kept_rows, _TILE)
-    here[...] = matrix
+    here[...] = matrix.astype(here.dtype)
     plgpu.commit_smem()
 
     @pl.when(tile < whole)
@@ -616,7 +615,7 @@ def _merge_stretches(lengths, high, low, lse, out, *, nodes: int, group: int, in
         merged = lax.fori_loop(0, last + 1, merge, _nothing(head_dim, interpret))
         if nodes == 1:
             return _heads(merged, group, interpret)
-        _write_rows(_mean(merged).astype(out.dtype), high_smem, out.at[slot, head], tile, kept_rows)
+        _write_rows(_mean(merged), high_smem, out.at[slot, head], tile, kept_rows)
         return None
 
     smem = plgpu.SMEM((_TILE, head_dim), jnp.bfloat16, transforms=_TILED)
