@@ -260,3 +260,8 @@ class KernelsConfig(Section):
         " engine.row_invariant is false. Name triton or mosaic_tpu, FlashAttention with other bits than"
         " decoding, for faster updates where these need not be exact.",
     )
+    gated_product: Kernels = Field(
+        None,
+        description="Implementation of an MLP's gate, up and activation, where products are computed in slabs"
+        " of rows. Name one to measure it, or to rule it out.",
+    )

@@ -1,7 +1,6 @@
 """Products of activations with weights: whole, in blocks, quantized, or merged from a base and an adapter."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax import target
+from rljax.kernels.gated_product import gated_product
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.quantized_product.shards import product_of_shards
 from rljax.numerics import products
@@ -30,36 +30,69 @@ def linear(x: Array, weight: Weight, numerics: Numerics, bias: Array | None = No
     return y.astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The products of a function of `by_slabs`.
+
+    Attributes:
+      numerics: of its sums, too.
+      keep: keeps their results for the gradient; None outside of slabs.
+    """
+
+    numerics: Numerics
+    keep: products.Keep | None = None
+
+    def linear(self, x: Array, weight: Weight, bias: Array | None = None) -> Array:
+        """As `linear`."""
+        y = linear(x, weight, self.numerics, bias)
+        return y if self.keep is None else self.keep(y)
+
+    def gated(self, x: Array, gate: Weight, up: Weight, activation: Callable[[Array], Array]) -> Array:
+        """Returns `activation(linear(x, gate)) * linear(x, up)`, in slabs by one kernel where there is one."""
+
+        def apart() -> Array:
+            return activation(self.linear(x, gate)) * self.linear(x, up)
+
+        whole = [weight.merged if isinstance(weight, AdaptedWeight) else weight for weight in (gate, up)]
+        if self.keep is None or not all(isinstance(weight, Array) for weight in whole):
+            return apart()
+
+        def kernel(with_factors: bool) -> tuple[Array, ...]:
+            rows = x.reshape(-1, x.shape[-1])
+            choice = self.numerics.kernels.gated_product
+            results = gated_product(rows, *whole, activation, with_factors, choice)
+            return tuple(y.reshape(*x.shape[:-1], -1) for y in results)
+
+        return self.keep.fused(kernel, apart)
+
+
 def by_slabs(
-    function: Callable[[Callable[..., Array], Numerics, Any, Any], Any],
+    function: Callable[[Products, Any, Any], Any],
     rows: Any,
     weights: Any,
     numerics: Numerics,
 ) -> Any:
-    """Returns `function(linear, numerics, rows, weights)`; in a form of products with slabs, computed for a
-    slab of rows after another (`products.in_slabs`).
+    """Returns `function(products, rows, weights)`; in a form of products with slabs, computed for a slab of
+    rows after another (`products.in_slabs`).
 
     Within a slab the numerics are those of any number of rows: no rows are padded, and on an accelerator sums
     are plain.
 
     Args:
-      function: closes over no arrays, and calls `linear(x, weight, bias=None)` for `linear`.
+      function: closes over no arrays.
       rows: arrays [N, T, ...]; in a slab, [rows, 1, ...].
       weights: its weights, a pytree.
     """
     form = numerics.product_form
     if not (numerics.row_invariant and form.slabs):
-        return function(functools.partial(linear, numerics=numerics), numerics, rows, weights)
+        return function(Products(numerics), rows, weights)
     plain_sums = target.platform() != "cpu"
     within = dataclasses.replace(
         numerics, measured_form=products.ProductForm(1, plain_sums=plain_sums, blocks=form.blocks)
     )
 
     def of_slab(keep: products.Keep, rows: Any, weights: Any) -> Any:
-        def kept_linear(x: Array, weight: Weight, bias: Array | None = None) -> Array:
-            return keep(linear(x, weight, within, bias))
-
-        return function(kept_linear, within, rows, weights)
+        return function(Products(within, keep), rows, weights)
 
     batch, length = jax.tree.leaves(rows)[0].shape[:2]
     count = batch * length

@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from rljax import target
-from rljax.kernels.linear import by_slabs, product
+from rljax.kernels.linear import Products, by_slabs, product
 from rljax.models.config import ModelConfig
 from rljax.models.outlining import traced_once
 from rljax.models.rope import apply_rope
@@ -118,10 +118,8 @@ def _norm(x: Array, weight: Array, config: ModelConfig, numerics: Numerics) -> A
     return rms_norm(x, scale, config.norm_epsilon, numerics)
 
 
-def _final_norm(
-    linear: Callable[..., Array], numerics: Numerics, x: Array, weight: Array, config: ModelConfig
-) -> Array:
-    return _norm(x, weight, config, numerics)
+def _final_norm(products: Products, x: Array, weight: Array, config: ModelConfig) -> Array:
+    return _norm(x, weight, config, products.numerics)
 
 
 def decoder_layer(
@@ -160,12 +158,7 @@ def decoder_layer(
 
 
 def _queries_keys_values(
-    linear: Callable[..., Array],
-    numerics: Numerics,
-    rows: tuple[Array, Array],
-    layer: Params,
-    config: ModelConfig,
-    normed: bool,
+    products: Products, rows: tuple[Array, Array], layer: Params, config: ModelConfig, normed: bool
 ) -> Array:
     """Returns queries, keys and values as one array, [N, T, H + 2 Hk, D], of (input [N, T, any], angles); the
     input is the residual stream if it is to be `normed`. (Of several arrays, a GPU's compiler would compute
@@ -173,34 +166,29 @@ def _queries_keys_values(
     """
     h, angles = rows
     if normed:
-        h = _norm(h, layer["attention_norm"], config, numerics)
+        h = _norm(h, layer["attention_norm"], config, products.numerics)
     heads = (*h.shape[:2], -1, config.head_dim)
-    q, k, v = (linear(h, layer[n], bias=layer.get(f"{n}_bias")).reshape(heads) for n in "qkv")
+    q, k, v = (products.linear(h, layer[n], layer.get(f"{n}_bias")).reshape(heads) for n in "qkv")
     if config.qk_norm:
-        q = _norm(q, layer["q_norm"], config, numerics)
-        k = _norm(k, layer["k_norm"], config, numerics)
+        q = _norm(q, layer["q_norm"], config, products.numerics)
+        k = _norm(k, layer["k_norm"], config, products.numerics)
     return jnp.concatenate([apply_rope(q, angles), apply_rope(k, angles), v], axis=2)
 
 
 def _after_attention(
-    linear: Callable[..., Array],
-    numerics: Numerics,
-    rows: tuple[Array, Array],
-    layer: Params,
-    config: ModelConfig,
+    products: Products, rows: tuple[Array, Array], layer: Params, config: ModelConfig
 ) -> Array:
     """Returns the residual stream after a layer, of that before it and attention's output [N, T, H, D]."""
     x, attended = rows
-    attended = linear(attended.reshape(*x.shape[:2], -1), layer["o"])
+    attended = products.linear(attended.reshape(*x.shape[:2], -1), layer["o"])
     if config.gemma is not None:
-        attended = _norm(attended, layer["attention_post_norm"], config, numerics)
+        attended = _norm(attended, layer["attention_post_norm"], config, products.numerics)
     x = x + attended
-    h = _norm(x, layer["mlp_norm"], config, numerics)
+    h = _norm(x, layer["mlp_norm"], config, products.numerics)
     activation = jax.nn.silu if config.gemma is None else jax.nn.gelu  # approximated by tanh
-    gate, up = (linear(h, layer[name]) for name in ("gate", "up"))
-    h = linear(activation(gate) * up, layer["down"])
+    h = products.linear(products.gated(h, layer["gate"], layer["up"], activation), layer["down"])
     if config.gemma is not None:
-        h = _norm(h, layer["mlp_post_norm"], config, numerics)
+        h = _norm(h, layer["mlp_post_norm"], config, products.numerics)
     return x + h
 
 

@@ -32,6 +32,7 @@ class KernelChoice:
     round_to_nearest: Implementation = None
     compaction: Implementation = None
     packed_attention: Implementation = None
+    gated_product: Implementation = None
 
     mesh: Mesh | None = None
 

@@ -11,7 +11,7 @@ program (`rljax/engine/invariance.py`).
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -172,8 +172,38 @@ def padded_dot(rows: Array, weight: Array | CastWeight, form: ProductForm, round
     return chosen_dot(rows, weight, rounded)[:count]
 
 
-Keep = Callable[[Array], Array]
-"""Returns an intermediate result as it is, and keeps it for the backward pass."""
+@dataclasses.dataclass
+class Keep:
+    """What a function keeps of its results for its gradient; called with a result, returns it.
+
+    Attributes:
+      kept: the results so far, in order; None where no gradient will be computed.
+      values: in the gradient's own pass, what was kept: results are these, and not computed again.
+    """
+
+    kept: list[Array] | None = None
+    values: Iterator[Array] | None = None
+
+    def __call__(self, y: Array) -> Array:
+        if self.values is not None:
+            return _with_value(y, next(self.values))
+        if self.kept is not None:
+            self.kept.append(y)
+        return y
+
+    def fused(self, kernel: Callable[[bool], tuple[Array, ...]], apart: Callable[[], Array]) -> Array:
+        """Returns the first result of a kernel that has no gradient.
+
+        Args:
+          kernel: its argument says whether to return what `apart` keeps, in order, behind the result.
+          apart: computes the same from this module's products, and has the gradient.
+        """
+        if self.values is not None:
+            return apart()
+        y, *inner = kernel(self.kept is not None)
+        for result in inner:
+            self(result)
+        return y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -192,7 +222,7 @@ def in_slabs(
     products are not merged with others that share a factor. Within a slab the compiler fuses and merges as
     it likes. A CPU's, which drops barriers before it fuses, calls its library for a product alone.
 
-    The gradients are those of all rows at once. They read what `function` gives to `keep`, once for each
+    The gradients are those of all rows at once. They read what `function` gives to its `Keep`, once for each
     result that is expensive to compute again; all else is computed again.
 
     Args:
@@ -220,14 +250,9 @@ def _of_slabs(
 
     def of_slab(slab: Any) -> tuple[Any, list[Array]]:
         slab, own = lax.optimization_barrier((slab, weights))
-        kept: list[Array] = []
-
-        def keep(y: Array) -> Array:
-            kept.append(y)
-            return y
-
+        keep = Keep([] if for_gradients else None)
         y = function(keep, slab, own)
-        return lax.optimization_barrier((y, kept if for_gradients else []))
+        return lax.optimization_barrier((y, keep.kept or []))
 
     slabs = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
     first = jax.tree.leaves(slabs)[0]
@@ -247,8 +272,7 @@ def _in_slabs_backward(
     rows, weights, kept = residuals
 
     def of_all(rows: Any, weights: Any) -> Any:
-        values = iter(kept)
-        return function(lambda y: _with_value(y, next(values)), rows, weights)
+        return function(Keep(values=iter(kept)), rows, weights)
 
     return jax.vjp(of_all, rows, weights)[1](cotangents)
 

@@ -112,7 +112,8 @@ def _error(got: Array, expected: Array) -> Array:
 
 
 def _first_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(each[:1] for each in arguments)
+    layers = len(arguments[0])
+    return tuple(each[: len(each) // layers] for each in arguments)
 
 
 # -- references --------------------------------------------------------------------------------------------
@@ -207,6 +208,11 @@ def _product(x: list[Array], weights: list[QuantizedWeight], _: list[Array]) -> 
     return (x[0].astype(jnp.float64) @ matrix.astype(jnp.float64).T,)
 
 
+def _gated(x: Array, weights: list[Array]) -> tuple[Array]:
+    wide, (gate, up) = x[0].astype(jnp.float64), (weight.astype(jnp.float64).T for weight in weights[:2])
+    return (jax.nn.silu((wide @ gate).astype(x.dtype).astype(wide.dtype)) * (wide @ up),)
+
+
 def _rounded(weight: Array) -> tuple[Array, ...]:
     """What plain JAX rounds to: every backend has its bits."""
     with jax.enable_x64(False):
@@ -238,6 +244,7 @@ CHECKS = (
     Check("tree_attention", 0, _attention),
     Check("noisy_argmax", 0, _sampled, quick="interpret_tpu"),
     Check("compaction", 0, _compacted),
+    Check("gated_product", 0, _gated, _first_layer),
     Check("quantized_product", 0, _product, _first_layer),
     Check("token_logprobs", 0, _scores),
     Check("packed_attention", 0, _packed, quick="interpret_triton"),

@@ -11,6 +11,7 @@ from jax import Array
 
 from drafters.quantized import WeightFormat, rtn
 from rljax.kernels.compaction import compaction
+from rljax.kernels.gated_product import gated_product
 from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.kernels.packed_attention import packed_attention
 from rljax.kernels.quantized_product import quantized_product
@@ -174,10 +175,35 @@ def _compaction(name: str, policy: ModelConfig, batch: int, capacity: int, nodes
     return Case(label, (kv_heads, dim), make, _by_implementation(compaction), 2 * moved, 0, donated=2)
 
 
+_WEIGHTS = 2**28  # bytes in a call, well beyond a cache of 50 MB
+_MOST_LAYERS = 16
+
+
+def _gated_product(name: str, policy: ModelConfig, rows: int) -> Case:
+    """Gate, up and activation of one layer after another, as a decode step does; a look has one."""
+    width, outputs = policy.hidden_size, policy.mlp_size
+    layers = min(max(_WEIGHTS // (4 * outputs * width), 1), _MOST_LAYERS) if name in POLICIES else 1
+
+    def make(rng: np.random.Generator) -> tuple[Array, list[Array]]:
+        x, *weights = _normals(rng, (layers, rows, width), *[(outputs, width)] * 2 * layers)
+        return x, weights
+
+    def gated(x: Array, weights: list[Array], implementation: str) -> list[Array]:
+        pairs = zip(x, weights[::2], weights[1::2], strict=True)
+        return [gated_product(*each, jax.nn.silu, False, implementation)[0] for each in pairs]
+
+    return Case(
+        name=f"{name}, {rows} rows, {layers} layers",
+        sizes=(outputs, width),
+        make=make,
+        functions=_by_implementation(gated),
+        bytes=2 * layers * (2 * outputs * width + rows * (width + outputs)),
+        flops=layers * 4 * rows * outputs * width,
+    )
+
+
 # --- the quantized drafter -------------------------------------------------------------------------------
 
-_BYTES = 2**28  # of packed weights in a call, well beyond a cache of 50 MB
-_MOST_LAYERS = 16
 _FORMATS = {"W4": WeightFormat(4, 128), "W8": WeightFormat(8, 0)}
 _PARTS = ("down", "up", "o")
 
@@ -200,7 +226,7 @@ def _quantized_product(name: str, policy: ModelConfig, part: str, fmt: str, rows
     does.
     """
     outputs, inputs, stored = _projection(policy, part, _FORMATS[fmt])
-    layers = min(max(_BYTES // stored, 1), _MOST_LAYERS) if name in POLICIES else 1
+    layers = min(max(_WEIGHTS // stored, 1), _MOST_LAYERS) if name in POLICIES else 1
 
     def make(rng: np.random.Generator) -> tuple[Array, list[QuantizedWeight], list[Array]]:
         x, *matrices = _normals(rng, (layers, rows, inputs), *[(outputs, inputs)] * layers)
@@ -337,6 +363,11 @@ _TABLE: dict[str, tuple[Callable[..., Case], list[tuple], list[tuple]]] = {
         [(name, 4096, count) for count in (4, 1) for name in POLICIES],
     ),
     "tree_attention": (_tree_attention, [(2, 128, 5)], _TREES),
+    "gated_product": (
+        _gated_product,
+        [(64,)],
+        [(name, rows) for rows in (64, 256) for name in POLICIES],
+    ),
     "quantized_product": (
         _quantized_product,
         [("down", fmt, 16) for fmt in _FORMATS],

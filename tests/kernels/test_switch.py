@@ -13,6 +13,7 @@ from rljax import target
 from rljax.errors import UserError
 from rljax.kernels import switch, tuned
 from rljax.kernels.compaction import compaction
+from rljax.kernels.gated_product import gated_product
 from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.round_to_nearest import round_to_nearest
@@ -121,6 +122,7 @@ def _asked(op, rows, monkeypatch):
         "decoding": lambda: decode_attention(array("B", "1", "H", "D"), None, cached, *[None] * 4),
         "quantized_product": lambda: quantized_product(array("N", "d"), array("V", "d")),
         "round_to_nearest": lambda: round_to_nearest(array("V", "d"), 4, 64),
+        "gated_product": lambda: gated_product(array("N", "d"), *[array("V", "d")] * 2, jax.nn.silu, False),
         "compaction": lambda: compaction(None, cached, None, None, array("B", "P"), None, None),
     }
     with pytest.raises(Refused):
@@ -129,7 +131,15 @@ def _asked(op, rows, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "op", ["noisy_argmax", "token_logprobs", "quantized_product", "round_to_nearest", "compaction"]
+    "op",
+    [
+        "noisy_argmax",
+        "token_logprobs",
+        "quantized_product",
+        "round_to_nearest",
+        "compaction",
+        "gated_product",
+    ],
 )
 def test_the_default_is_the_same_for_every_number_of_rows(op, monkeypatch):
     [(name, sizes)] = _asked(op, 3, monkeypatch)
@@ -145,7 +155,7 @@ def test_decoding_and_verifying_have_the_same_default(monkeypatch):
 def test_a_mesh_leaves_xla_where_no_kernel_is_named():
     mesh = jax.make_mesh((1,), ("data",))
     choice = KernelChoice().on_mesh(mesh)
-    assert choice == KernelChoice(*["xla"] * 7)
+    assert choice == KernelChoice(*["xla"] * 8)
     assert not choice.splits("compaction")
     choice = KernelChoice(noisy_argmax=("mosaic_gpu", "xla"), compaction=("mosaic_gpu", "xla")).on_mesh(mesh)
     assert choice.noisy_argmax == "xla" and choice.tree_attention == "xla"

@@ -75,11 +75,11 @@ def test_computations_in_slabs_have_the_gradients_of_whole_ones(rows, dtype):
     draw = np.random.default_rng(0).standard_normal
     a, b, bias = (jnp.asarray(draw(shape), jnp.float32) for shape in ((2, 48), (30, 2), (30,)))
 
-    def block(linear, numerics, x, weights):
-        h = rms_norm(x, weights["norm"], 1e-5, numerics)
-        gate = linear(h, weights["adapted"], bias=weights["bias"])
-        h = jnp.concatenate([jax.nn.silu(gate), linear(h, weights["up"])], axis=-1)
-        return x + linear(h, weights["down"])
+    def block(own, x, weights):
+        h = rms_norm(x, weights["norm"], 1e-5, own.numerics)
+        part = own.linear(h, weights["adapted"], bias=weights["bias"])
+        gated = own.gated(h, weights["up"], weights["up"][::-1], jax.nn.silu)
+        return x + own.linear(jnp.concatenate([part, gated], axis=-1), weights["down"])
 
     @functools.partial(jax.jit, static_argnames="slabs")
     def run(x, a, b, bias, slabs):
@@ -138,8 +138,8 @@ def test_hopper_has_one_kernel_for_a_norm_in_slabs():
     """In plain form, a norm of many rows has other numbers of warps than one of few."""
     numerics = Numerics(True, "bfloat16", measured_form=products.ProductForm(64, 64, slabs=True))
 
-    def block(linear, numerics, x, weights):
-        return x + linear(rms_norm(x, weights["norm"], 1e-5, numerics), weights["square"])
+    def block(own, x, weights):
+        return x + own.linear(rms_norm(x, weights["norm"], 1e-5, own.numerics), weights["square"])
 
     weights, found = (
         {

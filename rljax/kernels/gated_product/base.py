@@ -1,0 +1,16 @@
+"""The gated product in plain JAX: the contract, and the backend `xla`."""
+
+from collections.abc import Callable
+
+from jax import Array
+
+from rljax.numerics import products
+
+
+def gated_product(
+    x: Array, gate: Array, up: Array, activation: Callable[[Array], Array], with_factors: bool
+) -> tuple[Array, ...]:
+    """See the package."""
+    factors = tuple(products.dot(x, weight).astype(x.dtype) for weight in (gate, up))
+    y = activation(factors[0]) * factors[1]
+    return (y, *factors) if with_factors else (y,)
