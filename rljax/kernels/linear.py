@@ -48,7 +48,7 @@ class Products:
         return y if self.keep is None else self.keep(y)
 
     def gated(self, x: Array, gate: Weight, up: Weight, activation: Callable[[Array], Array]) -> Array:
-        """Returns `activation(linear(x, gate)) * linear(x, up)`, in slabs by one kernel where there is one."""
+        """Returns `activation(linear(x, gate)) * linear(x, up)`, by a kernel in slabs where there is one."""
 
         def apart() -> Array:
             return activation(self.linear(x, gate)) * self.linear(x, up)

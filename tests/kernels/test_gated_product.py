@@ -1,4 +1,4 @@
-"""The first half of a gated MLP in one kernel: against float64, what must not matter to a row, in a policy."""
+"""The first half of a gated MLP in one kernel: against float64, what must not matter to a row, gradients."""
 
 import dataclasses
 import functools
@@ -155,8 +155,8 @@ def test_hopper_has_one_kernel_that_reads_the_weights(inputs, outputs):
         program = run if rows == 64 else lambda x, layer, run=run: jax.vjp(run, x, layer)[0]
         with absent_mesh(HOPPER):
             text = compile_for(HOPPER, program, shape((rows, 1, inputs), jnp.bfloat16), layer).as_text()
-        calls = re.findall(r"= (\S+) custom-call\((.*?)\)", text)
-        assert [len(shapes.split("bf16")) - 1 for shapes, _ in calls] == [1 if rows == 64 else 3]
+        [results] = re.findall(r"= ([^=\n]*) custom-call\(", text)
+        assert results.count("bf16") == (1 if rows == 64 else 3)
         # Nothing else touches the two matrices.
         touching = [line for line in text.splitlines() if f"bf16[{outputs},{inputs}]" in line]
         allowed = ("parameter(", "custom-call", "barrier", "get-tuple-element", "ENTRY", "HloModule")
