@@ -99,10 +99,9 @@ def mlp(products, x, layer):
     return x + products.linear(products.gated(x, layer["gate"], layer["up"], jax.nn.silu), layer["down"])
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def in_slabs(x, gate, up, a, b, down, implementation):
-    kernels = KernelChoice(gated_product=implementation)
-    numerics = Numerics(True, "bfloat16", kernels, SLABS)
+@functools.partial(jax.jit, static_argnames="form")
+def run(x, gate, up, a, b, down, form):
+    numerics = Numerics(True, "bfloat16", KernelChoice(gated_product="interpret_gpu"), form)
     return by_slabs(mlp, x, {"gate": AdaptedWeight(gate, a, b, 0.5), "up": up, "down": down}, numerics)
 
 
@@ -113,14 +112,11 @@ def test_gradients_are_those_of_the_products():
     x, gate, _ = operands(70, 64, 8)
     more = normal(3, 8, 64, dtype=jnp.float32), normal(4, 2, 64, dtype=jnp.float32)
     arguments = x[:, None], gate, *more, normal(5, 8, 2, dtype=jnp.float32), normal(6, 64, 8)
-    alone = in_slabs(*arguments, "interpret_gpu")
     (ours, backward), (theirs, expected) = (
-        jax.vjp(functools.partial(in_slabs, implementation=name), *arguments)
-        for name in ("interpret_gpu", "xla")
+        jax.vjp(functools.partial(run, form=form), *arguments) for form in (SLABS, ProductForm(64, 64))
     )
-    np.testing.assert_array_equal(alone, ours)
-    few = in_slabs(x[:3, None], *arguments[1:], "interpret_gpu")
-    np.testing.assert_array_equal(few, ours[:3])
+    np.testing.assert_array_equal(run(*arguments, SLABS), ours)
+    np.testing.assert_array_equal(run(x[:3, None], *arguments[1:], SLABS), ours[:3])
     pairs = zip((ours, *backward(ours)), (theirs, *expected(ours)), strict=True)
     for one, two in ((np.asarray(each, np.float64) for each in pair) for pair in pairs):
         np.testing.assert_allclose(one, two, rtol=2**-5, atol=2**-6 * np.abs(two).max())

@@ -131,7 +131,15 @@ def _asked(op, rows, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "op", "noisy_argmax token_logprobs quantized_product round_to_nearest compaction gated_product".split()
+    "op",
+    [
+        "noisy_argmax",
+        "token_logprobs",
+        "quantized_product",
+        "round_to_nearest",
+        "compaction",
+        "gated_product",
+    ],
 )
 def test_the_default_is_the_same_for_every_number_of_rows(op, monkeypatch):
     [(name, sizes)] = _asked(op, 3, monkeypatch)
