@@ -34,9 +34,8 @@ from jax import Array
 
 from drafters.eagle.model import HeadConfig, normed_outputs
 from rljax.kernels.linear import linear
-from rljax.models.rope import apply_rope
 from rljax.models.transformer import Attention, Params, decoder_layer
-from rljax.numerics.rows import Numerics, rms_norm
+from rljax.numerics.rows import Numerics, apply_rope, rms_norm
 
 
 def pair_vectors(

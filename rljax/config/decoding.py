@@ -265,3 +265,8 @@ class KernelsConfig(Section):
         description="Implementation of an MLP's gate, up and activation, where products are computed in slabs"
         " of rows. Name one to measure it, or to rule it out.",
     )
+    head_products: Kernels = Field(
+        None,
+        description="Implementation of a layer's queries, keys and values, with their norms and rotation,"
+        " where products are computed in slabs of rows. Name one to measure it, or to rule it out.",
+    )

@@ -7,6 +7,7 @@
     round_to_nearest/    a matrix to 8 or 4 bits, a scale a group
     compaction/          an accepted path's keys and values into the KV cache, in place
     packed_attention/    attention of packed rows in training, scoring and prefill
+    head_products/       a layer's queries, keys and values, with their norms and rotation
     gated_product/       an MLP's gate and up, and the activation between them
 
 In each, `base.py` is the contract and the reference in plain JAX (the backend `xla`), `mosaic_gpu.py` a

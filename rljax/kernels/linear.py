@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rljax import target
-from rljax.kernels.gated_product import gated_product
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.quantized_product.shards import product_of_shards
 from rljax.numerics import products
@@ -47,23 +46,22 @@ class Products:
         y = linear(x, weight, self.numerics, bias)
         return y if self.keep is None else self.keep(y)
 
-    def gated(self, x: Array, gate: Weight, up: Weight, activation: Callable[[Array], Array]) -> Array:
-        """Returns `activation(linear(x, gate)) * linear(x, up)`, by a kernel in slabs where there is one."""
+    def fused(
+        self,
+        apart: Callable[[], Array],
+        weights: tuple[Weight, ...],
+        kernel: Callable[[tuple[Array, ...], bool], tuple[Array, ...]],
+    ) -> Array:
+        """Returns `apart()`, which has the gradient; in slabs as an operation of its own computes it.
 
-        def apart() -> Array:
-            return activation(self.linear(x, gate)) * self.linear(x, up)
-
-        whole = [weight.merged if isinstance(weight, AdaptedWeight) else weight for weight in (gate, up)]
+        Args:
+          apart: computes the result from `linear` with `weights`, once each, in order.
+          kernel: takes the weights, and whether to return the results of `linear` behind its own.
+        """
+        whole = tuple(weight.merged if isinstance(weight, AdaptedWeight) else weight for weight in weights)
         if self.keep is None or not all(isinstance(weight, Array) for weight in whole):
             return apart()
-
-        def kernel(with_factors: bool) -> tuple[Array, ...]:
-            rows = x.reshape(-1, x.shape[-1])
-            choice = self.numerics.kernels.gated_product
-            results = gated_product(rows, *whole, activation, with_factors, choice)
-            return tuple(y.reshape(*x.shape[:-1], -1) for y in results)
-
-        return self.keep.fused(kernel, apart)
+        return self.keep.fused(lambda with_factors: kernel(whole, with_factors), apart)
 
 
 def by_slabs(

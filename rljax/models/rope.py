@@ -6,9 +6,7 @@ The float32 arithmetic is that of Hugging Face's implementations, whose checkpoi
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from rljax.models.config import ModelConfig, RopeScaling
 
@@ -47,14 +45,3 @@ def rope_table(config: ModelConfig, length: int) -> np.ndarray:
         angles = np.arange(length, dtype=np.float32)[:, None] * inverse[None, :]
         rows += [np.cos(angles), np.sin(angles)]
     return np.stack(rows, axis=1).astype(np.float32)
-
-
-def apply_rope(x: Array, angles: Array) -> Array:
-    """Rotates x [N, T, heads, D] by angles [N, T, at least 2, D/2] (cosines, sines, others) in float32;
-    returns x's dtype.
-    """
-    cos, sin = angles[:, :, None, 0], angles[:, :, None, 1]
-    half = x.shape[-1] // 2
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)

@@ -30,11 +30,12 @@ import numpy as np
 from jax import Array, lax
 
 from rljax import target
+from rljax.kernels.gated_product import gated_product
+from rljax.kernels.head_products import HeadWeights, head_products
 from rljax.kernels.linear import Products, by_slabs, product
 from rljax.models.config import ModelConfig
 from rljax.models.outlining import traced_once
-from rljax.models.rope import apply_rope
-from rljax.numerics.rows import Numerics, rms_norm
+from rljax.numerics.rows import Numerics, apply_rope, rms_norm
 
 Params = dict[str, Any]
 Attention = Callable[[int, Array, Array, Array], tuple[Array, Any]]
@@ -114,8 +115,11 @@ def init_params(config: ModelConfig, seed: int) -> Params:
 
 def _norm(x: Array, weight: Array, config: ModelConfig, numerics: Numerics) -> Array:
     """Applies a norm of the policy's; Gemma's multiply by one more than their weights."""
-    scale = weight if config.gemma is None else weight.astype(jnp.float32) + 1.0
-    return rms_norm(x, scale, config.norm_epsilon, numerics)
+    return rms_norm(x, _scale(weight, config), config.norm_epsilon, numerics)
+
+
+def _scale(weight: Array, config: ModelConfig) -> Array:
+    return weight if config.gemma is None else weight.astype(jnp.float32) + 1.0
 
 
 def _final_norm(products: Products, x: Array, weight: Array, config: ModelConfig) -> Array:
@@ -165,14 +169,31 @@ def _queries_keys_values(
     each in a kernel of its own.)
     """
     h, angles = rows
+    numerics, names = products.numerics, "qkv"
     if normed:
-        h = _norm(h, layer["attention_norm"], config, products.numerics)
+        h = _norm(h, layer["attention_norm"], config, numerics)
     heads = (*h.shape[:2], -1, config.head_dim)
-    q, k, v = (products.linear(h, layer[n], layer.get(f"{n}_bias")).reshape(heads) for n in "qkv")
-    if config.qk_norm:
-        q = _norm(q, layer["q_norm"], config, products.numerics)
-        k = _norm(k, layer["k_norm"], config, products.numerics)
-    return jnp.concatenate([apply_rope(q, angles), apply_rope(k, angles), v], axis=2)
+
+    def apart() -> Array:
+        q, k, v = (products.linear(h, layer[n], layer.get(f"{n}_bias")).reshape(heads) for n in names)
+        if config.qk_norm:
+            q = _norm(q, layer["q_norm"], config, numerics)
+            k = _norm(k, layer["k_norm"], config, numerics)
+        return jnp.concatenate([apply_rope(q, angles), apply_rope(k, angles), v], axis=2)
+
+    def kernel(matrices: tuple[Array, ...], with_factors: bool) -> tuple[Array, ...]:
+        biases = tuple(layer[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in layer)
+        scales = tuple(_scale(layer[f"{n}_norm"], config) for n in names if f"{n}_norm" in layer)
+        weights = HeadWeights(matrices, biases, scales, config.norm_epsilon)
+        results = head_products(_flat(h), _flat(angles), weights, with_factors, numerics)
+        return tuple(y.reshape(*h.shape[:2], *y.shape[1:]) for y in results)
+
+    return products.fused(apart, tuple(layer[n] for n in names), kernel)
+
+
+def _flat(x: Array) -> Array:
+    """Returns x [N, T, ...] as [N * T, ...]."""
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _after_attention(
@@ -186,7 +207,17 @@ def _after_attention(
     x = x + attended
     h = _norm(x, layer["mlp_norm"], config, products.numerics)
     activation = jax.nn.silu if config.gemma is None else jax.nn.gelu  # approximated by tanh
-    h = products.linear(products.gated(h, layer["gate"], layer["up"], activation), layer["down"])
+
+    def apart() -> Array:
+        return activation(products.linear(h, layer["gate"])) * products.linear(h, layer["up"])
+
+    def kernel(matrices: tuple[Array, ...], with_factors: bool) -> tuple[Array, ...]:
+        choice = products.numerics.kernels.gated_product
+        results = gated_product(_flat(h), *matrices, activation, with_factors, choice)
+        return tuple(y.reshape(*h.shape[:2], -1) for y in results)
+
+    gated = products.fused(apart, (layer["gate"], layer["up"]), kernel)
+    h = products.linear(gated, layer["down"])
     if config.gemma is not None:
         h = _norm(h, layer["mlp_post_norm"], config, products.numerics)
     return x + h

@@ -33,6 +33,7 @@ class KernelChoice:
     compaction: Implementation = None
     packed_attention: Implementation = None
     gated_product: Implementation = None
+    head_products: Implementation = None
 
     mesh: Mesh | None = None
 

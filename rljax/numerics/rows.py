@@ -161,6 +161,17 @@ def rms_norm(x: Array, weight: Array, epsilon: float, numerics: Numerics) -> Arr
     return (h.astype(x.dtype).astype(jnp.float32) * scale).astype(x.dtype)
 
 
+def apply_rope(x: Array, angles: Array) -> Array:
+    """Rotates x [N, T, heads, D] by angles [N, T, at least 2, D/2] (cosines, sines, others) in float32
+    (Su et al., 2021); returns x's dtype.
+    """
+    cos, sin = angles[:, :, None, 0], angles[:, :, None, 1]
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
 def log_normalizer(logits: Array, numerics: Numerics) -> Array:
     """Returns log sum exp over the last axis of float32 logits [..., V]: [..., 1]. Entries may be -inf, but
     not all.

@@ -149,20 +149,20 @@ def test_and_so_does_the_pass_that_computes_gradients(policy):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gated_product", "limits"),
+    ("dtype", "kernel", "limits"),
     [
         pytest.param("float32", None, [30, 20, 8], marks=pytest.mark.long),
         ("bfloat16", None, [30, 20, 8]),
         pytest.param("bfloat16", "interpret_gpu", [8, 6, 3], marks=pytest.mark.long),
     ],
 )
-def test_slabs_are_exact_where_every_number_of_rows_has_a_kernel_of_its_own(dtype, gated_product, limits):
+def test_slabs_are_exact_where_every_number_of_rows_has_a_kernel_of_its_own(dtype, kernel, limits):
     """Alone, in a batch, verified, and in the pass that computes gradients, which has hundreds of rows."""
-    kernels = KernelChoice(gated_product=gated_product)
+    kernels = KernelChoice(gated_product=kernel, head_products=kernel)
     numerics = Numerics(True, dtype, kernels, ProductForm(64, 64, slabs=True))
     config = CONFIGS["three"]
-    if gated_product:  # a tile, which takes long to interpret
-        config = dataclasses.replace(config, mlp_size=8)
+    if kernel:  # a tile, and four heads, which take long to interpret
+        config = dataclasses.replace(config, mlp_size=8, num_heads=2, num_kv_heads=1)
     with replaced(every_count):
         engine = DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], max(limits))
         world = engines.World(engine, engine.load_params(lively_params(config)), ask([1, 40, 9], limits))

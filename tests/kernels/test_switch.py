@@ -14,6 +14,7 @@ from rljax.errors import UserError
 from rljax.kernels import switch, tuned
 from rljax.kernels.compaction import compaction
 from rljax.kernels.gated_product import gated_product
+from rljax.kernels.head_products import HeadWeights, head_products
 from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.kernels.quantized_product import quantized_product
 from rljax.kernels.round_to_nearest import round_to_nearest
@@ -21,6 +22,7 @@ from rljax.kernels.switch import call
 from rljax.kernels.token_logprobs import token_logprobs
 from rljax.kernels.tree_attention import decode_attention, tree_attention
 from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.rows import Numerics
 
 _OP = "noisy_argmax"
 
@@ -109,7 +111,7 @@ def _asked(op, rows, monkeypatch):
     """What an operation over so many rows, slots, nodes and positions asks the default by."""
     questions = []
     monkeypatch.setattr(tuned, "default", lambda op, sizes: questions.append((op, sizes)) or ())
-    policy = {"V": 300, "d": 128, "H": 4, "Hk": 2, "D": 64}
+    policy = {"32": 32, "V": 320, "d": 128, "H": 4, "Hk": 2, "D": 64}
 
     def array(*axes):
         return np.zeros([policy.get(axis, rows) for axis in axes], np.float32)
@@ -122,6 +124,13 @@ def _asked(op, rows, monkeypatch):
         "decoding": lambda: decode_attention(array("B", "1", "H", "D"), None, cached, *[None] * 4),
         "quantized_product": lambda: quantized_product(array("N", "d"), array("V", "d")),
         "round_to_nearest": lambda: round_to_nearest(array("V", "d"), 4, 64),
+        "head_products": lambda: head_products(
+            array("N", "d"),
+            array("N", "2", "32"),
+            HeadWeights((array("V", "d"),) * 3, (), (), 1e-5),
+            False,
+            Numerics(),
+        ),
         "gated_product": lambda: gated_product(array("N", "d"), *[array("V", "d")] * 2, jax.nn.silu, False),
         "compaction": lambda: compaction(None, cached, None, None, array("B", "P"), None, None),
     }
@@ -139,6 +148,7 @@ def _asked(op, rows, monkeypatch):
         "round_to_nearest",
         "compaction",
         "gated_product",
+        "head_products",
     ],
 )
 def test_the_default_is_the_same_for_every_number_of_rows(op, monkeypatch):
@@ -155,7 +165,7 @@ def test_decoding_and_verifying_have_the_same_default(monkeypatch):
 def test_a_mesh_leaves_xla_where_no_kernel_is_named():
     mesh = jax.make_mesh((1,), ("data",))
     choice = KernelChoice().on_mesh(mesh)
-    assert choice == KernelChoice(*["xla"] * 8)
+    assert choice == KernelChoice(*["xla"] * 9)
     assert not choice.splits("compaction")
     choice = KernelChoice(noisy_argmax=("mosaic_gpu", "xla"), compaction=("mosaic_gpu", "xla")).on_mesh(mesh)
     assert choice.noisy_argmax == "xla" and choice.tree_attention == "xla"

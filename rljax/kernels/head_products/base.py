@@ -1,0 +1,26 @@
+"""The products of heads in plain JAX: the contract, and the backend `xla`."""
+
+import itertools
+
+import jax.numpy as jnp
+from jax import Array
+
+from rljax.kernels.head_products import HeadWeights
+from rljax.numerics import products
+from rljax.numerics.rows import Numerics, apply_rope, rms_norm
+
+
+def head_products(
+    x: Array, angles: Array, weights: HeadWeights, with_factors: bool, numerics: Numerics
+) -> tuple[Array, ...]:
+    """See the package."""
+    factors, heads = [], []
+    for matrix, bias, scale in itertools.zip_longest(weights.matrices, weights.biases, weights.scales):
+        y = products.dot(x, matrix)
+        factors.append((y if bias is None else y + bias).astype(x.dtype))
+        of_heads = factors[-1].reshape(len(x), 1, -1, 2 * angles.shape[-1])
+        if scale is not None:
+            of_heads = rms_norm(of_heads, scale, weights.epsilon, numerics)
+        heads.append(apply_rope(of_heads, angles[:, None]) if len(heads) < 2 else of_heads)
+    y = jnp.concatenate(heads, axis=2)[:, 0]
+    return (y, *factors) if with_factors else (y,)
