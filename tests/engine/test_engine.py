@@ -40,6 +40,9 @@ from tests.exactness import MOST_FLIPS
 from tests.misbehaving_products import every_count, replaced
 
 NUMERICS = Numerics()
+SLOW_INTERPRETER = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="JAX 0.10 takes two minutes to interpret these kernels"
+)
 
 
 def world_of(name, dtype="float32"):
@@ -153,7 +156,7 @@ def test_and_so_does_the_pass_that_computes_gradients(policy):
     [
         pytest.param("float32", None, [30, 20, 8], marks=pytest.mark.long),
         ("bfloat16", None, [30, 20, 8]),
-        pytest.param("bfloat16", "interpret_gpu", [8, 6, 3], marks=pytest.mark.long),
+        pytest.param("bfloat16", "interpret_gpu", [4, 2], marks=[pytest.mark.long, SLOW_INTERPRETER]),
     ],
 )
 def test_slabs_are_exact_where_every_number_of_rows_has_a_kernel_of_its_own(dtype, kernel, limits):
@@ -165,7 +168,9 @@ def test_slabs_are_exact_where_every_number_of_rows_has_a_kernel_of_its_own(dtyp
         config = dataclasses.replace(config, mlp_size=8, num_heads=2, num_kv_heads=1)
     with replaced(every_count):
         engine = DecodeEngine(config, numerics, SAMPLING, BUCKETS, [], max(limits))
-        world = engines.World(engine, engine.load_params(lively_params(config)), ask([1, 40, 9], limits))
+        world = engines.World(
+            engine, engine.load_params(lively_params(config)), ask([1, 40, 9][: len(limits)], limits)
+        )
         for i, asked in enumerate(world.asked[:2]):
             assert decode(engine, world.params, [asked], capacity=LONGEST) == [world.plain[i]]
         draft = tangled(world.truth)

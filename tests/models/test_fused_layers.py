@@ -12,17 +12,20 @@ import pytest
 from drafters.quantized import WeightFormat, rtn
 from rljax.kernels.gated_product import mosaic_gpu as gated_product
 from rljax.kernels.head_products import mosaic_gpu as head_products
-from rljax.models.config import ModelConfig
-from rljax.models.transformer import decoder_layer, init_params, param_shapes
+from rljax.models.config import GemmaParts, ModelConfig
+from rljax.models.transformer import decoder_layer, param_shapes
 from rljax.numerics.adapted import AdaptedWeight
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
+from tests.engines import lively_params
 from tests.kernels.compilation import HOPPER, absent_mesh, compile_for
 
 SLABS = ProductForm(64, 64, slabs=True)
 CONFIG = ModelConfig("qwen3", 96, 64, 1, 1, 1, 64, 8, qk_norm=True)
-KERNELS = KernelChoice(gated_product="interpret_gpu", head_products="interpret_gpu")
+WITH_BIASES = ModelConfig("qwen2", 96, 64, 1, 2, 1, 64, 24, attention_bias=True)
+PARTS = GemmaParts((False,), 10_000.0, 128, 1024)
+GEMMA = ModelConfig("gemma3_text", 96, 64, 1, 2, 1, 64, 24, qk_norm=True, gemma=PARTS)
 
 
 def values_alone(cache, q, k, v):
@@ -42,33 +45,36 @@ def rows_of(count, config=CONFIG):
     )
 
 
-@functools.partial(jax.jit, static_argnames="form")
-def run(x, angles, layer, form):
-    return layer_of(x, angles, layer, CONFIG, Numerics(True, "bfloat16", KERNELS, form))
+@functools.partial(jax.jit, static_argnames=("form", "kernel", "config"))
+def run(x, angles, layer, form, kernel="interpret_gpu", config=CONFIG):
+    kernels = KernelChoice(gated_product=kernel, head_products=kernel)
+    return layer_of(x, angles, layer, config, Numerics(True, "bfloat16", kernels, form))
 
 
-def test_gradients_are_those_of_the_products():
-    """Of x, float32 matrices, norms, and the factors of an adapter; the values beside them have the bits of
-    those without.
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [("interpret_gpu", CONFIG), *(("xla", config) for config in (CONFIG, WITH_BIASES, GEMMA))],
+    ids=["interpret_gpu", "norms", "biases", "gemma"],
+)
+def test_gradients_are_those_of_the_products(kernel, config):
+    """Of x, float32 matrices, norms, biases, and the factors of adapters; the values beside them have the
+    bits of those without.
     """
-    layer = init_params(CONFIG, seed=0)["layers"][0]
+    layer = lively_params(config)["layers"][0]
     draw = np.random.default_rng(1).standard_normal
     for name in ("k", "gate"):
         outputs = layer[name].shape[0]
         a, b = (jnp.asarray(draw(shape), jnp.float32) for shape in ((2, 64), (outputs, 2)))
         layer[name] = AdaptedWeight(layer[name].astype(jnp.bfloat16), a, b, 0.5)
+    own = functools.partial(run, kernel=kernel, config=config)
     x, angles = rows_of(70)
     (ours, backward), (theirs, expected) = (
-        jax.vjp(functools.partial(run, form=form), x, angles, layer) for form in (SLABS, ProductForm(64, 64))
+        jax.vjp(functools.partial(own, form=form), x, angles, layer) for form in (SLABS, ProductForm(64, 64))
     )
-    np.testing.assert_array_equal(run(x, angles, layer, SLABS), ours)
-    np.testing.assert_array_equal(run(x[:3], angles[:3], layer, SLABS), ours[:3])
-    pairs = zip(
-        *(jax.tree.leaves(each) for each in ((ours, backward(ours)), (theirs, expected(ours)))), strict=True
-    )
-    for one, two in pairs:
-        if one.dtype == jax.dtypes.float0:
-            continue
+    np.testing.assert_array_equal(own(x, angles, layer, SLABS), ours)
+    np.testing.assert_array_equal(own(x[:3], angles[:3], layer, SLABS), ours[:3])
+    found, wanted = (jax.tree.leaves(each) for each in ((ours, backward(ours)), (theirs, expected(ours))))
+    for one, two in zip(found, wanted, strict=True):
         one, two = (np.asarray(each, np.float64) for each in (one, two))
         np.testing.assert_allclose(one, two, rtol=2**-5, atol=2**-5 * np.abs(two).max())
 
@@ -78,7 +84,7 @@ def test_outside_of_slabs_and_with_other_weights_products_stay_apart(form, monke
     """There a library has a kernel for every number of rows; here an operation of its own."""
     monkeypatch.setattr(gated_product, "gated_product", None)
     monkeypatch.setattr(head_products, "head_products", None)
-    layer = init_params(CONFIG, seed=0)["layers"][0]
+    layer = lively_params(CONFIG)["layers"][0]
     if form.slabs:
         layer |= {name: rtn(layer[name], WeightFormat(8, 0)) for name in ("v", "gate")}
     assert run(*rows_of(4), layer, form).shape == (4, 1, 64)

@@ -17,7 +17,7 @@ def head_products(
     factors, heads = [], []
     for matrix, bias, scale in itertools.zip_longest(weights.matrices, weights.biases, weights.scales):
         y = products.dot(x, matrix)
-        factors.append((y if bias is None else y + bias).astype(x.dtype))
+        factors.append((y if bias is None else y + bias[None]).astype(x.dtype))
         of_heads = factors[-1].reshape(len(x), 1, -1, 2 * angles.shape[-1])
         if scale is not None:
             of_heads = rms_norm(of_heads, scale, weights.epsilon, numerics)
