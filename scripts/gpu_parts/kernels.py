@@ -21,6 +21,7 @@ from gpu_parts.part import Part, run
 from kernel_benchmarks.cases import Case
 from rljax.kernels.compaction.base import only_node
 from rljax.kernels.round_to_nearest import round_to_nearest
+from rljax.models.config import ModelConfig
 from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.quantized import QuantizedWeight, dequantize
@@ -28,6 +29,7 @@ from rljax.sampling.noise import gumbel_rows
 
 _LEAST_SECONDS = 12.0  # that timing a kernel takes, with what it compiles
 _TOKENS = 512  # whose logits exist at once in float64
+_EPSILON = ModelConfig.norm_epsilon
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +114,13 @@ def _error(got: Array, expected: Array) -> Array:
 
 
 def _first_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    layers = len(arguments[0])
-    return tuple(each[: len(each) // layers] for each in arguments)
+    return tuple(each[:1] for each in arguments)
+
+
+def _rows_of_one_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The rows of the first of several layers, and its matrices, which come last."""
+    x, *others, matrices = arguments
+    return x[:1], *others, matrices[: len(matrices) // len(x)]
 
 
 # -- references --------------------------------------------------------------------------------------------
@@ -209,8 +216,23 @@ def _product(x: list[Array], weights: list[QuantizedWeight], _: list[Array]) -> 
 
 
 def _gated(x: Array, weights: list[Array]) -> tuple[Array]:
-    wide, (gate, up) = x[0].astype(jnp.float64), (weight.astype(jnp.float64).T for weight in weights[:2])
+    wide, (gate, up) = x[0].astype(jnp.float64), (weight.astype(jnp.float64).T for weight in weights)
     return (jax.nn.silu((wide @ gate).astype(x.dtype).astype(wide.dtype)) * (wide @ up),)
+
+
+def _heads(x: Array, angles: Array, matrices: list[Array]) -> tuple[Array]:
+    """Rounded before the norms, as every backend does."""
+    heads, dim = [], 2 * angles.shape[-1]
+    cos, sin = (angles[:, None, part].astype(jnp.float64) for part in (0, 1))
+    for number, matrix in enumerate(matrices):
+        y = x[0].astype(jnp.float64) @ matrix.astype(jnp.float64).T
+        y = y.astype(x.dtype).astype(jnp.float64).reshape(len(y), -1, dim)
+        if number < 2:
+            y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + _EPSILON)
+            first, second = jnp.split(y, 2, axis=-1)
+            y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        heads.append(y)
+    return (jnp.concatenate(heads, axis=1),)
 
 
 def _rounded(weight: Array) -> tuple[Array, ...]:
@@ -244,7 +266,8 @@ CHECKS = (
     Check("tree_attention", 0, _attention),
     Check("noisy_argmax", 0, _sampled, quick="interpret_tpu"),
     Check("compaction", 0, _compacted),
-    Check("gated_product", 0, _gated, _first_layer),
+    Check("gated_product", 0, _gated, _rows_of_one_layer),
+    Check("head_products", 0, _heads, _rows_of_one_layer),
     Check("quantized_product", 0, _product, _first_layer),
     Check("token_logprobs", 0, _scores),
     Check("packed_attention", 0, _packed, quick="interpret_triton"),

@@ -12,6 +12,7 @@ from jax import Array
 from drafters.quantized import WeightFormat, rtn
 from rljax.kernels.compaction import compaction
 from rljax.kernels.gated_product import gated_product
+from rljax.kernels.head_products import HeadWeights, head_products
 from rljax.kernels.noisy_argmax import noisy_argmax
 from rljax.kernels.packed_attention import packed_attention
 from rljax.kernels.quantized_product import quantized_product
@@ -21,6 +22,7 @@ from rljax.kernels.token_logprobs import token_logprobs
 from rljax.kernels.tree_attention import decode_attention, tree_attention
 from rljax.models.config import ModelConfig
 from rljax.numerics.attention import KEY_BLOCK
+from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.quantized import QuantizedWeight
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
@@ -202,6 +204,37 @@ def _gated_product(name: str, policy: ModelConfig, rows: int) -> Case:
     )
 
 
+def _head_products(name: str, policy: ModelConfig, rows: int) -> Case:
+    """Queries, keys and values of one layer after another, with norms of heads."""
+    width, dim = policy.hidden_size, policy.head_dim
+    outputs = [count * dim for count in (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)]
+    stored = 2 * sum(outputs) * width
+    layers = min(max(_WEIGHTS // stored, 1), _MOST_LAYERS) if name in POLICIES else 1
+
+    def make(rng: np.random.Generator) -> tuple[Array, Array, list[Array]]:
+        x, *matrices = _normals(rng, (layers, rows, width), *[(size, width) for size in outputs] * layers)
+        return x, jax.random.normal(_key(rng), (rows, 2, dim // 2)), matrices
+
+    def heads(x: Array, angles: Array, matrices: list[Array], implementation: str) -> list[Array]:
+        numerics = Numerics(True, "bfloat16", KernelChoice(head_products=implementation))
+        scales = (jnp.ones(dim),) * 2
+        layered = [
+            HeadWeights(tuple(each), (), scales, policy.norm_epsilon)
+            for each in zip(*(matrices[i::3] for i in range(3)), strict=True)
+        ]
+        pairs = zip(x, layered, strict=True)
+        return [head_products(rows, angles, weights, False, numerics)[0] for rows, weights in pairs]
+
+    return Case(
+        name=f"{name}, {rows} rows, {layers} layers",
+        sizes=(policy.num_heads, policy.num_kv_heads, dim),
+        make=make,
+        functions=_by_implementation(heads),
+        bytes=layers * (stored + rows * (2 * width + 2 * sum(outputs) + 4 * dim)),
+        flops=layers * 2 * rows * sum(outputs) * width,
+    )
+
+
 # --- the quantized drafter -------------------------------------------------------------------------------
 
 _FORMATS = {"W4": WeightFormat(4, 128), "W8": WeightFormat(8, 0)}
@@ -363,6 +396,11 @@ _TABLE: dict[str, tuple[Callable[..., Case], list[tuple], list[tuple]]] = {
         [(name, 4096, count) for count in (4, 1) for name in POLICIES],
     ),
     "tree_attention": (_tree_attention, [(2, 128, 5)], _TREES),
+    "head_products": (
+        _head_products,
+        [(64,)],
+        [(name, rows) for rows in (64, 256) for name in list(POLICIES)[:3]],
+    ),
     "gated_product": (
         _gated_product,
         [(64,)],

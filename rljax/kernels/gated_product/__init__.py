@@ -1,6 +1,6 @@
 """The first half of a gated MLP: two products of the same rows, and the activation of one times the other.
 
-A decode step reads the weights once and writes one array, in one kernel. See docs/kernels/gated_product.md.
+A decode step reads the weights once and writes one array, in one kernel. See docs/kernels/layer_products.md.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The heads of a layer: queries, keys and values of rows, with their norms, rotated.
 
 A decode step reads the weights once and writes one array, which attention reads, in one kernel. See
-docs/kernels/head_products.md.
+docs/kernels/layer_products.md.
 """
 
 from typing import NamedTuple
