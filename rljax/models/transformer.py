@@ -185,15 +185,9 @@ def _queries_keys_values(
         biases = tuple(layer[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in layer)
         scales = tuple(_scale(layer[f"{n}_norm"], config) for n in names if f"{n}_norm" in layer)
         weights = HeadWeights(matrices, biases, scales, config.norm_epsilon)
-        results = head_products(_flat(h), _flat(angles), weights, with_factors, numerics)
-        return tuple(y.reshape(*h.shape[:2], *y.shape[1:]) for y in results)
+        return head_products(h, angles, weights, with_factors, numerics)
 
     return products.fused(apart, tuple(layer[n] for n in names), kernel)
-
-
-def _flat(x: Array) -> Array:
-    """Returns x [N, T, ...] as [N * T, ...]."""
-    return x.reshape(-1, *x.shape[2:])
 
 
 def _after_attention(
@@ -213,8 +207,7 @@ def _after_attention(
 
     def kernel(matrices: tuple[Array, ...], with_factors: bool) -> tuple[Array, ...]:
         choice = products.numerics.kernels.gated_product
-        results = gated_product(_flat(h), *matrices, activation, with_factors, choice)
-        return tuple(y.reshape(*h.shape[:2], -1) for y in results)
+        return gated_product(h, *matrices, activation, with_factors, choice)
 
     gated = products.fused(apart, (layer["gate"], layer["up"]), kernel)
     h = products.linear(gated, layer["down"])

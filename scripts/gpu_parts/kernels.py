@@ -223,16 +223,16 @@ def _gated(x: Array, weights: list[Array]) -> tuple[Array]:
 def _heads(x: Array, angles: Array, matrices: list[Array]) -> tuple[Array]:
     """Rounded before the norms, as every backend does."""
     heads, dim = [], 2 * angles.shape[-1]
-    cos, sin = (angles[:, None, part].astype(jnp.float64) for part in (0, 1))
+    cos, sin = (angles[:, :, None, part].astype(jnp.float64) for part in (0, 1))
     for number, matrix in enumerate(matrices):
         y = x[0].astype(jnp.float64) @ matrix.astype(jnp.float64).T
-        y = y.astype(x.dtype).astype(jnp.float64).reshape(len(y), -1, dim)
+        y = y.astype(x.dtype).astype(jnp.float64).reshape(len(y), 1, -1, dim)
         if number < 2:
             y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + _EPSILON)
             first, second = jnp.split(y, 2, axis=-1)
             y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         heads.append(y)
-    return (jnp.concatenate(heads, axis=1),)
+    return (jnp.concatenate(heads, axis=2),)
 
 
 def _rounded(weight: Array) -> tuple[Array, ...]:

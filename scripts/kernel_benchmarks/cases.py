@@ -187,7 +187,7 @@ def _gated_product(name: str, policy: ModelConfig, rows: int) -> Case:
     layers = min(max(_WEIGHTS // (4 * outputs * width), 1), _MOST_LAYERS) if name in POLICIES else 1
 
     def make(rng: np.random.Generator) -> tuple[Array, list[Array]]:
-        x, *weights = _normals(rng, (layers, rows, width), *[(outputs, width)] * 2 * layers)
+        x, *weights = _normals(rng, (layers, rows, 1, width), *[(outputs, width)] * 2 * layers)
         return x, weights
 
     def gated(x: Array, weights: list[Array], implementation: str) -> list[Array]:
@@ -212,8 +212,8 @@ def _head_products(name: str, policy: ModelConfig, rows: int) -> Case:
     layers = min(max(_WEIGHTS // stored, 1), _MOST_LAYERS) if name in POLICIES else 1
 
     def make(rng: np.random.Generator) -> tuple[Array, Array, list[Array]]:
-        x, *matrices = _normals(rng, (layers, rows, width), *[(size, width) for size in outputs] * layers)
-        return x, jax.random.normal(_key(rng), (rows, 2, dim // 2)), matrices
+        x, *matrices = _normals(rng, (layers, rows, 1, width), *[(size, width) for size in outputs] * layers)
+        return x, jax.random.normal(_key(rng), (rows, 1, 2, dim // 2)), matrices
 
     def heads(x: Array, angles: Array, matrices: list[Array], implementation: str) -> list[Array]:
         numerics = Numerics(True, "bfloat16", KernelChoice(head_products=implementation))

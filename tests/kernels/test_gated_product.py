@@ -23,7 +23,7 @@ def normal(seed, *shape, scale=1.0, dtype=jnp.bfloat16):
 
 def operands(rows, inputs, outputs):
     weights = (normal(seed, outputs, inputs, scale=inputs**-0.5) for seed in (1, 2))
-    return normal(0, rows, inputs), *weights
+    return normal(0, rows, 1, inputs), *weights
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "with_factors", "implementation"))
@@ -46,7 +46,7 @@ def test_against_float64(rows, inputs, outputs, columns, activation, implementat
     y, *factors = computed(x, *weights, activation, True, implementation)
     wide = [np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T for weight in weights]
     for ours, expected in zip(factors, wide, strict=True):
-        assert ours.shape == (rows, outputs) and ours.dtype == jnp.bfloat16
+        assert ours.shape == (rows, 1, outputs) and ours.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(ours, np.float64), expected, rtol=2**-8, atol=1e-5)
     gate, up = (factor.astype(jnp.float32) for factor in factors)
     expected = ACTIVATIONS[activation](gate) * up
@@ -76,7 +76,7 @@ def test_what_the_kernel_refuses(shape, dtype, why):
     operand = [each.astype(dtype) for each in operands(*shape)]
     with pytest.raises(Refused, match=why):
         computed(*operand, "silu", False, "interpret_gpu")
-    assert computed(*operand, "silu", False, ("interpret_gpu", "xla"))[0].shape == (2, shape[2])
+    assert computed(*operand, "silu", False, ("interpret_gpu", "xla"))[0].shape == (2, 1, shape[2])
 
 
 @pytest.mark.parametrize("outputs", [1536, 6144, 12_288, 14_336, 18_944, 4864, 8, 8 * 131])

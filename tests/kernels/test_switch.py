@@ -125,13 +125,15 @@ def _asked(op, rows, monkeypatch):
         "quantized_product": lambda: quantized_product(array("N", "d"), array("V", "d")),
         "round_to_nearest": lambda: round_to_nearest(array("V", "d"), 4, 64),
         "head_products": lambda: head_products(
-            array("N", "d"),
-            array("N", "2", "32"),
+            array("N", "1", "d"),
+            array("N", "1", "2", "32"),
             HeadWeights((array("V", "d"),) * 3, (), (), 1e-5),
             False,
             Numerics(),
         ),
-        "gated_product": lambda: gated_product(array("N", "d"), *[array("V", "d")] * 2, jax.nn.silu, False),
+        "gated_product": lambda: gated_product(
+            array("N", "1", "d"), *[array("V", "d")] * 2, jax.nn.silu, False
+        ),
         "compaction": lambda: compaction(None, cached, None, None, array("B", "P"), None, None),
     }
     with pytest.raises(Refused):

@@ -19,16 +19,16 @@ def gated_product(
     with_factors: bool,
     implementation: Implementation = None,
 ) -> tuple[Array, ...]:
-    """Returns `activation(x gate^T) * (x up^T)` [N, out] in the type of x.
+    """Returns `activation(x gate^T) * (x up^T)` [N, T, out] in the type of x.
 
     Both products are summed in float32 and rounded to the type of x. A row of the result depends on that row
-    of x alone; the bits of a kernel are the same for every N that it supports, with factors or without.
+    of x alone; the bits of a kernel are the same for every number of rows, with factors or without.
 
     Args:
-      x: float32 or bfloat16 [N, in].
+      x: float32 or bfloat16 [N, T, in].
       gate, up: [out, in], of the type of x.
       activation: computed entry by entry.
-      with_factors: return the rounded products, [N, out] each, behind the result, for its gradient.
+      with_factors: return the rounded products, [N, T, out] each, behind the result, for its gradient.
       implementation: see `rljax.kernels.switch`; the default depends on (out, in).
 
     Raises:

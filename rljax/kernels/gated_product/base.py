@@ -11,6 +11,8 @@ def gated_product(
     x: Array, gate: Array, up: Array, activation: Callable[[Array], Array], with_factors: bool
 ) -> tuple[Array, ...]:
     """See the package."""
-    factors = tuple(products.dot(x, weight).astype(x.dtype) for weight in (gate, up))
+    rows = x.reshape(-1, x.shape[-1])
+    shape = (*x.shape[:-1], len(gate))
+    factors = tuple(products.dot(rows, weight).reshape(shape).astype(x.dtype) for weight in (gate, up))
     y = activation(factors[0]) * factors[1]
     return (y, *factors) if with_factors else (y,)

@@ -29,13 +29,14 @@ def gated_product(
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """See the package."""
-    tile_products.require(x)
-    count, outputs = x.shape[0], gate.shape[0]
+    flat, outputs = x.reshape(-1, x.shape[-1]), len(gate)
+    tile_products.require(flat)
+    count = len(flat)
     if outputs % _OUTPUTS.start:
         raise Refused(f"{outputs} outputs, it needs a multiple of {_OUTPUTS.start}")
     warpgroups, columns = tile_products.warpgroups_of(count), _columns(outputs)
     rows = tile_products.ROWS * warpgroups
-    padded = jnp.pad(x, ((0, -count % rows), (0, 0)))
+    padded = jnp.pad(flat, ((0, -count % rows), (0, 0)))
 
     def gated(x_ref: Any, gate_ref: Any, up_ref: Any, *out_refs: Any) -> None:
         block = pl.ds(lax.axis_index("rows") * rows, rows)
@@ -62,7 +63,7 @@ def gated_product(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=gpu_interpreter() if interpret else None,
     )(padded, gate, up)
-    return tuple(result[:count] for result in results)
+    return tuple(result[:count].reshape(*x.shape[:-1], outputs) for result in results)
 
 
 def _columns(outputs: int) -> int:

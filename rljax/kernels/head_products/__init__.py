@@ -31,16 +31,16 @@ class HeadWeights(NamedTuple):
 def head_products(
     x: Array, angles: Array, weights: HeadWeights, with_factors: bool, numerics: Numerics
 ) -> tuple[Array, ...]:
-    """Returns queries, keys and values side by side, [N, H + 2 Hk, D] in the type of x.
+    """Returns queries, keys and values side by side, [N, T, H + 2 Hk, D] in the type of x.
 
     Products are summed in float32 and rounded to the type of x; then queries and keys are normed
     (`rms_norm`) and rotated (`apply_rope`). A row of the result depends on that row of x and angles alone;
-    the bits of a kernel are the same for every N that it supports, with factors or without.
+    the bits of a kernel are the same for every number of rows, with factors or without.
 
     Args:
-      x: float32 or bfloat16 [N, in].
-      angles: cosines, sines, others, float32 [N, at least 2, D / 2].
-      with_factors: return the rounded products, [N, outputs] each, behind the result, for its gradient.
+      x: float32 or bfloat16 [N, T, in].
+      angles: cosines, sines, others, float32 [N, T, at least 2, D / 2].
+      with_factors: return the rounded products, [N, T, outputs] each, behind the result, for its gradient.
       numerics: its `kernels.head_products` says who computes; the default depends on (H, Hk, D).
 
     Raises:

@@ -14,13 +14,14 @@ def head_products(
     x: Array, angles: Array, weights: HeadWeights, with_factors: bool, numerics: Numerics
 ) -> tuple[Array, ...]:
     """See the package."""
+    rows, dim = x.reshape(-1, x.shape[-1]), 2 * angles.shape[-1]
     factors, heads = [], []
     for matrix, bias, scale in itertools.zip_longest(weights.matrices, weights.biases, weights.scales):
-        y = products.dot(x, matrix)
-        factors.append((y if bias is None else y + bias[None]).astype(x.dtype))
-        of_heads = factors[-1].reshape(len(x), 1, -1, 2 * angles.shape[-1])
+        y = products.dot(rows, matrix).reshape(*x.shape[:-1], len(matrix))
+        factors.append((y if bias is None else y + bias[None, None]).astype(x.dtype))
+        of_heads = factors[-1].reshape(*x.shape[:-1], -1, dim)
         if scale is not None:
             of_heads = rms_norm(of_heads, scale, weights.epsilon, numerics)
-        heads.append(apply_rope(of_heads, angles[:, None]) if len(heads) < 2 else of_heads)
-    y = jnp.concatenate(heads, axis=2)[:, 0]
+        heads.append(apply_rope(of_heads, angles) if len(heads) < 2 else of_heads)
+    y = jnp.concatenate(heads, axis=2)
     return (y, *factors) if with_factors else (y,)

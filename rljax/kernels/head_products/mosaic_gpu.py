@@ -30,17 +30,18 @@ def head_products(
 ) -> tuple[Array, ...]:
     """See the package."""
     del numerics
-    tile_products.require(x)
+    flat = x.reshape(-1, x.shape[-1])
+    tile_products.require(flat)
     half = angles.shape[-1]
     dim = 2 * half
     if dim not in (64, 128):
         raise Refused(f"heads are 64 or 128 wide, not {dim}")
     counts = [matrix.shape[0] // dim for matrix in weights.matrices]
     starts = list(itertools.accumulate(counts, initial=0))
-    count, warpgroups = len(x), tile_products.warpgroups_of(len(x))
+    count, warpgroups = len(flat), tile_products.warpgroups_of(len(flat))
     rows = tile_products.ROWS * warpgroups
     more = (0, -count % rows)
-    padded, flat = jnp.pad(x, (more, (0, 0))), jnp.pad(angles[:, :2].reshape(count, dim), (more, (0, 0)))
+    padded, turned = (jnp.pad(each, (more, (0, 0))) for each in (flat, angles[:, :, :2].reshape(count, dim)))
     halves = pl.ds(0, half), pl.ds(half, half)
 
     def of_head(x_ref: Any, angles_ref: Any, *refs: Any) -> None:
@@ -106,7 +107,8 @@ def head_products(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=gpu_interpreter() if interpret else None,
-    )(padded, flat, *weights.matrices, *weights.biases, *weights.scales)
+    )(padded, turned, *weights.matrices, *weights.biases, *weights.scales)
     borders = [start * dim for start in starts[1:3]]
     parts = [part for whole in factors for part in jnp.split(whole[:count], borders, axis=1)]
-    return (y[:count].reshape(count, -1, dim), *parts)
+    parts = [part.reshape(*x.shape[:-1], -1) for part in parts]
+    return (y[:count].reshape(*x.shape[:-1], -1, dim), *parts)
