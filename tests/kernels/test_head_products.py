@@ -54,7 +54,7 @@ def test_against_plain_jax(case, implementation):
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", NATIVE])
 def test_a_row_is_computed_as_if_alone(implementation):
-    """In both warpgroups of a block, and without the factors; on a device in another block of threads, too."""
+    """In both warpgroups of a block, and without the factors; on a device in another block, too."""
     x, angles, *weights = operands("norms", 66 if implementation == "interpret_gpu" else 300)
     together = np.asarray(computed(x, angles, *weights, True, implementation)[0])
     for rows in [slice(5, 6), slice(len(x) - 2, len(x))]:
