@@ -115,12 +115,12 @@ def raced(count):
 def test_copies_race_and_the_longest_counts():
     coordinator, slow, tokens = raced(3)
     # The copy is ahead of what the first one has said: where that is now, nobody knows.
-    assert coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 4),)), 2.0) == []
+    assert coordinator.on(Pieces("worker-0", 1, (whole(slow, 1, 5),)), 2.0) == []
     (behind,) = coordinator.on(Pieces("worker-1", 1, (whole(slow, 1, 2),)), 2.5)
-    assert (behind.worker, behind.work[0][0], len(behind.work[0][2].tokens)) == ("worker-1", slow, 4)
+    assert (behind.worker, behind.work[0][0], len(behind.work[0][2].tokens)) == ("worker-1", slow, 5)
     # What it said before that reached it is known already; the end withdraws the other copy.
     assert coordinator.on(Pieces("worker-1", 1, (whole(slow, 2, 3),)), 2.6) == []
-    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 4, tokens),)), 3.0)
+    commands = coordinator.on(Pieces("worker-0", 1, (whole(slow, 5, tokens),)), 3.0)
     assert Withdraw("worker-1", 1, (slow,)) in commands
     assert coordinator.done
 
