@@ -522,7 +522,8 @@ from tests.training.test_learner import WITH_CRITIC, make_groups, make_learner, 
 
 params = make_params()
 mesh = make_mesh(MeshConfig(data=2, tensor=2))
-learner = make_learner(params, WITH_CRITIC, ExecutablePool(), mesh, minibatches_per_step=2, rows_per_microbatch=2)
+sizes = {"minibatches_per_step": 2, "rows_per_microbatch": 2}
+learner = make_learner(params, WITH_CRITIC, ExecutablePool(), mesh, **sizes)
 state, metrics = learner.learn(learner.init(params), make_groups(params), 0)
 np.savez(sys.argv[1], *jax.tree.leaves(jax.device_get((state.params, state.critic))))
 print("FOUND" + json.dumps(metrics))
