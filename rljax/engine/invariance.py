@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from rljax import target
 from rljax.durable_files import write_durably
@@ -143,7 +143,7 @@ def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invar
     shared += [*_sum_failures(config, numerics, counts), *_attention_failures(config, numerics, counts)]
     form = dataclasses.replace(form, blocks=_blocks(config, numerics, counts, form))
     numerics = dataclasses.replace(numerics, measured_form=form)
-    crc, same = _tiny_policy(numerics, counts)
+    crc, same = _tiny_policy(numerics, counts, target.platform(), products.dot)
     if not same and not shared:
         shared = ["the logits of a tiny policy differ between row counts"]
     seconds = time.perf_counter() - start
@@ -206,6 +206,21 @@ def _compiled(function: Callable, *args: Any) -> Any:
     return jax.device_get(program(*args))
 
 
+def _at_every_count(function: Callable, rows: dict[int, Any], shared: Any = ()) -> dict[int, Any]:
+    """The results of a function of rows and of what they share, by the number of rows: one program, in which
+    barriers keep the numbers apart. A compiler may compute together what multiplies the same weights.
+    """
+
+    def one_by_one(rows: dict[int, Any], shared: Any) -> dict[int, Any]:
+        results, last = {}, None
+        for count, each in rows.items():
+            each, shared, last = lax.optimization_barrier((each, shared, last))
+            results[count] = last = function(each, shared)
+        return results
+
+    return _compiled(one_by_one, rows, shared)
+
+
 def _differing(results: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
     """The rows, per count, whose bits are not those of the largest count's result [count, ...]."""
     whole = results[max(results)]
@@ -255,7 +270,7 @@ def _product_failures(
     def multiply(rows: list[Array], weights: list[Array]) -> list[Array]:
         return [products.padded_dot(x, weight, form) for x, weight in zip(rows, weights, strict=True)]
 
-    results = {count: _compiled(multiply, [x[:count] for x in rows], weights) for count in padded}
+    results = _at_every_count(multiply, {count: [x[:count] for x in rows] for count in padded}, weights)
     failures = []
     for index, (inputs, outputs) in enumerate(shapes):
         differing = _differing({count: result[index] for count, result in results.items()})
@@ -275,12 +290,13 @@ def _sum_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) ->
     widths = sorted({*of_norms, min(config.vocab_size, WIDEST_HEAD)})
     sizes = sorted({max(count, 2) for count in counts.products} | {_LARGEST + 64})
     entries = [_normal(3, sizes[-1], width) for width in widths]
-    terms = np.exp(_normal(4, sizes[-1], KEY_CHUNK))
+    entries.append(np.exp(_normal(4, sizes[-1], KEY_CHUNK)))
 
-    def add(entries: list[Array], terms: Array) -> list[Array]:
-        return [row_sum(x, numerics) for x in entries] + [row_sum(terms, numerics, ordered=True)]
+    def add(entries: list[Array], _: Any) -> list[Array]:
+        *plain, terms = entries
+        return [row_sum(x, numerics) for x in plain] + [row_sum(terms, numerics, ordered=True)]
 
-    results = {count: _compiled(add, [x[:count] for x in entries], terms[:count]) for count in sizes}
+    results = _at_every_count(add, {count: [x[:count] for x in entries] for count in sizes})
     failures = []
     for index, width in enumerate([*widths, KEY_CHUNK]):
         differing = _differing({count: result[index] for count, result in results.items()})
@@ -313,19 +329,19 @@ def _form_of_sums(
 
 def _layer_failures(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> list[str]:
     """One phrase if the logits of a policy of one layer depend on the number of rows or on their gradient."""
-    params, sizes, compute = _random_policy(config, numerics, counts)
+    params, by_count, compute = _random_policy(config, numerics, counts)
 
     def with_gradients(params: transformer.Params, tokens: Array) -> tuple[Array, list[Array]]:
         logits, backward = jax.vjp(lambda params: compute(params, tokens), params)
         return logits, [leaf for leaf in jax.tree.leaves(backward(logits)) if leaf.ndim == 1]
 
-    results = {len(tokens): _compiled(compute, params, tokens) for tokens in sizes}
+    results = _at_every_count(lambda tokens, params: compute(params, tokens), by_count, params)
     where = f"the logits of a layer of {config.hidden_size} in"
     if differing := _differing(results):
         return [f"{where} {_counts_phrase(list(differing))} have other bits than in {max(results)}"]
-    last = sizes[-1]
-    if not np.array_equal(_compiled(with_gradients, params, last)[0], results[len(last)]):
-        return [f"{where} {len(last)} rows have other bits beside their gradient"]
+    most = max(by_count)
+    if not np.array_equal(_compiled(with_gradients, params, by_count[most])[0], results[most]):
+        return [f"{where} {most} rows have other bits beside their gradient"]
     return []
 
 
@@ -398,10 +414,13 @@ def _attention_failures(config: ModelConfig, numerics: Numerics, counts: RowCoun
     return failures
 
 
-def _tiny_policy(numerics: Numerics, counts: RowCounts) -> tuple[int, bool]:
-    """The CRC-32 of the logits of `_TINY` at every row count, and whether they are equal between counts."""
-    params, sizes, compute = _random_policy(_TINY, numerics, counts)
-    batches = {len(tokens): tokens for tokens in sizes}
+@functools.lru_cache(maxsize=64)
+def _tiny_policy(numerics: Numerics, counts: RowCounts, platform: str, dot: Callable) -> tuple[int, bool]:
+    """The CRC-32 of the logits of `_TINY` at every row count, and whether they are equal between counts. They
+    are the same for all policies.
+    """
+    del platform, dot  # other numbers on another, or where tests replace it
+    params, batches, compute = _random_policy(_TINY, numerics, counts)
     results = _compiled(
         lambda params, batches: {n: compute(params, each) for n, each in batches.items()}, params, batches
     )
@@ -413,8 +432,8 @@ def _tiny_policy(numerics: Numerics, counts: RowCounts) -> tuple[int, bool]:
 
 def _random_policy(
     config: ModelConfig, numerics: Numerics, counts: RowCounts
-) -> tuple[transformer.Params, list[np.ndarray], Callable[[transformer.Params, Array], Array]]:
-    """Returns weights, tokens [count, 1] for every number of rows, and the logits [count, V] of tokens."""
+) -> tuple[transformer.Params, dict[int, np.ndarray], Callable[[transformer.Params, Array], Array]]:
+    """Returns weights, tokens [count, 1] by the number of rows, and the logits [count, V] of tokens."""
     params = cast_matrices(transformer.init_params(config, seed=0), numerics.dtype)
     rope = jnp.asarray(rope_table(config, 1))
 
@@ -428,4 +447,5 @@ def _random_policy(
         return transformer.logits(params, config, hidden[:, 0], numerics)
 
     tokens = np.arange(_LARGEST, dtype=np.int32)[:, None] % config.vocab_size
-    return params, [tokens[:count] for count in sorted({max(count, 2) for count in counts.products})], logits
+    by_count = {count: tokens[:count] for count in sorted({max(count, 2) for count in counts.products})}
+    return params, by_count, logits

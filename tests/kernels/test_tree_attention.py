@@ -25,9 +25,9 @@ _INTERPRETED = ("interpret_gpu", "interpret_tpu")
 _KERNELS = [*_INTERPRETED, pytest.param("native", marks=pytest.mark.accelerator)]
 
 
-def _case(lengths, capacity, nodes, heads, kv_heads, dim, dtype=np.float32, seed=0):
-    """Arguments of `tree_attention` before `numerics`: random trees over a cache with room for `capacity`
-    positions, which is NaN from the first block on that has no committed position.
+def _case(lengths, capacity, nodes, heads, kv_heads, dim, dtype="float32", unread=np.nan, seed=0):
+    """Arguments of `tree_attention` before `numerics`, as NumPy's arrays: random trees over a cache with room
+    for `capacity` positions, which is `unread` from the first block on that has no committed position.
     """
     rng = np.random.default_rng(seed)
     batch = len(lengths)
@@ -39,8 +39,8 @@ def _case(lengths, capacity, nodes, heads, kv_heads, dim, dtype=np.float32, seed
     for slot, length in enumerate(lengths):
         values[slot, :, length:] *= 100  # finite, and behind the length
         keys[slot, :, length:] *= 100
-        unread = -(-length // _BLOCK) * _BLOCK
-        keys[slot, :, unread:], values[slot, :, unread:] = np.nan, np.nan
+        end = -(-length // _BLOCK) * _BLOCK
+        keys[slot, :, end:], values[slot, :, end:] = unread, unread
     keys = keys.reshape(batch, kv_heads, -1, _BLOCK, dim).swapaxes(-1, -2)
     ancestors = np.zeros((batch, nodes, nodes), bool)
     for slot in range(batch):
@@ -51,14 +51,8 @@ def _case(lengths, capacity, nodes, heads, kv_heads, dim, dtype=np.float32, seed
     depth = ancestors.sum(-1).astype(np.int32) - 1
     arrays = (normal(batch, nodes, heads, dim), keys, values)
     node_arrays = (normal(batch, nodes, kv_heads, dim), normal(batch, nodes, kv_heads, dim))
-    cast = functools.partial(jnp.asarray, dtype=dtype)
-    return (
-        *map(cast, arrays),
-        jnp.asarray(lengths, jnp.int32),
-        *map(cast, node_arrays),
-        jnp.asarray(ancestors),
-        jnp.asarray(depth),
-    )
+    arrays, node_arrays = ([x.astype(jnp.dtype(dtype)) for x in each] for each in (arrays, node_arrays))
+    return (*arrays, np.asarray(lengths, np.int32), *node_arrays, ancestors, depth)
 
 
 def _expected(queries, keys, values, lengths, node_keys, node_values, ancestors, depth):
@@ -66,7 +60,6 @@ def _expected(queries, keys, values, lengths, node_keys, node_values, ancestors,
     queries, keys, values, node_keys, node_values = (
         np.asarray(x, np.float64) for x in (queries, keys, values, node_keys, node_values)
     )
-    lengths, ancestors = np.asarray(lengths), np.asarray(ancestors)
     batch, nodes, heads, dim = queries.shape
     group = heads // values.shape[1]
     out = np.zeros_like(queries)
@@ -126,9 +119,8 @@ def _cases():
 
 @pytest.mark.parametrize(("implementation", "dtype", "shape"), [*_cases()])
 def test_against_float64(implementation, dtype, shape):
-    case = _case(*_SHAPES[shape], dtype=dtype)
-    if implementation == "xla":  # its contract: finite numbers everywhere
-        case = tuple(jnp.nan_to_num(x) if x.dtype == dtype else x for x in case)
+    unread = 0.0 if implementation == "xla" else np.nan  # its contract: finite numbers everywhere
+    case = _case(*_SHAPES[shape], dtype, unread)
     assert _relative_error(_run(implementation, case), _expected(*case)) < _TOLERANCE[dtype]
 
 
@@ -142,9 +134,8 @@ def test_on_the_device(policy, nodes):
 
 @pytest.mark.parametrize("implementation", ["xla", *_KERNELS])
 def test_nothing_to_see_is_zero(implementation):
-    case = list(_case((0, 3), 64, 3, 2, 1, 64, dtype="bfloat16"))
-    case[1], case[2] = jnp.nan_to_num(case[1]), jnp.nan_to_num(case[2])
-    case[6] = case[6].at[0, 1].set(False)
+    case = _case((0, 3), 64, 3, 2, 1, 64, "bfloat16", unread=0.0)
+    case[6][0, 1] = False
     got = _run(implementation, case)
     assert not got[0, 1].any()
     assert got[0, 0].all() and got[1, 1].all()
@@ -164,10 +155,15 @@ _DECODED = {
 def test_decoding_is_one_node_and_writes_it(implementation, shape):
     """A verifying pass has its key and value from outside the cache, where decoding writes them."""
     lengths, capacity, *heads = _DECODED[shape]
-    case = [jnp.nan_to_num(x) for x in _case(lengths, capacity, 1, *heads, dtype="bfloat16")]
-    decode = jax.jit(lambda *args: decode_attention(*args, Numerics(), _named(implementation)))
-    out, *cache = decode(*case[:6])
-    np.testing.assert_array_equal(np.asarray(out, np.float64), _run(implementation, case))
+    case = _case(lengths, capacity, 1, *heads, "bfloat16", unread=0.0)
+
+    @jax.jit
+    def both(*args):
+        there = Numerics(), _named(implementation)
+        return decode_attention(*args[:6], *there), tree_attention(*args, *there)
+
+    (out, *cache), verified = both(*case)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(verified))
     for ours, expected in zip(cache, _with_tokens(*case[1:6]), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), expected)
 
@@ -184,11 +180,11 @@ def _with_tokens(keys, values, positions, node_keys, node_values):
 
 def test_every_depth_of_a_chain_has_the_bits_of_decoding():
     """Across the border of a block and of a split, with more rows than one tile has; decoded in a loop."""
-    lengths, capacity, nodes = jnp.array([60, 1021], jnp.int32), 1088, 6
-    case = _case(lengths, capacity, nodes, 12, 1, 64, dtype="bfloat16")
-    queries, keys, values, _, node_keys, node_values = map(jnp.nan_to_num, case[:6])
-    ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), case[6].shape)
-    depth = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), case[7].shape)
+    capacity, nodes = 1088, 6
+    case = _case((60, 1021), capacity, nodes, 12, 1, 64, "bfloat16", unread=0.0)
+    queries, keys, values, lengths, node_keys, node_values = case[:6]
+    ancestors = np.broadcast_to(np.tri(nodes, dtype=bool), case[6].shape)
+    depth = np.broadcast_to(np.arange(nodes, dtype=np.int32), case[7].shape)
     verified = _run("interpret_gpu", (*case[:6], ancestors, depth))
 
     @jax.jit
@@ -217,7 +213,7 @@ def test_every_depth_of_a_chain_has_the_bits_of_decoding():
 @pytest.mark.parametrize("implementation", [_KERNELS[0], _KERNELS[-1]])
 def test_stretches_merged_in_registers_have_the_bits_of_a_second_kernel(implementation, nodes, monkeypatch):
     """Many slots fill a device, few do not."""
-    case = [jnp.nan_to_num(x) for x in _case((70, 1030), 1088, nodes, 3, 1, 64, dtype="bfloat16")]
+    case = _case((70, 1030), 1088, nodes, 3, 1, 64, "bfloat16", unread=0.0)
 
     def results():
         if nodes > 1:
@@ -254,7 +250,7 @@ def test_refusals(implementation, heads, dim, dtype, why):
     with pytest.raises(Refused, match=why):
         _run(implementation, case)
     with pytest.raises(Refused, match=why):
-        decode_attention(*case[:6], Numerics(), implementation)
+        jax.eval_shape(lambda *case: decode_attention(*case, Numerics(), implementation), *case[:6])
 
 
 @functools.lru_cache

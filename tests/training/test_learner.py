@@ -71,7 +71,7 @@ def experiment(algorithm, **training):
             },
             "algorithm": {"skip_zero_advantages": False} | algorithm,
             "optimizer": OPTIMIZER,
-            "training": {"pack_length": 32, "rows_per_microbatch": 2} | training,
+            "training": {"pack_length": 32, "rows_per_microbatch": 1} | training,  # programs of one size
         }
     )
 
@@ -100,9 +100,8 @@ def make_groups(params):
         responses = [rng.integers(0, CONFIG.vocab_size, length).astype(np.int32) for length in lengths]
         sequences = [TrainingSequence(prompt, response, None, 0.0, 1.0) for response in responses]
         packing = pack_sequences([sequence.length for sequence in sequences], 32)
-        (rows,) = packing.microbatches(2) if packing.num_rows == 2 else [range(2)]
-        batch = build_batch(sequences, packing, rows)
-        (scored,) = learner._trainer.score(params, [batch])
+        batches = [build_batch(sequences, packing, rows) for rows in packing.microbatches(1)]
+        scored = np.concatenate(learner._trainer.score(params, batches))
         completions = []
         for response, row, start in zip(responses, packing.row, packing.start, strict=True):
             first = int(start) + size - 1
@@ -174,7 +173,7 @@ def test_the_batches_of_grpo_and_dapo_are_those_of_their_equations(params, group
             for i, weight in zip(part, aggregation_weights(lengths[part], mode), strict=True)
         ]
         packing = pack_sequences([sequence.length for sequence in sequences], 32)
-        expected = [build_batch(sequences, packing, rows) for rows in packing.microbatches(2)]
+        expected = [build_batch(sequences, packing, rows) for rows in packing.microbatches(1)]
         jax.tree.map(np.testing.assert_array_equal, minibatch.batches, expected)
         assert (minibatch.reference_logprobs is None) == (name == "dapo")
         assert minibatch.old_logprobs is None and minibatch.old_values is None
@@ -506,7 +505,7 @@ def test_ppo_passes_over_what_a_tool_answered(params, groups, monkeypatch):
 
 def test_nothing_compiles_after_warm_up(params, groups):
     pool = NamingPool()
-    learner = make_learner(params, WITH_CRITIC, pool, minibatches_per_step=2, rows_per_microbatch=1)
+    learner = make_learner(params, WITH_CRITIC, pool, minibatches_per_step=2)
     state = learner.init(params)
     learner.warm_up(state)
     pool.complete = True
@@ -523,7 +522,8 @@ from tests.training.test_learner import WITH_CRITIC, make_groups, make_learner, 
 
 params = make_params()
 mesh = make_mesh(MeshConfig(data=2, tensor=2))
-learner = make_learner(params, WITH_CRITIC, ExecutablePool(), mesh, minibatches_per_step=2)
+sizes = {"minibatches_per_step": 2, "rows_per_microbatch": 2}
+learner = make_learner(params, WITH_CRITIC, ExecutablePool(), mesh, **sizes)
 state, metrics = learner.learn(learner.init(params), make_groups(params), 0)
 np.savez(sys.argv[1], *jax.tree.leaves(jax.device_get((state.params, state.critic))))
 print("FOUND" + json.dumps(metrics))
@@ -554,5 +554,6 @@ def test_sharing_is_foreseen_from_the_first_prompts(params):
         ("off", 100, 512, False),
         ("on", 1, 32, True),
     ):
-        learner = make_learner(params, PLAIN, share_prompts=share_prompts, pack_length=pack_length)
+        sizes = {"pack_length": pack_length, "rows_per_microbatch": 2}
+        learner = make_learner(params, PLAIN, share_prompts=share_prompts, **sizes)
         assert learner.expects_sharing([list(range(num_prompt))]) == expected

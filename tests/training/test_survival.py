@@ -23,6 +23,7 @@ ANY_TIME, BETWEEN_LINES, SAVING = "any time", "between lines", "saving"
 KILLS = 2 * (ANY_TIME, SAVING, BETWEEN_LINES, SAVING, ANY_TIME, SAVING)
 CUT_LINE, HALF_CHECKPOINT, FULL_DISK = 3, 5, 9  # before which start
 SMALL = 250_000  # bytes: not even one matrix of a checkpoint fits into files of this size, all metrics do
+SMALLER = 30_000  # for a policy of fewer parameters
 PATIENCE = 120.0  # seconds, for anything
 # Times differ between runs, and one that is started again compiles again.
 VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
@@ -229,7 +230,9 @@ def fill_disk(sessions: Sessions, run: Path) -> None:
 def test_a_killed_run_goes_on_and_a_full_disk_may_cost_checkpoints_only(sessions):
     """Both have the numbers of a run that nothing happens to: the second, before it is started again."""
     killed, full = sessions.world / "killed once", sessions.world / "going on"
-    short = ("training.steps=4", "warm_start=null")
+    # Of the shapes of other tiny runs, whose programs are there.
+    shapes = ("policy.shape.mlp_size=64", "rollout.max_response_length=48")
+    short = ("training.steps=4", "warm_start=null", *shapes)
     sessions.start(killed, *short)
     sessions.wait_until(lambda: complete(killed), time.perf_counter())
     assert sessions.end(kill=True) == -signal.SIGKILL, sessions.errors.read_text()
@@ -239,7 +242,7 @@ def test_a_killed_run_goes_on_and_a_full_disk_may_cost_checkpoints_only(sessions
     assert RunDirectory(killed).read_sessions()[-1]["step"] > 0
 
     sessions.errors.unlink(missing_ok=True)
-    sessions.start(full, *short, "checkpoint.on_failure=go_on", file_size=SMALL)
+    sessions.start(full, *short, "checkpoint.on_failure=go_on", file_size=SMALLER)
     assert sessions.end() == 2  # what counts is that the last one is there
     assert "the checkpoint of step 4 could not be written" in sessions.errors.read_text()
     assert sessions.errors.read_text().count("\n") == 1
