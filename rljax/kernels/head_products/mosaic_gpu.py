@@ -5,7 +5,6 @@
 import itertools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -13,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rljax.kernels import tile_products
 from rljax.kernels.head_products import HeadWeights
-from rljax.kernels.pallas import gpu_interpreter, gpu_load, gpu_store
+from rljax.kernels.pallas import gpu_load
 from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.rows import Numerics
 
@@ -30,85 +29,62 @@ def head_products(
 ) -> tuple[Array, ...]:
     """See the package."""
     del numerics
-    flat = x.reshape(-1, x.shape[-1])
-    tile_products.require(flat)
     half = angles.shape[-1]
     dim = 2 * half
     if dim not in (64, 128):
         raise Refused(f"heads are 64 or 128 wide, not {dim}")
-    counts = [matrix.shape[0] // dim for matrix in weights.matrices]
-    starts = list(itertools.accumulate(counts, initial=0))
-    count, warpgroups = len(flat), tile_products.warpgroups_of(len(flat))
-    rows = tile_products.ROWS * warpgroups
-    more = (0, -count % rows)
-    padded, turned = (jnp.pad(each, (more, (0, 0))) for each in (flat, angles[:, :, :2].reshape(count, dim)))
-    halves = pl.ds(0, half), pl.ds(half, half)
+    starts = [0, *itertools.accumulate(len(matrix) // dim for matrix in weights.matrices)]
 
-    def of_head(x_ref: Any, angles_ref: Any, *refs: Any) -> None:
+    def of_head(tile: tile_products.Tile, x_ref: Any, angles_ref: Any, *refs: Any) -> None:
         matrices, refs = refs[:3], refs[3:]
         biases, refs = refs[: len(weights.biases)], refs[len(weights.biases) :]
         scales, out_refs = refs[: len(weights.scales)], refs[len(weights.scales) :]
-        block = pl.ds(lax.axis_index("rows") * rows, rows)
-        own_rows = pl.ds(lax.axis_index("warpgroup") * tile_products.ROWS, tile_products.ROWS)
-        head = lax.axis_index("head")
 
-        def of_rows(vector: Array) -> Array:
-            return lax.broadcast_in_dim(vector, (tile_products.ROWS, half), (0,))
+        def halves(first: Any) -> tuple[pl.Slice, pl.Slice]:
+            return pl.ds(first, half), pl.ds(first + half, half)
 
-        def of_columns(ref: Any, first: Any) -> Array:
-            """Entries [half] of a vector from `first` on, for every row."""
-            vector = gpu_load(ref.at[pl.ds(first, half)], _OF_COLUMNS, interpret)
-            return lax.broadcast_in_dim(vector, (tile_products.ROWS, half), (1,))
+        def of_columns(ref: Any, first: Any) -> list[Array]:
+            """Both halves of the entries of a vector from `first` on, for every row."""
+            vectors = [gpu_load(ref.at[columns], _OF_COLUMNS, tile.interpret) for columns in halves(first)]
+            return [lax.broadcast_in_dim(vector, (tile.rows, half), (1,)) for vector in vectors]
+
+        def rounded(parts: list[Array]) -> list[Array]:
+            return [part.astype(x.dtype).astype(jnp.float32) for part in parts]
 
         def compute(kind: int) -> None:
-            first_row = (head - starts[kind]) * dim
+            first = (tile.number - starts[kind]) * dim
 
-            def finish(*parts: Array) -> None:
-                parts = list(parts)
+            def finish(*products: Array) -> None:
+                parts = list(products)
                 if biases:
-                    parts = [
-                        part + of_columns(biases[kind], first_row + own * half)
-                        for own, part in enumerate(parts)
-                    ]
-                factors = [part.astype(x.dtype) for part in parts]
-                wide = [part.astype(jnp.float32) for part in factors]
+                    both = zip(parts, of_columns(biases[kind], first), strict=True)
+                    parts = [part + bias for part, bias in both]
+                factors = parts = rounded(parts)
                 if kind < len(scales):
-                    total = sum(jnp.sum(part * part, axis=1) for part in wide)
-                    factor = of_rows(lax.rsqrt(total * (1.0 / dim) + weights.epsilon))
-                    normed = [(part * factor).astype(x.dtype).astype(jnp.float32) for part in wide]
-                    scaled = [part * of_columns(scales[kind], own * half) for own, part in enumerate(normed)]
-                    wide = [part.astype(x.dtype).astype(jnp.float32) for part in scaled]
+                    total = sum(jnp.sum(part * part, axis=1) for part in parts)
+                    factor = lax.rsqrt(total * (1.0 / dim) + weights.epsilon)
+                    factor = lax.broadcast_in_dim(factor, (tile.rows, half), (0,))
+                    normed = rounded([part * factor for part in parts])
+                    both = zip(normed, of_columns(scales[kind], 0), strict=True)
+                    parts = rounded([part * scale for part, scale in both])
                 if kind < 2:
-                    cos, sin = (
-                        gpu_load(angles_ref.at[block, own].at[own_rows], plgpu.Layout.WGMMA, interpret)
-                        for own in halves
-                    )
-                    first, second = wide
-                    wide = [first * cos - second * sin, second * cos + first * sin]
-                results = [[part.astype(x.dtype) for part in wide], factors]
-                for out_ref, both in zip(out_refs, results, strict=False):
-                    for own, part in zip((0, half), both, strict=True):
-                        columns = pl.ds(head * dim + own, half)
-                        gpu_store(out_ref.at[block, columns].at[own_rows], part, interpret)
+                    cos, sin = (tile.load(angles_ref, columns) for columns in halves(0))
+                    parts = [parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin]
+                for out_ref, values in zip(out_refs, (parts, factors), strict=False):
+                    for columns, value in zip(halves(tile.number * dim), values, strict=True):
+                        tile.store(out_ref, columns, value.astype(x.dtype))
 
-            tiles = [matrices[kind].at[pl.ds(first_row + own, half)] for own in (0, half)]
-            tile_products.multiply(x_ref.at[block], tuple(tiles), finish, warpgroups, interpret)
+            own = tuple(matrices[kind].at[outputs] for outputs in halves(first))
+            tile.multiply(x_ref, own, finish)
 
         for kind in range(3):
-            pl.when((starts[kind] <= head) & (head < starts[kind + 1]))(lambda kind=kind: compute(kind))
+            is_own = (starts[kind] <= tile.number) & (tile.number < starts[kind + 1])
+            pl.when(is_own)(lambda kind=kind: compute(kind))
 
-    outputs = starts[-1] * dim
-    y, *factors = plgpu.kernel(
-        of_head,
-        out_type=[jax.ShapeDtypeStruct((len(padded), outputs), x.dtype)] * (2 if with_factors else 1),
-        grid=(starts[-1], len(padded) // rows),
-        grid_names=("head", "rows"),
-        num_threads=warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=gpu_interpreter() if interpret else None,
-    )(padded, turned, *weights.matrices, *weights.biases, *weights.scales)
+    rows = x.reshape(-1, x.shape[-1]), angles[:, :, :2].reshape(-1, dim)
+    others = (*weights.matrices, *weights.biases, *weights.scales)
+    widths = [starts[-1] * dim] * (2 if with_factors else 1)
+    y, *factors = tile_products.run(of_head, rows, others, widths, starts[-1], interpret)
     borders = [start * dim for start in starts[1:3]]
-    parts = [part for whole in factors for part in jnp.split(whole[:count], borders, axis=1)]
-    parts = [part.reshape(*x.shape[:-1], -1) for part in parts]
-    return (y[:count].reshape(*x.shape[:-1], -1, dim), *parts)
+    parts = [part for whole in factors for part in jnp.split(whole, borders, axis=1)]
+    return (y.reshape(*x.shape[:-1], -1, dim), *(part.reshape(*x.shape[:-1], -1) for part in parts))

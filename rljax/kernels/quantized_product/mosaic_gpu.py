@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from rljax.kernels.pallas import gpu_interpreter, gpu_load
-from rljax.kernels.quantized_product.chunks import in_chunks
+from rljax.kernels.quantized_product.chunks import ROWS, in_chunks
 from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.quantized import QuantizedWeight
 
@@ -210,8 +210,12 @@ _OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Multiplies a [m, k] by b [n, k]: float32 [m, n]."""
-    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    """Multiplies a [m, k] by b [n, k] where the kernel is interpreted: float32 [m, n]. A CPU's product has
+    other bits for other numbers of rows, so it always has as many.
+    """
+    rows = jnp.pad(b, ((0, ROWS - len(b)), (0, 0)))
+    y = lax.dot_general(a, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return y[:, : len(b)]
 
 
 def _integers(packed: Array, byte: int, half: int, zero: Array | None, bits: int, interpret: bool) -> Array:
