@@ -11,7 +11,8 @@ from rljax.kernels.gated_product import gated_product, mosaic_gpu
 from rljax.numerics.kernel_choice import Refused
 from rljax.numerics.products import ProductForm
 
-SLOW = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 takes too long to interpret it")
+SLOW_INTERPRETER = jax.__version_info__ < (0, 11)
+SLOW = pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
 NATIVE = pytest.param("mosaic_gpu", marks=pytest.mark.accelerator)
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
 SLABS = ProductForm(64, 64, slabs=True)

@@ -10,7 +10,7 @@ import pytest
 from rljax.kernels.head_products import HeadWeights, head_products
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
-from tests.kernels.test_gated_product import NATIVE, SLOW, normal
+from tests.kernels.test_gated_product import NATIVE, SLOW, SLOW_INTERPRETER, normal
 
 CASES = {  # query heads, key heads, their width, inputs
     "norms": (1, 1, 64, 64),
@@ -54,8 +54,9 @@ def test_against_plain_jax(case, implementation):
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", NATIVE])
 def test_a_row_is_computed_as_if_alone(implementation):
-    """In both warpgroups of a block, and without the factors; on a device in another block, too."""
-    x, angles, *weights = operands("norms", 66 if implementation == "interpret_gpu" else 300)
+    """Without the factors; where there is time in both warpgroups of a block, on a device in another, too."""
+    rows = 300 if implementation != "interpret_gpu" else 40 if SLOW_INTERPRETER else 66
+    x, angles, *weights = operands("norms", rows)
     together = np.asarray(computed(x, angles, *weights, True, implementation)[0])
     for rows in [slice(5, 6), slice(len(x) - 2, len(x))]:
         (part,) = computed(x[rows], angles[rows], *weights, False, implementation)
