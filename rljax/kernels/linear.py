@@ -52,7 +52,7 @@ class Products:
         weights: tuple[Weight, ...],
         kernel: Callable[[tuple[Array, ...], bool], tuple[Array, ...]],
     ) -> Array:
-        """Returns `apart()`, which has the gradient; in slabs as an operation of its own computes it.
+        """Returns the result of `apart`, which has the gradient; in slabs `kernel` computes it.
 
         Args:
           apart: computes the result from `linear` with `weights`, once each, in order.
@@ -61,7 +61,7 @@ class Products:
         whole = tuple(weight.merged if isinstance(weight, AdaptedWeight) else weight for weight in weights)
         if self.keep is None or not all(isinstance(weight, Array) for weight in whole):
             return apart()
-        return self.keep.fused(lambda with_factors: kernel(whole, with_factors), apart)
+        return self.keep.fused(apart, lambda with_products: kernel(whole, with_products))
 
 
 def by_slabs(

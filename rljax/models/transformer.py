@@ -181,11 +181,11 @@ def _queries_keys_values(
             k = _norm(k, layer["k_norm"], config, numerics)
         return jnp.concatenate([apply_rope(q, angles), apply_rope(k, angles), v], axis=2)
 
-    def kernel(matrices: tuple[Array, ...], with_factors: bool) -> tuple[Array, ...]:
+    def kernel(matrices: tuple[Array, ...], with_products: bool) -> tuple[Array, ...]:
         biases = tuple(layer[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in layer)
         scales = tuple(_scale(layer[f"{n}_norm"], config) for n in names if f"{n}_norm" in layer)
         weights = HeadWeights(matrices, biases, scales, config.norm_epsilon)
-        return head_products(h, angles, weights, with_factors, numerics)
+        return head_products(h, angles, weights, with_products, numerics)
 
     return products.fused(apart, tuple(layer[n] for n in names), kernel)
 
@@ -205,9 +205,9 @@ def _after_attention(
     def apart() -> Array:
         return activation(products.linear(h, layer["gate"])) * products.linear(h, layer["up"])
 
-    def kernel(matrices: tuple[Array, ...], with_factors: bool) -> tuple[Array, ...]:
+    def kernel(matrices: tuple[Array, ...], with_products: bool) -> tuple[Array, ...]:
         choice = products.numerics.kernels.gated_product
-        return gated_product(h, *matrices, activation, with_factors, choice)
+        return gated_product(h, *matrices, activation, with_products, choice)
 
     gated = products.fused(apart, (layer["gate"], layer["up"]), kernel)
     h = products.linear(gated, layer["down"])

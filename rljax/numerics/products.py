@@ -191,12 +191,12 @@ class Keep:
             self.kept.append(y)
         return y
 
-    def fused(self, kernel: Callable[[bool], tuple[Array, ...]], apart: Callable[[], Array]) -> Array:
-        """Returns the first result of a kernel that has no gradient.
+    def fused(self, apart: Callable[[], Array], kernel: Callable[[bool], tuple[Array, ...]]) -> Array:
+        """Returns what a kernel without a gradient computes.
 
         Args:
-          kernel: its argument says whether to return what `apart` keeps, in order, behind the result.
-          apart: computes the same from this module's products, and has the gradient.
+          apart: computes the same from products that it keeps, and has the gradient.
+          kernel: its argument says whether to return these products, in order, behind the result.
         """
         if self.values is not None:
             return apart()

@@ -181,10 +181,15 @@ _WEIGHTS = 2**28  # bytes in a call, well beyond a cache of 50 MB
 _MOST_LAYERS = 16
 
 
+def _layers(name: str, stored: int) -> int:
+    """Layers of a call, of `stored` bytes of weights each; a look has one."""
+    return min(max(_WEIGHTS // stored, 1), _MOST_LAYERS) if name in POLICIES else 1
+
+
 def _gated_product(name: str, policy: ModelConfig, rows: int) -> Case:
-    """Gate, up and activation of one layer after another, as a decode step does; a look has one."""
+    """Gate, up and activation of one layer after another, as a decode step does."""
     width, outputs = policy.hidden_size, policy.mlp_size
-    layers = min(max(_WEIGHTS // (4 * outputs * width), 1), _MOST_LAYERS) if name in POLICIES else 1
+    layers = _layers(name, 4 * outputs * width)
 
     def make(rng: np.random.Generator) -> tuple[Array, list[Array]]:
         x, *weights = _normals(rng, (layers, rows, 1, width), *[(outputs, width)] * 2 * layers)
@@ -209,7 +214,7 @@ def _head_products(name: str, policy: ModelConfig, rows: int) -> Case:
     width, dim = policy.hidden_size, policy.head_dim
     outputs = [count * dim for count in (policy.num_heads, policy.num_kv_heads, policy.num_kv_heads)]
     stored = 2 * sum(outputs) * width
-    layers = min(max(_WEIGHTS // stored, 1), _MOST_LAYERS) if name in POLICIES else 1
+    layers = _layers(name, stored)
 
     def make(rng: np.random.Generator) -> tuple[Array, Array, list[Array]]:
         x, *matrices = _normals(rng, (layers, rows, 1, width), *[(size, width) for size in outputs] * layers)
@@ -259,7 +264,7 @@ def _quantized_product(name: str, policy: ModelConfig, part: str, fmt: str, rows
     does.
     """
     outputs, inputs, stored = _projection(policy, part, _FORMATS[fmt])
-    layers = min(max(_WEIGHTS // stored, 1), _MOST_LAYERS) if name in POLICIES else 1
+    layers = _layers(name, stored)
 
     def make(rng: np.random.Generator) -> tuple[Array, list[QuantizedWeight], list[Array]]:
         x, *matrices = _normals(rng, (layers, rows, inputs), *[(outputs, inputs)] * layers)

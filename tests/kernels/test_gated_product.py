@@ -27,9 +27,9 @@ def operands(rows, inputs, outputs):
     return normal(0, rows, 1, inputs), *weights
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "with_factors", "implementation"))
-def computed(x, gate, up, activation, with_factors, implementation):
-    return gated_product(x, gate, up, ACTIVATIONS[activation], with_factors, implementation)
+@functools.partial(jax.jit, static_argnames=("activation", "with_products", "implementation"))
+def computed(x, gate, up, activation, with_products, implementation):
+    return gated_product(x, gate, up, ACTIVATIONS[activation], with_products, implementation)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def computed(x, gate, up, activation, with_factors, implementation):
 def test_against_float64(rows, inputs, outputs, columns, activation, implementation, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "_columns", lambda outputs: columns)
     x, *weights = operands(rows, inputs, outputs)
-    y, *factors = computed(x, *weights, activation, True, implementation)
+    y, *products = computed(x, *weights, activation, True, implementation)
     wide = [np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T for weight in weights]
-    for ours, expected in zip(factors, wide, strict=True):
+    for ours, expected in zip(products, wide, strict=True):
         assert ours.shape == (rows, 1, outputs) and ours.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(ours, np.float64), expected, rtol=2**-8, atol=1e-5)
-    gate, up = (factor.astype(jnp.float32) for factor in factors)
+    gate, up = (product.astype(jnp.float32) for product in products)
     expected = ACTIVATIONS[activation](gate) * up
     rounded = 2**-5 if implementation == "xla" else 1e-5  # which may compute the activation in bfloat16
     np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=2**-7, atol=rounded)
@@ -57,7 +57,7 @@ def test_against_float64(rows, inputs, outputs, columns, activation, implementat
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", NATIVE])
 def test_a_row_is_computed_as_if_alone(implementation):
-    """In the first and the second warpgroup of a block, in another block, and without the factors."""
+    """In the first and the second warpgroup of a block, in another block, and without the products."""
     x, *weights = operands(130, 64, 8)
     together = np.asarray(computed(x, *weights, "silu", True, implementation)[0])
     for rows in [slice(5, 6), slice(70, 73), slice(128, 130)]:

@@ -29,11 +29,11 @@ def operands(case, rows):
     return normal(8, rows, 1, inputs), vectors(9, rows, 1, 3, dim // 2), matrices, biases, scales
 
 
-@functools.partial(jax.jit, static_argnames=("with_factors", "implementation"))
-def computed(x, angles, matrices, biases, scales, with_factors, implementation):
+@functools.partial(jax.jit, static_argnames=("with_products", "implementation"))
+def computed(x, angles, matrices, biases, scales, with_products, implementation):
     weights = HeadWeights(matrices, biases, scales, 1e-5)
     numerics = Numerics(True, str(x.dtype), KernelChoice(head_products=implementation))
-    return head_products(x, angles, weights, with_factors, numerics)
+    return head_products(x, angles, weights, with_products, numerics)
 
 
 @pytest.mark.parametrize("case", ["norms", *(pytest.param(case, marks=SLOW) for case in list(CASES)[1:])])
@@ -41,20 +41,20 @@ def computed(x, angles, matrices, biases, scales, with_factors, implementation):
 def test_against_plain_jax(case, implementation):
     arguments = operands(case, 5)
     heads, kv_heads, dim, _ = CASES[case]
-    y, *factors = computed(*arguments, True, implementation)
+    y, *found = computed(*arguments, True, implementation)
     assert y.shape == (5, 1, heads + 2 * kv_heads, dim) and y.dtype == jnp.bfloat16
     wide = [each.astype(jnp.float32) for each in arguments[2]]
     expected, *products = computed(
         arguments[0].astype(jnp.float32), arguments[1], wide, *arguments[3:], True, "xla"
     )
-    for ours, theirs in zip(factors, products, strict=True):
+    for ours, theirs in zip(found, products, strict=True):
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=2**-8, atol=1e-5)
     np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=2**-5, atol=2**-5)
 
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", NATIVE])
 def test_a_row_is_computed_as_if_alone(implementation):
-    """Without the factors; where there is time in both warpgroups of a block, on a device in another, too."""
+    """Without the products; where there is time in both warpgroups of a block, on a device in another."""
     rows = 300 if implementation != "interpret_gpu" else 40 if SLOW_INTERPRETER else 66
     x, angles, *weights = operands("norms", rows)
     together = np.asarray(computed(x, angles, *weights, True, implementation)[0])

@@ -16,22 +16,22 @@ def gated_product(
     gate: Array,
     up: Array,
     activation: Callable[[Array], Array],
-    with_factors: bool,
+    with_products: bool,
     implementation: Implementation = None,
 ) -> tuple[Array, ...]:
     """Returns `activation(x gate^T) * (x up^T)` [N, T, out] in the type of x.
 
     Both products are summed in float32 and rounded to the type of x. A row of the result depends on that row
-    of x alone; the bits of a kernel are the same for every number of rows, with factors or without.
+    of x alone; the bits of a kernel are the same for every number of rows, with products or without.
 
     Args:
       x: float32 or bfloat16 [N, T, in].
       gate, up: [out, in], of the type of x.
       activation: computed entry by entry.
-      with_factors: return the rounded products, [N, T, out] each, behind the result, for its gradient.
+      with_products: return the rounded products, [N, T, out] each, behind the result, for its gradient.
       implementation: see `rljax.kernels.switch`; the default depends on (out, in).
 
     Raises:
       Refused: no requested backend supports this type or shape.
     """
-    return switch.call("gated_product", implementation, gate.shape, x, gate, up, activation, with_factors)
+    return switch.call("gated_product", implementation, gate.shape, x, gate, up, activation, with_products)

@@ -22,7 +22,7 @@ def gated_product(
     gate: Array,
     up: Array,
     activation: Callable[[Array], Array],
-    with_factors: bool,
+    with_products: bool,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """See the package."""
@@ -35,15 +35,15 @@ def gated_product(
         own_outputs = pl.ds(tile.number * columns, columns)
 
         def finish(*products: Array) -> None:
-            factors = [product.astype(x.dtype) for product in products]
-            wide = [factor.astype(jnp.float32) for factor in factors]
+            rounded = [product.astype(x.dtype) for product in products]
+            wide = [product.astype(jnp.float32) for product in rounded]
             y = (activation(wide[0]) * wide[1]).astype(x.dtype)
-            for out_ref, value in zip(out_refs, (y, *factors), strict=False):
+            for out_ref, value in zip(out_refs, (y, *rounded), strict=False):
                 tile.store(out_ref, own_outputs, value)
 
         tile.multiply(x_ref, (gate_ref.at[own_outputs], up_ref.at[own_outputs]), finish)
 
-    widths = [outputs] * (3 if with_factors else 1)
+    widths = [outputs] * (3 if with_products else 1)
     rows = x.reshape(-1, x.shape[-1])
     results = tile_products.run(gated, (rows,), (gate, up), widths, outputs // columns, interpret)
     return tuple(result.reshape(*x.shape[:-1], outputs) for result in results)

@@ -29,18 +29,18 @@ class HeadWeights(NamedTuple):
 
 
 def head_products(
-    x: Array, angles: Array, weights: HeadWeights, with_factors: bool, numerics: Numerics
+    x: Array, angles: Array, weights: HeadWeights, with_products: bool, numerics: Numerics
 ) -> tuple[Array, ...]:
     """Returns queries, keys and values side by side, [N, T, H + 2 Hk, D] in the type of x.
 
     Products are summed in float32 and rounded to the type of x; then queries and keys are normed
     (`rms_norm`) and rotated (`apply_rope`). A row of the result depends on that row of x and angles alone;
-    the bits of a kernel are the same for every number of rows, with factors or without.
+    the bits of a kernel are the same for every number of rows, with products or without.
 
     Args:
       x: float32 or bfloat16 [N, T, in].
       angles: cosines, sines, others, float32 [N, T, at least 2, D / 2].
-      with_factors: return the rounded products, [N, T, outputs] each, behind the result, for its gradient.
+      with_products: return the rounded products, [N, T, outputs] each, behind the result, for its gradient.
       numerics: its `kernels.head_products` says who computes; the default depends on (H, Hk, D).
 
     Raises:
@@ -49,4 +49,4 @@ def head_products(
     dim = 2 * angles.shape[-1]
     sizes = (weights.matrices[0].shape[0] // dim, weights.matrices[1].shape[0] // dim, dim)
     implementation = numerics.kernels.head_products
-    return switch.call("head_products", implementation, sizes, x, angles, weights, with_factors, numerics)
+    return switch.call("head_products", implementation, sizes, x, angles, weights, with_products, numerics)

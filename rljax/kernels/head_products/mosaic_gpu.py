@@ -23,7 +23,7 @@ def head_products(
     x: Array,
     angles: Array,
     weights: HeadWeights,
-    with_factors: bool,
+    with_products: bool,
     numerics: Numerics,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
@@ -59,7 +59,7 @@ def head_products(
                 if biases:
                     both = zip(parts, of_columns(biases[kind], first), strict=True)
                     parts = [part + bias for part, bias in both]
-                factors = parts = rounded(parts)
+                rounded_products = parts = rounded(parts)
                 if kind < len(scales):
                     total = sum(jnp.sum(part * part, axis=1) for part in parts)
                     factor = lax.rsqrt(total * (1.0 / dim) + weights.epsilon)
@@ -70,7 +70,7 @@ def head_products(
                 if kind < 2:
                     cos, sin = (tile.load(angles_ref, columns) for columns in halves(0))
                     parts = [parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin]
-                for out_ref, values in zip(out_refs, (parts, factors), strict=False):
+                for out_ref, values in zip(out_refs, (parts, rounded_products), strict=False):
                     for columns, value in zip(halves(tile.number * dim), values, strict=True):
                         tile.store(out_ref, columns, value.astype(x.dtype))
 
@@ -83,8 +83,8 @@ def head_products(
 
     rows = x.reshape(-1, x.shape[-1]), angles[:, :, :2].reshape(-1, dim)
     others = (*weights.matrices, *weights.biases, *weights.scales)
-    widths = [starts[-1] * dim] * (2 if with_factors else 1)
-    y, *factors = tile_products.run(of_head, rows, others, widths, starts[-1], interpret)
+    widths = [starts[-1] * dim] * (2 if with_products else 1)
+    y, *products = tile_products.run(of_head, rows, others, widths, starts[-1], interpret)
     borders = [start * dim for start in starts[1:3]]
-    parts = [part for whole in factors for part in jnp.split(whole, borders, axis=1)]
+    parts = [part for whole in products for part in jnp.split(whole, borders, axis=1)]
     return (y.reshape(*x.shape[:-1], -1, dim), *(part.reshape(*x.shape[:-1], -1) for part in parts))
