@@ -12,7 +12,7 @@ import types
 import pytest
 
 from rljax.cluster import ray_fabric
-from rljax.cluster.messages import Load, Pieces, Prefetch
+from rljax.cluster.messages import Decode, Load, Pieces, Prefetch
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
@@ -57,27 +57,20 @@ def test_two_processes_make_the_same_run(world, alone, nodes):
 @pytest.mark.ray
 @pytest.mark.long  # beyond one case; tests/cluster/test_staleness.py has it in one process
 def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, nodes, monkeypatch):
-    """They decode while the trainer updates. One that stands still in the second step's rollout, until newer
+    """They decode while the trainer updates. One that stands still at the second step's rollout, until newer
     weights are announced to it, copies these to its host before it loads them.
     """
-    receive, send, still = ray_fabric.RayFabric.receive, ray_fabric.RayFabric.send, {}
+    send, still = ray_fabric.RayFabric.send, {}
 
-    def interfere(fabric, seconds):
-        events = receive(fabric, seconds)
-        for event in events:
-            middle = isinstance(event, Pieces) and not any(piece.ending for piece in event.pieces)
-            if middle and event.rollout == 3 and not still:
-                still[event.worker] = fabric.facts[event.worker].pid
-                os.kill(still[event.worker], signal.SIGSTOP)
-        return events
-
-    def noted(fabric, worker, order):
+    def interfere(fabric, worker, order):
+        if isinstance(order, Decode) and order.rollout == 3 and not still:
+            still[worker] = fabric.facts[worker].pid
+            os.kill(still[worker], signal.SIGSTOP)
+        send(fabric, worker, order)
         if isinstance(order, Prefetch) and worker in still:
             os.kill(still[worker], signal.SIGCONT)
-        send(fabric, worker, order)
 
-    monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
-    monkeypatch.setattr(ray_fabric.RayFabric, "send", noted)
+    monkeypatch.setattr(ray_fabric.RayFabric, "send", interfere)
     overrides = ("rollout.staleness=1", "cluster.workers=2", "cluster.weights=files")
     clustered = run(world, "ray_stale", *overrides, "cluster.lease_seconds=60", steps=3)
     assert still
@@ -88,35 +81,41 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
 
 @pytest.mark.ray
 @pytest.mark.long  # beyond one case; test_failures.py loses workers in one process
-def test_a_process_killed_and_one_stopped_in_mid_rollout_change_nothing(world, alone, nodes, monkeypatch):
-    """kill -9 in the first training rollout, SIGSTOP in the second: a third and fourth worker go on. Weights
-    come from shared memory.
+def test_a_process_killed_and_one_stopped_change_nothing(world, alone, nodes, monkeypatch):
+    """kill -9 in the first training rollout, SIGSTOP when requests of the second are on their way: a third
+    and fourth worker go on. Weights come from shared memory.
     """
-    signals, hit = [signal.SIGKILL, signal.SIGSTOP], []
-    receive = ray_fabric.RayFabric.receive
+    receive, send, hit = ray_fabric.RayFabric.receive, ray_fabric.RayFabric.send, {}
 
-    def interfere(fabric, seconds):
+    def hurt(fabric, worker, how):
+        hit[how] = fabric.facts[worker].pid
+        os.kill(hit[how], how)
+
+    def kill(fabric, seconds):
         events = receive(fabric, seconds)
         for event in events:
             middle = isinstance(event, Pieces) and not any(piece.ending for piece in event.pieces)
-            if middle and event.rollout == len(hit) + 2 and len(hit) < 2 and event.worker in fabric.facts:
-                pid = fabric.facts[event.worker].pid
-                os.kill(pid, signals[len(hit)])
-                hit.append((event.worker, pid))
+            if middle and event.rollout == 2 and signal.SIGKILL not in hit and event.worker in fabric.facts:
+                hurt(fabric, event.worker, signal.SIGKILL)
         return events
 
-    monkeypatch.setattr(ray_fabric.RayFabric, "receive", interfere)
+    def stop(fabric, worker, order):
+        if isinstance(order, Decode) and order.rollout == 3 and signal.SIGSTOP not in hit:
+            hurt(fabric, worker, signal.SIGSTOP)
+        send(fabric, worker, order)
+
+    monkeypatch.setattr(ray_fabric.RayFabric, "receive", kill)
+    monkeypatch.setattr(ray_fabric.RayFabric, "send", stop)
     # The stopped one is waited for as long; a busy machine must not make the other ones silent for so long.
     overrides = ("cluster.workers=2", "cluster.lease_seconds=30", "cluster.weights=files", *DRAFTS)
     troubled = run(world, "ray_trouble", *overrides)
-    assert len(hit) == 2
+    assert hit.keys() == {signal.SIGKILL, signal.SIGSTOP}
     assert not differences(alone, troubled)
     steps = troubled.steps
     assert sum(line["cluster/restarts"] for line in steps) == 2
     assert sum(line["cluster/migrations"] for line in steps) >= 1
-    _, stopped = hit[1]
     for _ in range(100):  # it would keep its core
-        if not os.path.exists(f"/proc/{stopped}"):
+        if not os.path.exists(f"/proc/{hit[signal.SIGSTOP]}"):
             return
         time.sleep(0.1)
     pytest.fail("a stopped process is still there")
