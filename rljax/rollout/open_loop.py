@@ -4,12 +4,11 @@ from rljax.engine.engine import DecodeEngine
 from rljax.environments.use import EnvironmentUse
 from rljax.models.transformer import Params
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy, OnSync
-from rljax.rollout.slots import Slots
+from rljax.rollout.slots import Slots, SpeculativeSlots
 from rljax.rollout.sources.environment_turns import EnvironmentTurns
 from rljax.rollout.sources.idle import IDLE, IdleSlots
 from rljax.rollout.sources.tool_turns import ToolTurns
 from rljax.rollout.sources.turns import Turns
-from rljax.rollout.speculative_slots import SpeculativeSlots
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 from rljax.tools.use import ToolUse

@@ -1,7 +1,7 @@
 """The drafters of a run with all that they need, and what remains of them between rollouts.
 
-The pass is in `speculative_pass.py`. `rljax/rollout/speculative_slots.py` calls it, and tells drafters what
-happens in a rollout: requests join, slots are filled and moved, tokens are kept.
+The pass is in `speculative_pass.py`. `rljax/rollout/slots.py` calls it, and tells drafters what happens in a
+rollout: requests join, slots are filled and moved, tokens are kept.
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rljax.engine.buckets import Buckets
-from rljax.rollout.prefill_queue import PrefillQueue, _parts
+from rljax.rollout.decode_loop import PrefillQueue, _parts
 from rljax.rollout.slots import Slots
 
 PROMPTS = {"a": (2, 3, 4), "b": (5, 6), "c": (7, 8), "d": (9,) * 20, "e": (9, 8), "f": (7,) * 18}
