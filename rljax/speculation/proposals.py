@@ -1,6 +1,6 @@
 """Draft trees for a verifying pass (`Proposal`), and the interface to drafters (`Proposer`).
 
-HostProposer      `host_proposer.py`: asks a drafter on the host, which costs next to nothing
+HostProposer      `speculative_pass.py`: asks a drafter on the host, which costs next to nothing
 SelfProposer      `device_proposers.py`: other weights of the policy draft chains on the policy's KV cache
 DeviceProposer    `device_proposers.py`: a drafter with slots of its own on the device drafts trees
 """

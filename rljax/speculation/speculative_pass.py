@@ -15,20 +15,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from drafters.base import Queries
+from drafters.validation import chains, usable_nodes
 from rljax.engine.background import BackgroundCompiler
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import DecodeResult, Pending
 from rljax.engine.state import DecodeState
+from rljax.errors import DrafterError
 from rljax.models.transformer import Params
 from rljax.processes import agree
 from rljax.requests import DecodeStatistics
+from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.managers.manager import Manager
 from rljax.speculation.pass_choice import Choice
 from rljax.speculation.pass_record import DecisionLog, PassRecord, VerifiedNodes
 from rljax.speculation.pass_times import DeviceClock, PassTimes
-from rljax.speculation.proposals import ActiveSlots, Proposer
+from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer
+from rljax.speculation.strategies import Strategy
 
 _QUESTIONS = 4  # in vain, after which drafters are asked half as soon about new requests
 _STEPS_WHILE_COMPILING = 16  # plain steps between two questions whether verifying passes are ready
@@ -143,43 +148,30 @@ class SpeculativeDecoder:
         if draft_seconds > 0:
             self.clock.finished()  # the host has waited for drafts from the device
         self._choice, in_flight = choice, None
-        # Verify: the device gets the pass, `finish` waits for it.
+        # Verify: the device gets a pass over the likeliest candidates, `finish` waits for it.
         if choice.rows:
-            in_flight, state = self._verify(params, state, active, choice, timed, start + draft_seconds)
+            shape = (state.batch, state.cache.length, choice.rows)
+            # The nodes that go into the pass, at the slots of the state.
+            nodes = dict(self.engine.buckets.passes(state.batch))[choice.rows]
+            taken = choice.candidates.take(choice.rows, nodes)[:, :nodes]
+            tree = empty_tree(state.batch, nodes)
+            tree.tokens[active.slots] = np.where(taken, choice.proposal.tokens[:, :nodes], 0)
+            tree.parents[active.slots] = np.where(taken, choice.proposal.parents[:, :nodes], -1)
+            tree.valid[active.slots] = taken
+            # One row for every node and every slot's last token.
+            rows = pack_rows(tree, active.slots, choice.rows)
+            state, pending = self.engine.verify(params, state, tree, rows)
+            self.drafters.draft_ahead(active.slots)
+            self.clock.dispatched(self.times.verify(*shape))
+            dispatched = time.perf_counter()
+            host = 0.0 if self._in_flight else self._told + dispatched - (start + draft_seconds)
+            in_flight = VerifyingPass(active, tree, choice, shape, dispatched, host, timed, pending)
+            self._in_flight.append(in_flight)
         elif self._in_flight and (choice.draft_seconds or choice.events):
             # No plain step follows while other slots are verified.
             self.decisions.add(PassRecord(choice, state.batch, len(active.slots), tokens=0, seconds=0.0))
         self._statistics.host_seconds += time.perf_counter() - start - draft_seconds
         return state, in_flight
-
-    def _verify(
-        self,
-        params: Params,
-        state: DecodeState,
-        active: ActiveSlots,
-        choice: Choice,
-        timed: bool,
-        begun: float,
-    ) -> tuple[VerifyingPass, DecodeState]:
-        """Gives the device a pass over the likeliest candidates of a choice; the host began it at `begun`."""
-        shape = (state.batch, state.cache.length, choice.rows)
-        # The nodes that go into the pass, at the slots of the state.
-        nodes = dict(self.engine.buckets.passes(state.batch))[choice.rows]
-        taken = choice.candidates.take(choice.rows, nodes)[:, :nodes]
-        tree = empty_tree(state.batch, nodes)
-        tree.tokens[active.slots] = np.where(taken, choice.proposal.tokens[:, :nodes], 0)
-        tree.parents[active.slots] = np.where(taken, choice.proposal.parents[:, :nodes], -1)
-        tree.valid[active.slots] = taken
-        # One row for every node and every slot's last token.
-        rows = pack_rows(tree, active.slots, choice.rows)
-        state, pending = self.engine.verify(params, state, tree, rows)
-        self.drafters.draft_ahead(active.slots)
-        self.clock.dispatched(self.times.verify(*shape))
-        dispatched = time.perf_counter()
-        host = 0.0 if self._in_flight else self._told + dispatched - begun
-        in_flight = VerifyingPass(active, tree, choice, shape, dispatched, host, timed, pending)
-        self._in_flight.append(in_flight)
-        return in_flight, state
 
     def finish(self, in_flight: VerifyingPass) -> DecodeResult:
         """Waits for the pass that was started first, and tells everybody what it brought."""
@@ -315,3 +307,38 @@ class SpeculativeDecoder:
     def _only_passes_before(self, state: DecodeState) -> bool:
         """Whether the device need not prefill, insert or move anything first."""
         return bool(self._in_flight) or state.lengths.is_ready()
+
+
+class HostProposer(Proposer):
+    """A `Proposer` for a drafter on the host, which compiles nothing and does not read the policy."""
+
+    on_host = True
+
+    def expected_rate(self, shape: tuple[int, int], active: ActiveSlots) -> float:
+        return float("inf")
+
+    def propose(
+        self,
+        state: DecodeState,
+        active: ActiveSlots,
+        statistics: DecodeStatistics,
+        strategy: Strategy | None = None,
+    ) -> tuple[DecodeState, Proposal]:
+        # Ask for as many nodes as a pass verifies of one slot.
+        width = self._engine.buckets.max_drafts
+        budgets = np.full(len(active.slots), width, np.int32)
+        queries = Queries(active.requests, active.positions, budgets, width)
+        with drafter_call(self.name, "propose"):
+            drafts = self.drafter.propose(queries)
+        # Leave out invalid nodes, and count them.
+        try:
+            usable = usable_nodes(drafts, queries, self._engine.config.vocab_size)
+        except ValueError as error:
+            raise DrafterError(
+                f"speculation.drafter {self.name}: propose returned no drafts: {error}"
+            ) from error
+        returned = np.arange(width) < np.minimum(drafts.counts, budgets)[:, None]
+        statistics.unusable += int(returned.sum() - usable.sum())
+        if self._engine.verification == "rejection":
+            drafts, usable = chains(drafts, usable)
+        return state, self._calibrated(drafts, usable)

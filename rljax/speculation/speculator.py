@@ -21,14 +21,13 @@ from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.drafter_slots import DrafterSlots
-from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
 from rljax.speculation.metrics import speculation_metrics
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import Proposer
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.saved_state import drafter_states, drafter_weights, load_drafter_states
-from rljax.speculation.speculative_pass import SpeculativeDecoder
+from rljax.speculation.speculative_pass import HostProposer, SpeculativeDecoder
 from rljax.speculation.warm_up import warm_up, warm_up_in_background
 
 

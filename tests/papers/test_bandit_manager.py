@@ -10,9 +10,9 @@ from drafters.base import Drafter
 from rljax.config.speculation import SpeculationConfig
 from rljax.papers.tlt import bandit
 from rljax.papers.tlt.bandit import BanditManager
-from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_record import PassRecord
+from rljax.speculation.speculative_pass import HostProposer
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
 from tests.speculation.speculators import (

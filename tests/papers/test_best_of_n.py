@@ -6,7 +6,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.errors import ConfigError
 from rljax.rollout.scheduler import Scheduler
-from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.speculative_pass import HostProposer
 from rljax.speculation.speculator import Speculator
 from tests.speculation.speculators import (
     BUCKETS,

@@ -8,7 +8,7 @@ import pytest
 from drafters.base import Drafter
 from rljax.engine.buckets import Buckets
 from rljax.papers.rhymerl.cutoff import CutoffManager, viable_batches
-from rljax.speculation.host_proposer import HostProposer
+from rljax.speculation.speculative_pass import HostProposer
 from tests.speculation.speculators import (
     BUCKETS,
     FEW,

@@ -18,10 +18,10 @@ from rljax.papers.efficient_rollout import manager as roofline_manager
 from rljax.papers.efficient_rollout.manager import RooflineManager, Verdict
 from rljax.papers.efficient_rollout.roofline import Roofline, policy_costs
 from rljax.speculation.device_proposers import SelfProposer
-from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.pass_choice import Candidates, Choice
 from rljax.speculation.pass_record import PassRecord, VerifiedNodes
 from rljax.speculation.proposals import Proposal
+from rljax.speculation.speculative_pass import HostProposer
 from rljax.speculation.strategies import Strategy
 from tests.speculation.speculators import (
     BUCKETS,

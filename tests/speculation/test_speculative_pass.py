@@ -19,8 +19,8 @@ from rljax.errors import DrafterError, UserError
 from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation import pass_times
-from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.selection import StrategyChoice
+from rljax.speculation.speculative_pass import HostProposer
 from rljax.speculation.speculator import Speculator
 from tests.engine.test_speculative_decoding import score
 from tests.tiny_policy import (

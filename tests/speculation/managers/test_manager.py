@@ -13,13 +13,13 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
 from rljax.speculation.drafter_slots import DrafterSlots
-from rljax.speculation.host_proposer import HostProposer
 from rljax.speculation.managers.drafting import strategies_of
 from rljax.speculation.managers.expected import ExpectedManager
 from rljax.speculation.managers.manager import Setup
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_choice import best_rows
 from rljax.speculation.proposals import Proposal
+from rljax.speculation.speculative_pass import HostProposer
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
 from tests.speculation.speculators import (
