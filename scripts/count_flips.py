@@ -26,7 +26,7 @@ from rljax.durable_files import write_durably
 from rljax.errors import UserError, exit_status
 from rljax.provenance import command_line, machine_facts, write_figures
 from rljax.requests import Completion
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.run_ahead import RunAhead

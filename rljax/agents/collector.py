@@ -16,9 +16,17 @@ from rljax.errors import UserError
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
-from rljax.rollout.collector import TRAINING, BegunGroups, Collector, Group, Timing, WantedGroups
+from rljax.rollout.collector import (
+    TRAINING,
+    BegunGroups,
+    Collector,
+    Group,
+    OnProgress,
+    Scheduler,
+    Timing,
+    WantedGroups,
+)
 from rljax.rollout.prompts import Prompts
-from rljax.rollout.scheduler import OnProgress, Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sandbox.process import Sandbox
 from rljax.serving.worker import EngineWorker

@@ -36,7 +36,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import check_settings

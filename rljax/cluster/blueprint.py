@@ -27,7 +27,7 @@ from rljax.errors import ConfigError
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import init_params
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sharding import make_mesh
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator

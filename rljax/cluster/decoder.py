@@ -65,9 +65,9 @@ from rljax.config.cluster import ClusterConfig
 from rljax.engine.invariance import Invariance
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request, accumulate, difference
+from rljax.rollout.collector import OnFinished, OnProgress, Scheduler
 from rljax.rollout.decode_loop import check_request
 from rljax.rollout.running import RunningRequests
-from rljax.rollout.scheduler import OnFinished, OnProgress, Scheduler
 
 _WAIT = 0.2  # seconds for an event, at most
 _SHORT_WAIT = 0.02  # while somebody may want to go on at any moment

@@ -19,7 +19,7 @@ from rljax.config import ExperimentConfig
 from rljax.engine.invariance import Invariance
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
-from rljax.rollout.scheduler import OnProgress, Scheduler
+from rljax.rollout.collector import OnProgress, Scheduler
 
 _LONGEST_WAIT = 60.0  # seconds in one collective; gloo's end with an error after half an hour
 

@@ -47,9 +47,9 @@ from rljax.errors import UserError
 from rljax.models.host_params import Part
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics, PartialResponse, Request, accumulate
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
 from rljax.rollout.live_response import LiveResponse
-from rljax.rollout.scheduler import Scheduler
 
 
 class RolloutWorker:

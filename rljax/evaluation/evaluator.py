@@ -45,11 +45,10 @@ from rljax.models.transformer import Params, num_params
 from rljax.progress import Progress
 from rljax.provenance import command_line, git_commit, machine_facts
 from rljax.requests import Completion, Request
-from rljax.rollout.collector import EVALUATION, Collector, WantedGroups
+from rljax.rollout.collector import EVALUATION, Collector, Scheduler, WantedGroups
 from rljax.rollout.episodes import episode_rewards
 from rljax.rollout.metrics import tokens_per_second
 from rljax.rollout.prompts import Prompts
-from rljax.rollout.scheduler import Scheduler
 from rljax.sharding import make_mesh
 from rljax.tasks.answers import extracted_answer
 from rljax.tasks.base import Split, Task

@@ -47,7 +47,7 @@ from rljax.models.huggingface import load_generation_config
 from rljax.models.tokenizer import Tokenizer
 from rljax.models.transformer import Params
 from rljax.requests import Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key

@@ -34,9 +34,8 @@ from rljax.cluster.decoder import ClusterDecoder
 from rljax.errors import ConfigError
 from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, PartialResponse, Request, accumulate
-from rljax.rollout.collector import TRAINING, BegunGroups, Group, Timing, WantedGroups
+from rljax.rollout.collector import TRAINING, BegunGroups, Group, OnProgress, Timing, WantedGroups
 from rljax.rollout.running import RunningRequests
-from rljax.rollout.scheduler import OnProgress
 from rljax.run_directory import RunDirectory
 from rljax.tasks.base import Problem
 from rljax.training.batches import Batches, Rollout

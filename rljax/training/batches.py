@@ -22,9 +22,8 @@ from rljax.errors import CheckpointError
 from rljax.models.host_params import params_of, parts_of
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics
-from rljax.rollout.collector import TRAINING, BegunGroups, Collector, Group, Timing, WantedGroups
+from rljax.rollout.collector import TRAINING, BegunGroups, Collector, Group, OnProgress, Timing, WantedGroups
 from rljax.rollout.prompts import Prompts
-from rljax.rollout.scheduler import OnProgress
 from rljax.training.run_state import RunState
 
 

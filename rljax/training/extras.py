@@ -14,10 +14,9 @@ from rljax.engine.background import BackgroundCompiler
 from rljax.engine.executables import ExecutablePool
 from rljax.evaluation.judging import pass_shares
 from rljax.requests import spans_of
-from rljax.rollout.collector import TRAINING, Collector, Group, WantedGroups
+from rljax.rollout.collector import TRAINING, Collector, Group, Scheduler, WantedGroups
 from rljax.rollout.metrics import tokens_per_second
 from rljax.rollout.prompts import Prompts
-from rljax.rollout.scheduler import Scheduler
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.curriculum import Curriculum

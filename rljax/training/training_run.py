@@ -11,9 +11,8 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.invariance import Invariance
 from rljax.numerics.rows import Numerics
 from rljax.progress import Progress
-from rljax.rollout.collector import Collector
+from rljax.rollout.collector import Collector, Scheduler
 from rljax.rollout.prompts import Prompts
-from rljax.rollout.scheduler import Scheduler
 from rljax.run_directory import RunDirectory
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator

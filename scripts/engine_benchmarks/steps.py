@@ -29,7 +29,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, init_params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.requests import Completion, Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.speculation.warm_up import time_passes

@@ -29,7 +29,7 @@ from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.requests import Completion, Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.speculation.speculator import Speculator

@@ -27,8 +27,8 @@ from rljax.engine.executables import ExecutablePool
 from rljax.numerics.rows import Numerics
 from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.prompts import Prompts
-from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.noise import request_key
 from rljax.training.interruption import StopRequest
 from rljax.training.warm_start import warm_start

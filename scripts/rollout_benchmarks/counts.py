@@ -31,7 +31,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.errors import UserError
 from rljax.reports.figures import COLORS, new_figure, save
 from rljax.requests import Completion, DecodeStatistics, accumulate
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator

@@ -28,8 +28,7 @@ from rljax.errors import UserError
 from rljax.models.huggingface import save_model
 from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, Request, accumulate
-from rljax.rollout.collector import TRAINING, Collector, Group, Timing, WantedGroups, outcomes
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import TRAINING, Collector, Group, Scheduler, Timing, WantedGroups, outcomes
 from rljax.run_directory import RunDirectory
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.no_drafts import NoDrafts

@@ -14,7 +14,7 @@ from drafters.simple import SimpleDrafterAdapter
 from drafters.training import Training
 from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError, DrafterError
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import SLOTS, CheapTimes, assert_same, make_engine

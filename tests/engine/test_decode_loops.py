@@ -11,10 +11,10 @@ import pytest
 
 from rljax.engine.loop_choice import choose_loop
 from rljax.numerics.rows import Numerics
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop, open_slots
-from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from tests.tiny_policy import (

@@ -9,7 +9,7 @@ from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.plain_programs import PlainPrograms
 from rljax.engine.shapes import warm_up_plain
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from tests.tiny_policy import SLOTS, assert_same, make_engine, make_params, make_requests
 
 SHORT = ((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # lengths of prompts and responses that fit the smallest cache

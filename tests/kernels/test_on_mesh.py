@@ -163,7 +163,7 @@ from drafters.base import Outcome
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import CONFIG, EOS, by_rows, make_params, make_requests

@@ -5,7 +5,7 @@ import pytest
 
 from drafters.registry import make_drafter
 from rljax.errors import ConfigError
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation.speculative_pass import HostProposer
 from rljax.speculation.speculator import Speculator
 from tests.speculation.speculators import (

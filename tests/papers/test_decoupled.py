@@ -37,7 +37,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
 from rljax.models.huggingface import save_model
 from rljax.numerics.rows import Numerics
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator

@@ -7,10 +7,10 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.assembly import decoding as assembly
 from rljax.requests import PartialResponse
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import PLAIN, open_loop, open_slots
-from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from tests.configs import experiment

@@ -14,8 +14,8 @@ from rljax.environments.task import Outcome
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import UserError
 from rljax.requests import Request
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.episodes import environment_metrics, episode_rewards
-from rljax.rollout.scheduler import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.base import Problem

@@ -7,7 +7,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.errors import PolicyError
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import FixedTimes, by_rows, make_engine, make_params, make_requests
 

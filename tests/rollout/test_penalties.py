@@ -10,7 +10,7 @@ from rljax.engine.host_sync import Assignment
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed

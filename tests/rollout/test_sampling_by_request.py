@@ -14,10 +14,10 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError
 from rljax.numerics.rows import Numerics
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop, open_slots
-from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from tests import tiny_policy

@@ -9,7 +9,7 @@ import pytest
 from rljax.engine.buckets import Buckets
 from rljax.engine.shapes import warm_up_plain
 from rljax.requests import Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.noise import request_key
 from tests.tiny_policy import EOS, assert_same, make_engine, make_requests, spell

@@ -18,7 +18,7 @@ from rljax.engine.appending import WIDTH
 from rljax.engine.buckets import Buckets
 from rljax.models.huggingface import save_model
 from rljax.requests import Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator

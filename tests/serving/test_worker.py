@@ -12,8 +12,8 @@ from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.errors import PolicyError
 from rljax.requests import Request
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.decode_loop import DecodeLoop
-from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.jobs import Closed, Job, QueueFull

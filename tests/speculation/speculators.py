@@ -11,7 +11,7 @@ from drafters.registry import make_drafter, states_read
 from drafters.training import Training
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation.device_proposers import DeviceProposer
 from rljax.speculation.proposals import ActiveSlots
 from rljax.speculation.speculator import Speculator

@@ -7,7 +7,7 @@ from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import Buckets
 from rljax.engine.plain_programs import PlainPrograms
 from rljax.models.huggingface import save_model
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation.speculator import Speculator
 from rljax.speculation.strategies import Strategy
 from tests.tiny_policy import (

@@ -25,7 +25,7 @@ from rljax.models.huggingface import save_model
 from rljax.models.rope import rope_table
 from rljax.models.transformer import init_params
 from rljax.numerics.rows import Numerics
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sharding import make_mesh
 from rljax.speculation.speculator import Speculator

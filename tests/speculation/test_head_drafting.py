@@ -22,7 +22,7 @@ from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.noise import request_key
 from rljax.speculation.speculator import Speculator

@@ -6,7 +6,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import empty_tree, pack_rows
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation import acceptance, pass_times, warm_up
 from rljax.speculation.acceptance import NodeCalibration
 from rljax.speculation.pass_choice import Candidates, best_rows

@@ -11,7 +11,7 @@ from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.shapes import warm_up_plain
 from rljax.requests import DecodeStatistics, Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.sampling.noise import request_key
 from rljax.speculation.pass_choice import Candidates, best_rows

@@ -8,7 +8,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.shapes import warm_up_plain
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation import draft_length
 from rljax.speculation.acceptance import ChainAcceptance
 from rljax.speculation.draft_length import best_length

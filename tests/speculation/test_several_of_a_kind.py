@@ -10,7 +10,7 @@ from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.serving.policy import _speculation
 from rljax.speculation.speculator import Speculator
 from tests.speculation.speculators import FEW, make_engine

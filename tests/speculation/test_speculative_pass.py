@@ -16,7 +16,7 @@ from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.shapes import warm_up_plain
 from rljax.errors import DrafterError, UserError
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.rollout.stop_strings import StopStrings
 from rljax.speculation import pass_times
 from rljax.speculation.managers.selection import StrategyChoice

@@ -5,7 +5,7 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.speculation import warm_up
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator

@@ -14,7 +14,7 @@ from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_s
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.registry import make_drafter, states_read
 from rljax.errors import ConfigError
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel, request_key
 from rljax.speculation.speculator import Speculator

@@ -18,7 +18,7 @@ import pytest
 from rljax.assembly.saved_policy import load_saved_policy
 from rljax.errors import ConfigError
 from rljax.requests import Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.noise import request_key
 from rljax.serving.policy import Options, open_policy
 from tests.serving.jetstream import jetstream_stand_in

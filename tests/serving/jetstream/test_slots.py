@@ -8,7 +8,7 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.requests import Request
-from rljax.rollout.scheduler import Scheduler
+from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.jetstream.slots import SlotEngine
