@@ -18,12 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from drafters.arguments import (
-    PromptLookupArguments,
-    SrtArguments,
-    SuffixArguments,
-    SuffixDecodingArguments,
-)
+from drafters.arguments import PromptLookupArguments, SrtArguments, SuffixArguments, SuffixDecodingArguments
 from drafters.arrays import padded
 from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, PastRollout, RolloutHistory

@@ -114,17 +114,12 @@ class DecodeEngine:
                 f"engine.verification: {verification} samples every request with the same temperature and"
                 " filters; set coupled for requests with their own"
             )
-        self.config = config
-        self.numerics = numerics
-        self.sampling = sampling
-        self.buckets = buckets
+        self.config, self.numerics, self.sampling, self.buckets = config, numerics, sampling, buckets
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.decode_steps_per_sync = decode_steps_per_sync
         self._steps_done = decode_steps_per_sync  # by the last call that could do all
-        self.verification = verification
-        self.hidden_layers = hidden_layers
-        self.per_slot_sampling = per_slot_sampling
-        self.weights = weights
+        self.verification, self.hidden_layers = verification, hidden_layers
+        self.per_slot_sampling, self.weights = per_slot_sampling, weights
         self.pool = ExecutablePool(numerics.row_invariant) if pool is None else pool
         self.prefill_rows, self.prefill_lengths = buckets.prefill()
         self.mesh = mesh

@@ -79,20 +79,15 @@ class Accumulation:
         replicated: Any = None,
         copies: Callable[[Params], tuple] = lambda params: (),
     ) -> None:
-        self._optimizer = optimizer
-        self._pool = pool
-        self._key = key
-        self._maxima = maxima
-        self._shardings = shardings
-        self._replicated = replicated
-        self._copies = copies
+        self._optimizer, self._pool, self._key = optimizer, pool, key
+        self._maxima, self._copies = maxima, copies
+        self._shardings, self._replicated = shardings, replicated
 
     def init(self, params: Params) -> TrainState:
         """Returns the state before the first update. Copies `params` (any float dtype), which stay valid."""
         dtype = str(jax.tree.leaves(params)[0].dtype)
-        args = (params,)
-        program = self._pool.get(("train_init", dtype, self._optimizer, *self._key), self._init, args)
-        return program(*args)
+        key = ("train_init", dtype, self._optimizer, *self._key)
+        return self._pool.get(key, self._init, (params,))(params)
 
     def compile(self, state: TrainState, inputs: tuple, step: Step, kind: tuple[Hashable, ...]) -> None:
         """Compiles every program that an `update` with such inputs needs, without running any: the sums of
@@ -110,7 +105,7 @@ class Accumulation:
 
         Args:
           state: state from `init` or an earlier update.
-          micro_batches: inputs of every micro-batch; the first input has arrays [R, T].
+          micro_batches: inputs of every micro-batch, its `PackedBatch` first.
           kind: key of the step function, and of the inputs that are not None.
 
         Returns:
@@ -120,7 +115,7 @@ class Accumulation:
             raise ValueError("an update needs at least one micro-batch")
         begin = self._begin_program((state.params, *micro_batches[0]), step, kind)
         copies, sums = begin(state.params)
-        sizes = {_shapes(inputs): (state.params, *inputs, *copies, *sums) for inputs in micro_batches}
+        sizes = {inputs[0].shapes: (state.params, *inputs, *copies, *sums) for inputs in micro_batches}
         # Side by side, where they are not compiled yet: usually two, of half and of whole micro-batches.
         if len(sizes) > 1:
             compile_all(
@@ -142,7 +137,7 @@ class Accumulation:
             return self._accumulate(step, *args)
 
         return self._pool.get(
-            ("gradients", *kind, _shapes(args[1:]), *self._key),
+            ("gradients", *kind, args[1].shapes, *self._key),
             accumulate,
             args,
             donate_argnums=(len(args) - 2, len(args) - 1),
@@ -158,7 +153,9 @@ class Accumulation:
         def begin(params: Params) -> tuple[tuple, Sums]:
             copies = self._copies(params)
             # Traces the step for its shapes, unless the program is stored.
-            return copies, self._constrain_sums(_zeros_like(jax.eval_shape(step, *args, *copies)))
+            shapes = jax.eval_shape(step, *args, *copies)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            return copies, self._constrain_sums(zeros)
 
         return self._pool.get(key, begin, args[:1])
 
@@ -211,12 +208,3 @@ class Accumulation:
             optimizer_state,
             constrain(state.updates, self._replicated),
         )
-
-
-def _shapes(inputs: tuple) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a micro-batch, whose first input, a `PackedBatch`, says those of all."""
-    return inputs[0].shapes
-
-
-def _zeros_like(shapes):
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,9 @@ OnProgress = Callable[[int, int], None]
 
 OnFinished = Callable[[int, Completion], None]
 """Called with the index of a request and its response, as soon as the response has ended."""
+
+Decoded = tuple[list[Completion], DecodeStatistics]
+"""Responses in the order of their requests, and counts of the work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,14 +160,10 @@ class Collector:
         prompts: Prompts,
         max_response_length: int,
     ) -> None:
-        self.task = task
+        self.task, self.tokenizer, self.scheduler = task, tokenizer, scheduler
+        self.seed, self.prompts, self.max_response_length = seed, prompts, max_response_length
         self._environment = environment_of(task)
         self.has_turns = self._environment is not None
-        self.tokenizer = tokenizer
-        self.scheduler = scheduler
-        self.seed = seed
-        self.prompts = prompts
-        self.max_response_length = max_response_length
 
     def collect(
         self, params: Params, wanted: WantedGroups, on_progress: OnProgress | None = None
@@ -182,16 +182,13 @@ class Collector:
     def begin(self, params: Params, wanted: WantedGroups, **how: Any) -> BegunGroups:
         """Begins what `finish` waits for. Rollout workers begin at once; without any, `finish` decodes.
 
-        Args:
-          params: as in `collect`; the arrays must stay as they are until `finish`.
-          wanted: as in `collect`.
-          how: further arguments of the scheduler's `begin`.
+        Args as of `collect`: the arrays of `params` must stay as they are until `finish`. Further ones are
+        those of the scheduler's `begin`.
         """
         problems = wanted.problems(self.task)
         requests = self._requests(wanted, problems)
-        return BegunGroups(
-            wanted, self.scheduler.begin(params, requests, wanted.version, **how), problems, requests
-        )
+        decoding = self.scheduler.begin(params, requests, wanted.version, **how)
+        return BegunGroups(wanted, decoding, problems, requests)
 
     def finish(
         self, begun: BegunGroups, on_progress: OnProgress | None = None
@@ -261,15 +258,6 @@ def outcomes(groups: Sequence[Group]) -> list[Outcome]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class BegunRequests:
-    """Requests that are decoded once somebody waits for them: `Scheduler.finish`."""
-
-    params: Params
-    requests: Sequence[Request]
-    version: int
-
-
 class Scheduler:
     """Decodes a list of requests to its end.
 
@@ -290,12 +278,9 @@ class Scheduler:
         overlap: bool = False,
         tools: ToolUse | EnvironmentUse | None = None,
     ) -> None:
-        self.engine = engine
-        self.max_slots = max_slots
-        self.stop_strings = stop_strings
+        self.engine, self.max_slots, self.overlap = engine, max_slots, overlap
+        self.stop_strings, self.tools = stop_strings, tools
         self.speculator = NoDrafts() if speculator is None else speculator
-        self.overlap = overlap
-        self.tools = tools
         self.lengths = self.speculator.lengths
 
     def run(
@@ -306,7 +291,7 @@ class Scheduler:
         on_finished: OnFinished | None = None,
         version: int = 0,
         partials: Mapping[int, PartialResponse] | None = None,
-    ) -> tuple[list[Completion], DecodeStatistics]:
+    ) -> Decoded:
         """Returns completions in the order of `requests`, and counts of the work.
 
         Args:
@@ -370,16 +355,12 @@ class Scheduler:
         slots = open_slots(self.engine, params, self.speculator, self.overlap, version)
         return open_loop(slots, self.max_slots, self.tools, policy, on_sync, idle)
 
-    def begin(self, params: Params, requests: Sequence[Request], version: int) -> BegunRequests:
-        """Takes requests for `finish`. Rollout workers would begin now (`rljax/cluster/decoder.py`).
-
-        Args:
-          params: weights from `engine.load_params`; the arrays must stay as they are until then.
+    def begin(self, params: Params, requests: Sequence[Request], version: int) -> Callable[..., Decoded]:
+        """Returns what `finish` takes: `run` of these requests, which holds the weights until then. Rollout
+        workers would begin now (`rljax/cluster/decoder.py`).
         """
-        return BegunRequests(params, requests, version)
+        return functools.partial(self.run, params, requests, version=version)
 
-    def finish(
-        self, begun: BegunRequests, on_progress: OnProgress | None = None
-    ) -> tuple[list[Completion], DecodeStatistics]:
-        """Decodes what was begun, as `run` does."""
-        return self.run(begun.params, begun.requests, on_progress, version=begun.version)
+    def finish(self, begun: Callable[..., Decoded], on_progress: OnProgress | None = None) -> Decoded:
+        """Decodes what was begun."""
+        return begun(on_progress=on_progress)

@@ -12,7 +12,7 @@ the time that it takes: a token depends on its request and its prefix alone (see
 
 Three plugs do what differs: `slots.py` holds the decode state and runs the passes, with drafts or without;
 `sources/turns.py` says where a response pauses or ends; `sources/idle.py` what idle slots decode.
-`Scheduler` decodes a list to its end with it, and `rljax/serving/worker.py` serves.
+`Scheduler` (`collector.py`) decodes a list to its end with it, and `rljax/serving/worker.py` serves.
 """
 
 import collections

@@ -167,10 +167,7 @@ class Slots:
     def _set_counts(self, responses: Sequence[LiveResponse]) -> None:
         """Tells the penalties which tokens these responses have."""
         if responses and self.engine.sampling.penalizes:
-            sampled = {
-                response.slot: np.asarray(response.tokens, np.int32)[response.sampled]
-                for response in responses
-            }
+            sampled = {each.slot: np.asarray(each.tokens, np.int32)[each.sampled] for each in responses}
             self.state = self.engine.set_counts(self.state, sampled)
 
     # -- decoding --------------------------------------------------------------------------------------------
@@ -277,9 +274,8 @@ class Slots:
 class SpeculativeSlots(Slots):
     """Slots that are decoded by verifying passes and plain steps.
 
-    Args:
+    Args as of `Slots`, and:
       speculator: drafts, and decodes with the drafts.
-      params: weights from the engine's `load_params`.
       overlap: draft for one half of the slots while the device verifies the other.
     """
 

@@ -111,9 +111,7 @@ class Trainer:
         self._recipe = recipe
         self.share_prompts = "off" if mesh is not None else training.share_prompts
         self.config, self.numerics = config, numerics
-        self.optimizer = optimizer
-        self.pool = pool
-        self.mesh = mesh
+        self.optimizer, self.pool, self.mesh = optimizer, pool, mesh
         static = {
             "config": config,
             "numerics": numerics,
@@ -127,8 +125,8 @@ class Trainer:
         unfiltered = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
         self._unfiltered_score = functools.partial(score_packed, sampling=unfiltered, **static)
         self._filters = sampling.filters(config.vocab_size)
-        self._objective = functools.partial(policy_objective, algorithm=algorithm)
-        self._policy_step = functools.partial(self._gradients, self._score, self._objective)
+        objective = functools.partial(policy_objective, algorithm=algorithm)
+        self._policy_step = functools.partial(self._gradients, self._score, objective)
         supervised = functools.partial(score_packed, sampling=SamplingParams(), **static)
         self._supervised_step = functools.partial(self._gradients, supervised, supervised_objective)
         self._key = (*static.values(), sampling, algorithm, training.pack_length, training.cast_once)
