@@ -51,6 +51,12 @@ def test_the_totals_are_those_of_the_list(readme):
             assert abs(there - said) <= max(said / 10, 10), f"{name} has {there} lines, not {said}"
 
 
+def test_the_path_fits_twelve_files_and_4000_lines(readme):
+    path, *_ = readme
+    assert len(path[0]) <= 12
+    assert sum(map(lines_of, path[0])) <= 4000
+
+
 def test_a_part_of_the_list_is_read_by_its_folders():
     text = (
         "## The default path\n**2 files and 1,030 lines**\n"

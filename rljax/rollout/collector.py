@@ -1,6 +1,7 @@
-"""Rewarded rollouts of problems: prompts, requests with their noise, decoding, rewards.
+"""Collects rewarded rollouts of problems: prompts, requests with their noise, decoding, rewards.
 
-`Collector` asks and rewards. `Scheduler` decodes its requests in this process, and any others.
+`Collector` makes requests of problems, and rewards their responses. `Scheduler` decodes a list of requests to
+its end; where workers decode, `rljax/cluster/decoder.py` stands in its place.
 """
 
 import dataclasses
