@@ -136,7 +136,7 @@ class Benchmark:
         return parser
 
     def default_output(self, only: Sequence[str], sections: Sequence[str]) -> Path:
-        """Whole runs go to NAME.json, others beside it: they must not replace the figures that are cited."""
+        """Whole runs go to NAME.json, others next to it: they must not replace the figures that are cited."""
         partial = only if set(only) != set(sections) else ()
         return Path("benchmarks/results") / f"{'-'.join([self.name, *partial])}.json"
 

@@ -76,7 +76,7 @@ class Row:
       value: ours, in `unit`.
       unit: unit of value and baseline_value, such as "tokens/s".
       ratio: above 1 means that ours is better, whether `unit` counts speed or time.
-      details: whatever else the reader needs, beside these fields in the JSON object.
+      details: whatever else the reader needs, besides these fields in the JSON object.
     """
 
     name: str
@@ -104,7 +104,7 @@ def timed_row(
       timing: seconds of both.
       unit: of the seconds times `scale`.
       scale: such as 1e3 for milliseconds.
-      details: beside the extremes of the ratio and the number of rounds.
+      details: besides the extremes of the ratio and the number of rounds.
     """
     seconds = scale * timing.seconds, scale * timing.baseline_seconds
     return Row(name, seconds[0], unit, baseline, seconds[1], timing.ratio, _rounds(timing) | details)

@@ -21,7 +21,7 @@ def load(path: str, where: str) -> Any:
     """Returns the object at an import path.
 
     Args:
-      path: `module:name`, or `file.py:name` with the path of a file; the name may have dots. Modules beside
+      path: `module:name`, or `file.py:name` with the path of a file; the name may have dots. Modules next to
         the file can be imported from it.
       where: config key of the path, for errors.
 

@@ -126,7 +126,7 @@ def command_line(argv: Sequence[str] | None = None) -> str:
 def write_figures(
     path: str | os.PathLike[str], figures: Mapping[str, Any], command: str, packages: Sequence[str] = ()
 ) -> None:
-    """Writes figures as JSON behind the command, commit, date and machine that made them.
+    """Writes figures as JSON after the command, commit, date and machine that made them.
 
     The file is replaced in one step.
 

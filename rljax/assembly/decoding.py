@@ -241,7 +241,7 @@ def warm_up(
       params: weights from `engine.load_params`.
       requests_join: whether requests also join while others decode, as in a server. Then prompts enter decode
         states of any size, and decode states grow to more slots.
-      resumes: whether requests may arrive with response tokens, which are prefilled behind the prompt.
+      resumes: whether requests may arrive with response tokens, which are prefilled after the prompt.
       wait: whether to wait for everything, and to measure verifying passes; None for `engine.compile`. If
         not, programs that decoding does not begin with are compiled in a thread that `DecodeEngine.close` and
         `Speculator.close` end. A server, whose requests join, leaves only drafting and verifying to the

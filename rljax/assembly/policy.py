@@ -127,7 +127,7 @@ def _token_id(token: int | str, tokenizer: Tokenizer) -> int:
 
 
 def turn_end_line(policy: Policy) -> str | None:
-    """Returns a line for the user where a response goes on behind the token that ends a turn in the chat
+    """Returns a line for the user where a response goes on after the token that ends a turn in the chat
     template; None where it ends there, or the template names none.
     """
     tokenizer = policy.tokenizer

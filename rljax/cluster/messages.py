@@ -55,7 +55,7 @@ class Piece:
       begin: position of the first one in the response.
       tokens: token ids.
       logprobs: one per token, the values of float32 numbers.
-      ending: reason of the response's end behind these tokens; None if it goes on.
+      ending: reason of the response's end after these tokens; None if it goes on.
       drafted, accepted: draft nodes verified for the response on this worker so far, and tokens from them.
       answers: (begin, end) in the response of every tool's answer among the tokens, each of which is whole.
       order: number of the `Decode` by which the worker decodes it.

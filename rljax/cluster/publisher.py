@@ -1,4 +1,4 @@
-"""Publishes versions of the weights beside everything else, and hands each worker what it needs of one.
+"""Publishes versions of the weights in the background, and hands each worker what it needs of one.
 
 publisher.publish(version, params)              # returns at once
 publisher.failed(worker, version)               # its next delivery comes through the object store

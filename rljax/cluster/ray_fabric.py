@@ -67,7 +67,7 @@ def connect(config: ClusterConfig, say: Callable[[str], None]) -> "RayFabric":
     owns = not ray.is_initialized()
     if owns:
         with warnings.catch_warnings():
-            # JAX warns of forks beside its threads; Ray's starts other programs at once.
+            # JAX warns of forks next to its threads; Ray's starts other programs at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             _join(ray, config)
     fabric = RayFabric(ray, config, owns)
@@ -272,7 +272,7 @@ class RayFabric:
             return
         self._calls = {call: (name, what) for call, (name, what) in self._calls.items() if name != worker}
         self._ray.kill(actor, no_restart=True)
-        if worker in self.facts:  # a stopped process does not hear that, and would keep its cores
+        if worker in self.facts:  # a stopped process does not notice that, and would keep its cores
             self._end(worker)
 
     def _end(self, worker: str) -> None:

@@ -90,7 +90,7 @@ class Rollouts:
             del self.open[number]
 
     def leave(self, worker: str) -> None:
-        """A worker is lost. The newest router hears of it as well where its rollout has been forgotten: the
+        """A worker is lost. The newest router is notified as well where its rollout has been forgotten: the
         next one has its copy, and would keep a part of the requests for the worker.
         """
         for router in (self.router, *(rollout.router for rollout in self.open.values())):

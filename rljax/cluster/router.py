@@ -113,7 +113,7 @@ class Router(Protocol):
         """
 
     def add(self, requests: Mapping[Key, Request]) -> None:
-        """Further requests of the same rollout, which wait behind the others."""
+        """Further requests of the same rollout, which wait after the others."""
 
     def put_back(self, keys: Iterable[Key]) -> None:
         """Requests of a lost worker, which wait first."""

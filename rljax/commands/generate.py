@@ -80,7 +80,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def say(line: str) -> None:
-    """Shows a line beside what is generated."""
+    """Shows a line next to what is generated."""
     print(line, file=sys.stderr, flush=True)
 
 

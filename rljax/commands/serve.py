@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def _say_compiled(programs: "JoiningPrograms", pool: "ExecutablePool") -> None:
-    """Says what is compiled beside answering, and when that is done."""
+    """Says what is compiled while it answers, and when that is done."""
     left = programs.left
     if left:
         say(f"compiled meanwhile: the programs of {left} more shape{'' if left == 1 else 's'}")

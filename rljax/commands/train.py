@@ -86,7 +86,7 @@ def _say(text: str) -> None:
 
 
 def main_of_process(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """`main`, and the end of a process that has failed beside others."""
+    """`main`, and the end of a process that has failed next to others."""
     status = 1
     try:
         status = main(argv, prog)

@@ -15,7 +15,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class ClusterKeys(Section):
-    """Keys that do not belong to a single paper; in a mechanism's class, with its own keys behind them."""
+    """Keys that do not belong to a single paper; in a mechanism's class, with its own keys after them."""
 
     workers: CountOrOff = Field(
         0,

@@ -47,8 +47,8 @@ def find_policy(path: str) -> str:
     """Returns `policy.path`, or the packaged folder where that is meant: a published config.json, say.
 
     Args:
-      path: a directory; one such as `configs/models/qwen3-8b` is looked for beside the packaged configs if it
-        is not here.
+      path: a directory; one such as `configs/models/qwen3-8b` is looked for next to the packaged configs if
+        it is not here.
     """
     folder, parts = packaged_folder(), Path(path).parts
     if folder is None or Path(path).exists() or parts[:1] != (_CHECKOUT,):

@@ -11,7 +11,7 @@ from rljax.config.section import Buckets, Count, CountOrOff, Rule, Section
 
 
 class SpeculationKeys(Section):
-    """Keys that do not belong to a single policy; in a policy's class, with its own keys behind them."""
+    """Keys that do not belong to a single policy; in a policy's class, with its own keys after them."""
 
     drafter: str | None = Field(
         None,

@@ -26,7 +26,7 @@ class Continuation:
 
     Attributes:
       length: number of committed tokens to keep. Tokens that the slot has decoded beyond them are discarded.
-      tokens: tokens behind these, at least two; the first is the last sampled one, which is not committed
+      tokens: tokens after these, at least two; the first is the last sampled one, which is not committed
         yet.
       max_response: number of response tokens that the slot may still sample.
     """
@@ -45,7 +45,7 @@ class AppendedChunk:
       tokens: int32 [B, W], tokens to commit.
       counts: int32 [B], number of them; a slot without any does not change.
       lengths: int32 [B], number of tokens committed before.
-      following: int32 [B], token behind those of this chunk.
+      following: int32 [B], token after those of this chunk.
       remaining: int32 [B], number of response tokens that the slot may sample afterwards.
       complete: bool [B], whether nothing is left to append, so that the slot decodes again.
     """

@@ -1,4 +1,4 @@
-"""A small model that drafts beside the target: other weights of another shape, with a KV cache of its own.
+"""A small model that drafts for the target: other weights of another shape, with a KV cache of its own.
 
 SpecActor drafts for a 32B policy with its 0.5B and 1.5B relatives (sections 4.2 and 5). The small model is
 never trained and never decides anything: the target verifies its chains like anybody's.
@@ -45,7 +45,7 @@ _NO_KEY = np.zeros(2, np.uint32)
 
 
 class CompanionEngine(DecodeEngine):
-    """A decode engine that is told its tokens, and drafts with what another engine knows of its slots."""
+    """A decode engine that is given its tokens, and drafts with what another engine knows of its slots."""
 
     def extend(
         self, params: Params, cache: KVCache, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray
@@ -53,7 +53,7 @@ class CompanionEngine(DecodeEngine):
         """Writes the keys and values of known tokens. Consumes `cache`.
 
         Args:
-          tokens: int32 [B, W], tokens that stand behind the first `lengths`.
+          tokens: int32 [B, W], tokens that stand after the first `lengths`.
           lengths: int32 [B], entries that `cache` has.
           counts: int32 [B], how many of `tokens` to write.
         """
@@ -134,7 +134,7 @@ class CompanionEngine(DecodeEngine):
     def programs(
         self, policy: DecodeEngine, params: Params, shapes: PlainShapes, batch: int
     ) -> list[Program]:
-        """Returns every program that drafting beside a target of `batch` slots can need, moves from larger
+        """Returns every program that drafting for a target of `batch` slots can need, moves from larger
         batches included.
 
         Args:
@@ -274,7 +274,7 @@ class Companion:
         self._known = np.zeros((slots, self.engine.buckets.cache[-1] + 1), np.int32)  # tokens, by position
         self._sizes = np.zeros(slots, np.int32)  # how many are known; 0 for a slot without a request
         self._lengths = np.zeros(slots, np.int32)  # entries of the cache, from the first on, that are right
-        self._chains = np.full((slots, self.engine.buckets.max_drafts), -1, np.int32)  # drafted behind them
+        self._chains = np.full((slots, self.engine.buckets.max_drafts), -1, np.int32)  # drafted after them
         self._drafted: Array | None = None  # the newest chains, still on the device
         self.extended = 0
 
@@ -358,7 +358,7 @@ class Companion:
         """Chains of up to `steps` tokens for every active slot of the target; see `DecodeEngine.draft`.
 
         Slots that were never inserted get none, and neither do those that the target decodes just now: what
-        they sampled must be told before.
+        they sampled must be given before.
         """
         theirs, own = (target.batch, target.cache.length), (self.batch, self._state.cache.length)
         if own[0] != theirs[0] or own[1] > theirs[1]:

@@ -73,7 +73,7 @@ class DecodeEngine:
       mesh: devices to decode on; None for one. Batch buckets are multiples of `sharding.row_multiple`.
       verification: rule by which drafts are verified, see `rljax/engine/verification.py`.
       hidden_layers: layers whose features drafters read; None for none. Prefill, decoding and verification
-        then hand out the residual stream behind each of these layers (0: the embeddings), and last the hidden
+        then hand out the residual stream after each of these layers (0: the embeddings), and last the hidden
         state after the final norm: S features of size d, one more than there are layers.
       per_slot_sampling: every request may have its own temperature and filters (`Assignment.sampling`). The
         tokens are those of an engine with these settings in its programs. Drafters go by `sampling`.
@@ -81,7 +81,7 @@ class DecodeEngine:
         and each pass gathers a layer at a time. The tokens are the same.
 
     Attributes:
-      program_key: what sampling programs depend on, beside their shapes.
+      program_key: what sampling programs depend on, besides their shapes.
       fixed_gain: how many times as fast a call is that computes all of `decode_steps_per_sync` steps
         (`Programs.generate`); 0 for never. A call does so where the last one would have been faster thus.
       background: compiles programs of plain decoding in a thread (`PlainPrograms`). Prefill and `grow` then
@@ -217,7 +217,7 @@ class DecodeEngine:
         )
 
     def _settings(self, requested: Sequence[SamplingParams | None], slots: int) -> SlotSampling | None:
-        """Returns settings of so many slots, those behind the requested ones as of the engine; None where the
+        """Returns settings of so many slots, those after the requested ones as of the engine; None where the
         programs have them inside.
         """
         if not self.per_slot_sampling:
@@ -388,7 +388,7 @@ class DecodeEngine:
         return state, Pending(packed, tree.nodes + 1, rows.rows, states)
 
     def verify_bytes(self, params: Params, state: DecodeState, tree: DraftTree, rows: NodeRows) -> int:
-        """Returns the bytes that `verify` needs on a device beside its arguments. Only compiles."""
+        """Returns the bytes that `verify` needs on a device besides its arguments. Only compiles."""
         return temporary_bytes(self._verifying(params, state, tree, rows, None).program)
 
     def compile_verify(self, params: Params, batch: int, length: int, rows: int, nodes: int) -> int:
@@ -399,7 +399,7 @@ class DecodeEngine:
           rows, nodes: rows of the pass and draft nodes of a slot, as from `Buckets.passes`.
 
         Returns:
-          The bytes that the pass needs on a device beside its arguments.
+          The bytes that the pass needs on a device besides its arguments.
         """
         tree = empty_tree(batch, nodes)
         packed = pack_rows(tree, np.arange(batch), rows)
@@ -591,7 +591,7 @@ class DecodeEngine:
         return self.background.smallest_batch((state.batch, state.cache.length), batch)
 
     def widen(self, state: DecodeState, slots: int) -> DecodeState:
-        """Moves the slots to the smallest batch bucket that holds `slots`, with free ones behind them."""
+        """Moves the slots to the smallest batch bucket that holds `slots`, with free ones after them."""
         while state.batch < self.buckets.batch_for(slots):
             state = self._widening(state).run()
         return state

@@ -73,7 +73,7 @@ def row_invariant_compiler_options() -> dict[str, str]:
 
 
 def temporary_bytes(program: Any) -> int:
-    """Returns the memory that a compiled program needs on each device beside its arguments and results, in
+    """Returns the memory that a compiled program needs on each device besides its arguments and results, in
     bytes; 0 where the platform does not tell.
     """
     analysis = program.memory_analysis()

@@ -38,8 +38,8 @@ class DecodeResult:
       active: bool [B], whether the slot decodes on.
       lengths: int32 [B], committed tokens.
       steps: number of forward passes that sampled; T in plain decoding.
-      rows: number of tokens that were computed, padding included, and steps behind the end of a fixed loop.
-      path: int32 [B, T], node of the draft tree that each of `tokens` was sampled behind (0 is the last
+      rows: number of tokens that were computed, padding included, and steps after the end of a fixed loop.
+      path: int32 [B, T], node of the draft tree that each of `tokens` was sampled after (0 is the last
         token); None in plain decoding.
       states: [B, T or more, S, d], features that each of `tokens` was sampled from, still on the device; None
         unless the engine hands them out.

@@ -133,7 +133,7 @@ def commit(
     lengths: Array,
     numerics: Numerics,
 ) -> KVCache:
-    """Writes keys and values of an accepted path behind the committed tokens.
+    """Writes keys and values of an accepted path after the committed tokens.
 
     Args:
       cache: KV cache of the committed tokens.

@@ -17,7 +17,7 @@ from rljax.engine.shapes import PlainShapes, compile_until
 from rljax.models.transformer import Params
 
 _MOST_PADDING = 4  # prompts share a prefill at first unless it is so many times as long as they need
-_PREFILL_DELAY = 1  # in buckets: behind the shapes that come next
+_PREFILL_DELAY = 1  # in buckets: after the shapes that come next
 _UNSEEN_LENGTH = 2  # buckets by which padded lengths that the first prompts do not have come later
 
 

@@ -273,7 +273,7 @@ class Programs:
             state.cache,
         )
 
-        # Sample a token behind every node, and find the deepest node whose path was sampled.
+        # Sample a token after every node, and find the deepest node whose path was sampled.
         logits = self._logits(params, hidden[:, 0])
         logits = penalized_logits(logits, node_counts(state.counts, rooted, rows), self.sampling)
         if self.verification != "coupled":  # the other rules read and change probabilities of whole rows
@@ -348,7 +348,7 @@ class Programs:
         accepted.
 
         Args:
-          tokens: int32 [B, W], the tokens behind the committed ones.
+          tokens: int32 [B, W], the tokens after the committed ones.
           lengths: int32 [B], committed tokens.
           counts: int32 [B], number of `tokens` to write.
           rows: rows of the pass; they include every token to write.

@@ -52,7 +52,7 @@ class SelfDrafts:
     """Chains drafted for the B slots of a state, on the device, T columns wide.
 
     Attributes:
-      tokens: int32 [B, T], -1 behind a chain's end. A chain ends after EOS, and where a verifying pass could
+      tokens: int32 [B, T], -1 after a chain's end. A chain ends after EOS, and where a verifying pass could
         not take more: at the response's limit, or at the end of the cache.
       logprobs: float32 [B, T], of the tokens under the drafter's distribution; 0 where there is none.
       margins: float32 [B, T], by how much each token won: its logit, with the noise if there is any, above
@@ -79,7 +79,7 @@ class SelfDrafting:
     """The device side of `DecodeEngine.draft`.
 
     Attributes:
-      eos_token_ids: nothing is drafted behind one.
+      eos_token_ids: nothing is drafted after one.
       rule: rule by which drafts will be verified.
       columns: width of the chains, at least the steps asked for.
       with_proposal: return the distributions that the tokens were drafted from.
@@ -101,10 +101,10 @@ class SelfDrafting:
         self, params: Params, state: DecodeState, rope: Array, steps: Array
     ) -> tuple[DecodeState, SelfDrafts]:
         """Up to `steps` drafts for every active slot; the state as it was, but for what its cache holds
-        behind the committed tokens.
+        after the committed tokens.
         """
         batch, vocab_size = state.batch, self.config.vocab_size
-        # A verifying pass samples a token beside those it accepts: the last one it has room for needs no
+        # A verifying pass samples a token besides those it accepts: the last one it has room for needs no
         # draft.
         room = jnp.minimum(state.remaining, state.cache.length - state.lengths) - 1
         limits = jnp.where(state.active, jnp.clip(room, 0, steps), 0)
@@ -120,7 +120,7 @@ class SelfDrafting:
         def body(carry):
             step, cache, counts, last, ended, drafts = carry
             going = drafting(step, ended)
-            positions = state.lengths + jnp.minimum(step, limits)  # what has ended computes along behind it
+            positions = state.lengths + jnp.minimum(step, limits)  # what has ended computes along after it
             cache, logits = self._forward(params, cache, last, positions, rope)
             logits = penalized_logits(logits, counts, self.sampling)
             tokens, logprobs, margins, transformed = self._choose(logits, keys, positions + 1)

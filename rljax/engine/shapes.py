@@ -31,7 +31,7 @@ class PlainShapes:
       longest: the most tokens of a prompt and its response; None for the largest cache bucket.
       late_inserts: prompts also enter states of fewer slots, a few at a time.
       appends: tokens that were not sampled are appended.
-      resumes: requests may arrive with response tokens, which are prefilled behind the prompt.
+      resumes: requests may arrive with response tokens, which are prefilled after the prompt.
       widens: states grow to more slots.
     """
 

@@ -107,7 +107,7 @@ def _prune(directory: Path) -> None:
 
 @functools.cache
 def _surroundings() -> str:
-    """A digest of what every program depends on, beside its key."""
+    """A digest of what every program depends on, besides its key."""
     device = jax.devices()[0]
     facts = [platform.python_version(), platform.machine(), processor(), device.platform]
     facts += [device.device_kind, device.client.platform_version, os.environ.get("XLA_FLAGS", "")]

@@ -1,8 +1,8 @@
-"""Verification: samples a token behind every node of a draft tree, and finds the accepted path.
+"""Verification: samples a token after every node of a draft tree, and finds the accepted path.
 
-A draft node is accepted if all its ancestors are and its token equals the one that was sampled behind its
-parent. The path of the deepest accepted node is committed, and the token sampled behind that node is added to
-it (the bonus token). The rules differ in how a token is sampled behind a node:
+A draft node is accepted if all its ancestors are and its token equals the one that was sampled after its
+parent. The path of the deepest accepted node is committed, and the token sampled after that node is added to
+it (the bonus token). The rules differ in how a token is sampled after a node:
 
 - `coupled` (the default): `argmax(logits + G)` with the noise of the request, whatever was drafted. The
   tokens are therefore those of plain decoding.
@@ -46,16 +46,16 @@ def sample_nodes(
     mesh: Mesh | None = None,
     settings: SlotSampling | None = None,
 ) -> tuple[Array, Array]:
-    """Samples a token behind every node.
+    """Samples a token after every node.
 
     Args:
       rule: see the docstring of the module.
-      logits: float32 [R, V], logits behind each computed node.
+      logits: float32 [R, V], logits after each computed node.
       tree: the nodes; under `rejection` a chain.
       rows: the computed nodes; the results of other nodes are undefined.
       keys: request keys, uint32 [B, 2].
       positions: positions of the sampled tokens, int32 [B, M].
-      proposal: for `rejection`, log-probabilities of the distribution that the token behind each node was
+      proposal: for `rejection`, log-probabilities of the distribution that the token after each node was
         drafted from, float32 [B, M, V]; None for deterministic drafts.
       mesh: under `coupled`, devices over whose tensor axis V is split. Other rules take whole rows.
       settings: under `coupled`, temperature and filters of each computed node, in place of those of `params`.
@@ -85,7 +85,7 @@ def sample_nodes(
 
 
 def _child_probabilities(logprobs: Array, tree: RootedTree) -> Array:
-    """Returns the probability of every node's token behind its parent, [B, M]; 0 for node 0, for invalid
+    """Returns the probability of every node's token after its parent, [B, M]; 0 for node 0, for invalid
     nodes, and for nodes with the token of an earlier sibling.
     """
     nodes = tree.tokens.shape[1]
@@ -131,8 +131,8 @@ def _target_only(logprobs: Array, noise: Array, numbers: Array, tree: RootedTree
     nothing_left = ~jnp.isfinite(rest).any(-1, keepdims=True)
     chosen = first_maximum(jnp.where(nothing_left, logprobs + noise, rest))
     chosen = chosen.at[slots, jnp.where(taken, tree.parents, nodes)].set(tree.tokens, mode="drop")
-    # Nodes with the same prefix may have other children and sample other tokens. Continuing behind the one
-    # that gets further would favour drafted tokens, so no path continues behind a repeated node.
+    # Nodes with the same prefix may have other children and sample other tokens. Continuing after the one
+    # that gets further would favour drafted tokens, so no path continues after a repeated node.
     return jnp.where(_repeats(tree), -1, chosen)
 
 
@@ -154,7 +154,7 @@ def accepted_path(tree: RootedTree, sampled: Array) -> tuple[Array, Array]:
     """Returns the path of the deepest accepted node.
 
     Args:
-      sampled: token sampled behind every node, int32 [B, M].
+      sampled: token sampled after every node, int32 [B, M].
 
     Returns:
       path: int32 [B, M], node of the path at every depth; 0 beyond its end.

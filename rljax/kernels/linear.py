@@ -56,7 +56,7 @@ class Products:
 
         Args:
           apart: computes the result from `linear` with `weights`, once each, in order.
-          kernel: takes the weights, and whether to return the results of `linear` behind its own.
+          kernel: takes the weights, and whether to return the results of `linear` after its own.
         """
         whole = tuple(weight.merged if isinstance(weight, AdaptedWeight) else weight for weight in weights)
         if self.keep is None or not all(isinstance(weight, Array) for weight in whole):

@@ -40,7 +40,7 @@ class Packing:
       start: int64 [N], position in its row of the first token of each sequence that is its own.
       num_rows: number of rows in use.
       pack_length: tokens in a row, T.
-      shared: int64 [N], leading tokens that a sequence does not have in its row: it lies behind others of the
+      shared: int64 [N], leading tokens that a sequence does not have in its row: it lies after others of the
         same prompt and reads the prompt of the first of them. 0: none does.
     """
 
@@ -170,7 +170,7 @@ def pack_groups(
     rows_per_microbatch: int,
     chunk: int = KEY_CHUNK,
 ) -> Packing:
-    """Packs sequences as `pack_sequences` does, but those of one prompt side by side behind one copy of it,
+    """Packs sequences as `pack_sequences` does, but those of one prompt side by side after one copy of it,
     as many as a chunk holds, and into one micro-batch if they fit.
 
     Groups are added to a micro-batch, in order, until one does not fit. The rows that are left then stay
@@ -217,7 +217,7 @@ def pack_groups(
 def _bundles(
     members: Sequence[int], lengths: np.ndarray, common: int, pack_length: int, chunk: int
 ) -> list[list[int]]:
-    """Divides sequences of one prompt into bundles to lay out side by side behind one copy of its `common`
+    """Divides sequences of one prompt into bundles to lay out side by side after one copy of its `common`
     first tokens: the rest of each lies in the chunk in which they end (first-fit decreasing).
     """
     begun = common - common % chunk

@@ -27,8 +27,8 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class GemmaParts:
-    """What Gemma 3 has beside the others ("Gemma 3 Technical Report", 2025): embeddings times the root of
-    their width, GELU in the place of SiLU, norms that multiply by one more than their weights, also behind
+    """What Gemma 3 alone has ("Gemma 3 Technical Report", 2025): embeddings times the root of
+    their width, GELU in the place of SiLU, norms that multiply by one more than their weights, also after
     attention and MLP, and layers with a base of rotary frequencies of their own, whose attention is local.
     Sequences are no longer than the window of these layers, so their attention is that of all others.
 
@@ -67,7 +67,7 @@ class ModelConfig:
       max_positions: longest sequence that the policy is designed for, in tokens.
       padding_rows: rows at the end of the embedding that stand for no token of the tokenizer. Their logits
         are -inf wherever the policy samples or is scored.
-      gemma: what Gemma 3 has beside the others; None for them.
+      gemma: what Gemma 3 alone has; None for others.
     """
 
     architecture: str

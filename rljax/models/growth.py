@@ -39,7 +39,7 @@ def grow(
     smaller: its weights and epsilon make up for that.
 
     Raises:
-      ValueError: a size below the present one, or norms behind attention and MLP (Gemma).
+      ValueError: a size below the present one, or norms after attention and MLP (Gemma).
     """
     grown = grown_config(config, hidden_size, mlp_size, num_layers)
     wider = hidden_size / config.hidden_size

@@ -205,7 +205,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
 
 def _read_gemma(options: _Options) -> GemmaParts:
-    """Reads what Gemma 3 has beside the others."""
+    """Reads what Gemma 3 alone has."""
     layers, pattern = options.count("num_hidden_layers"), options.count("sliding_window_pattern", 6)
     kinds = options.get("layer_types", [_WHOLE if (i + 1) % pattern == 0 else _LOCAL for i in range(layers)])
     if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {_LOCAL, _WHOLE}:

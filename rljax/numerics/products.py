@@ -196,7 +196,7 @@ class Keep:
 
         Args:
           apart: computes the same from products that it keeps, and has the gradient.
-          kernel: its argument says whether to return these products, in order, behind the result.
+          kernel: its argument says whether to return these products, in order, after the result.
         """
         if self.values is not None:
             return apart()

@@ -1,4 +1,4 @@
-"""Memory of a run on one device: what it holds all the time, and the programs that need most beside that."""
+"""Memory of a run on one device: what it holds all the time, and the programs that need most besides that."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ class Memory:
       draft_state: what drafters hold for the slots: caches, and features that heads have not read yet.
       cache: the largest decode state.
       cache_growth: the state before it, which exists while its slots move to the largest.
-      temporaries: by phase, the most that a program needs beside its arguments and results.
+      temporaries: by phase, the most that a program needs besides its arguments and results.
       peaks: by phase, the most memory in use at any time, and the program that is then running.
       available: bytes that there are.
     """
@@ -209,7 +209,7 @@ def _remedy(memory: Memory, run: PlannedRun, phase: str, needed: int) -> tuple[s
             return "mesh.fsdp", f"raise it above {mesh.fsdp}, with as many more devices"
         return "mesh.tensor", f"raise it above {mesh.tensor}"
     multiple = mesh.data * mesh.fsdp
-    if rollout:  # everything beside weights is in proportion to the number of slots
+    if rollout:  # everything besides weights is in proportion to the number of slots
         slots = int(run.buckets.batch[-1] * (available - held) / (needed - held)) // multiple * multiple
         about = f"about {slots} fit" if slots else "or lower rollout.max_response_length"
         return "engine.max_slots", f"lower it from {config.engine.max_slots} ({about})"

@@ -28,7 +28,7 @@ class Program:
       drafter: the head or the small model whose program it is; None for those of the policy.
       arguments: bytes of its arguments.
       outputs: bytes of its results that take the place of no argument.
-      temporaries: bytes that it needs beside these.
+      temporaries: bytes that it needs besides these.
       seconds: time to trace, lower and compile it.
       flops: FLOPs that XLA counts, each loop's body once.
       accessed: bytes that XLA counts, each loop's body once.

@@ -297,7 +297,7 @@ def _figures(steps: Sequence[tuple[float, float, Sequence[float]]], workers: int
 
 
 def compared(run: RecordedRun, base: RecordedRun, cores: float) -> list[Compared]:
-    """Returns the figures of a run, predicted from a run of the same experiment with one worker, beside what
+    """Returns the figures of a run, predicted from a run of the same experiment with one worker, next to what
     was measured; `cores` as of `predicted`.
     """
     ours, theirs = predicted(run, seconds_of(base), cores), measured(run)

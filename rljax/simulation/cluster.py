@@ -470,7 +470,7 @@ class Cluster:
             self._tell(messages.Tick())
             self._at(self.now + self.machines.look_seconds, self._look, step)
 
-    # -- what is told ------------------------------------------------------------------------------------
+    # -- what is reported ------------------------------------------------------------------------------------
 
     def _span_ends(self, place: _Place) -> None:
         if place.busy_since is not None and self._record and self.now > place.busy_since:

@@ -35,7 +35,7 @@ class SimulatedDrafter:
     """A drafter, of which only acceptance and times are known.
 
     Attributes:
-      acceptance: probability that a draft is accepted behind accepted ones, on average over requests.
+      acceptance: probability that a draft is accepted after accepted ones, on average over requests.
       spread: its standard deviation over requests.
       base, each: seconds of a drafted token of all requests, and of each request.
     """
@@ -49,13 +49,13 @@ class SimulatedDrafter:
 @functools.cache
 def aimd(acceptance: float, misses: float = 0.0, widest: int = WIDEST) -> tuple[float, float]:
     """Returns the tokens and the drafts of a pass under HistoSpec: its automaton drafts what history has
-    behind the last tokens, in a window that grows by 2 where all of it was accepted, and falls back to 2
+    after the last tokens, in a window that grows by 2 where all of it was accepted, and falls back to 2
     where not (RhymeRL, sections 5.3 and 5.4; `drafters/histospec.py`). They are means over the stationary
     distribution of windows.
 
     Args:
-      acceptance: probability that a draft is accepted, behind accepted ones.
-      misses: passes without drafts behind a rejection, until the last tokens are found in history again.
+      acceptance: probability that a draft is accepted, after accepted ones.
+      misses: passes without drafts after a rejection, until the last tokens are found in history again.
       widest: the widest window.
     """
     arguments = HistoSpecArguments()

@@ -63,7 +63,7 @@ def chosen_sizes(scenario: Scenario, verifiers: Sequence[int]) -> dict[str, Any]
             found[mode] = part("plan")(
                 requests, devices, profile, drafters[0].acceptance, widest, modes=(mode,)
             )
-        except ValueError:  # a drafter beside a verifier of all devices
+        except ValueError:  # a drafter next to a verifier of all devices
             continue
     return found
 

@@ -39,7 +39,7 @@ class WeightChannel(Protocol):
     early: bool
 
     def publish(self, version: int, params: Params, parts: list[Part], digest: str) -> Published:
-        """Makes a version available. It may run beside decoding, in a thread of its own.
+        """Makes a version available. It may run while others decode, in a thread of its own.
 
         Args:
           version: its number.

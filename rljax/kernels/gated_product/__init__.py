@@ -28,7 +28,7 @@ def gated_product(
       x: float32 or bfloat16 [N, T, in].
       gate, up: [out, in], of the type of x.
       activation: computed entry by entry.
-      with_products: return the rounded products, [N, T, out] each, behind the result, for its gradient.
+      with_products: return the rounded products, [N, T, out] each, after the result, for its gradient.
       implementation: see `rljax.kernels.switch`; the default depends on (out, in).
 
     Raises:

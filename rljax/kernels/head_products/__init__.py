@@ -40,7 +40,7 @@ def head_products(
     Args:
       x: float32 or bfloat16 [N, T, in].
       angles: cosines, sines, others, float32 [N, T, at least 2, D / 2].
-      with_products: return the rounded products, [N, T, outputs] each, behind the result, for its gradient.
+      with_products: return the rounded products, [N, T, outputs] each, after the result, for its gradient.
       numerics: its `kernels.head_products` says who computes; the default depends on (H, Hk, D).
 
     Raises:
