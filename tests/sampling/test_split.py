@@ -77,6 +77,7 @@ def both(logits, params):
         yield program(function, params)(logits, keys, positions)
 
 
+@pytest.mark.default_cases("all-*", "plain-*")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

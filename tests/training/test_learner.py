@@ -215,12 +215,13 @@ def test_what_declined_and_what_was_cut_off_is_not_learned(params, groups):
     assert sorted(minibatches[0].members) == [0, 1, 4]
 
 
+@pytest.mark.default_cases("dapo, corrected")
 @pytest.mark.parametrize(
     "algorithm",
     [
         PLAIN,
         CORRECTED,
-        pytest.param({"name": "gspo", "kl_coefficient": 0.0}, marks=pytest.mark.long),
+        {"name": "gspo", "kl_coefficient": 0.0},
     ],
     ids=["dapo", "dapo, corrected", "gspo"],
 )
