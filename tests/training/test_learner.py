@@ -531,6 +531,7 @@ print("FOUND" + json.dumps(metrics))
 """
 
 
+@pytest.mark.long  # tests/test_sharding.py has its gradients
 def test_a_mesh_changes_rounding_only(params, groups, tmp_path):
     """Two devices share the rows and two the layers, of policy and critic; in a process of its own."""
     learner = make_learner(params, WITH_CRITIC, minibatches_per_step=2)
