@@ -57,7 +57,7 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
         kept = 1.0 - line["update/skipped"]  # the others had no advantage
         assert line["update/tokens"] == pytest.approx(kept * line["rollout/tokens"])
     found = replies(log)
-    assert len(found) == 2 * 2 * 4 + 3 * 2  # two steps and three evaluations
+    assert len(found) == 2 * 2 * 4 + 2 * 2  # two steps and two evaluations
     for step, groups in enumerate(learned):
         for group in groups:
             assert group.episodes == tuple(np.repeat(range(4), 2))

@@ -179,13 +179,14 @@ print("FOUND" + json.dumps(found))
 )
 
 
+@pytest.mark.default_cases("one shape-?'4 devices'?")
 @pytest.mark.parametrize(
     ("shapes", "cases"),
     [
         ("one shape", ["4 devices"]),
-        pytest.param("one shape", ["4 devices, a block head"], marks=pytest.mark.long),
-        pytest.param("one shape", ["8 devices"], marks=pytest.mark.long),
-        pytest.param("every shape", ["2 devices, srt", "4 devices, quantized"], marks=pytest.mark.long),
+        ("one shape", ["4 devices, a block head"]),
+        ("one shape", ["8 devices"]),
+        ("every shape", ["2 devices, srt", "4 devices, quantized"]),
     ],
     ids=str,
 )
