@@ -11,6 +11,7 @@ code: `XLA_FLAGS= pytest` compiles as users do, and so does `.ci/run`.
 """
 
 import atexit
+import fnmatch
 import gc
 import os
 import shutil
@@ -82,8 +83,28 @@ def pytest_unconfigure(config):
             path.unlink(missing_ok=True)
 
 
+def _mark_other_cases(config, items):
+    """Marks as long the cases of a table that its test's `default_cases` does not name. A name that fits none
+    of them is an error, where all are collected.
+    """
+    unmatched: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("default_cases")
+        if mark is None:
+            continue
+        fits = {name for name in mark.args if fnmatch.fnmatchcase(item.callspec.id, name)}
+        if not fits:
+            item.add_marker(pytest.mark.long)
+        test = item.nodeid.split("[")[0]
+        unmatched.setdefault(test, set(mark.args)).difference_update(fits)
+    missing = [f"{test}: no case {name}" for test, names in unmatched.items() for name in sorted(names)]
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("; ".join(missing))
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is `long` without `--all`, and skips what needs an accelerator where there is none."""
+    _mark_other_cases(config, items)
     if not config.option.all:
         long = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -33,6 +33,7 @@ def readme():
     return listed((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long  # a run of its own
 def test_the_readme_lists_what_a_step_goes_through(readme):
     command = [sys.executable, "-m", "tests.default_path", "--json"]
     ran = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)

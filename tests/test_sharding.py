@@ -12,7 +12,7 @@ from rljax.errors import ConfigError
 from rljax.sharding import make_mesh
 from tests.devices import run_on_devices
 
-CHECKS = """
+SETUP = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from rljax.config import AlgorithmConfig, LoraConfig, MeshConfig, OptimizerConfig, TrainingConfig
@@ -87,7 +87,9 @@ def train(mesh, adapter=None, numerics=Numerics(), training=training):
     if mesh is not None:
         results["compiled_late"] = max(results.get("compiled_late", 0), trainer.pool.compilations - compiled)
     return logprobs, gradients, metrics, state
+"""
 
+CHECKS = """
 logprobs, gradients, metrics, state = train(None)
 sharded_logprobs, sharded_gradients, sharded_metrics, sharded = train(mesh)
 results["logprobs"] = largest_difference(logprobs, sharded_logprobs)
@@ -98,23 +100,6 @@ results["shapes"] = shapes(sharded.params)
 results["moment_shapes"] = [
     shapes(optax.tree.get(sharded.optimizer_state, moment)) for moment in ("mu", "nu")
 ]
-
-half, anew = Numerics(compute_dtype="bfloat16"), training.model_copy(update={"cast_once": False})
-_, copied_gradients, _, _ = train(mesh, numerics=half)
-_, cast_gradients, _, _ = train(mesh, numerics=half, training=anew)
-results["copies"] = largest_difference(copied_gradients, cast_gradients)
-(copies,) = jax.jit(lambda params: weight_copies(params, half, training))(sharded.params)
-results["copies_shapes"] = shapes(copies)
-
-lora = Lora.of(LoraConfig(rank=3), config)
-factors = init_factors(config, lora, "kaiming", 0)
-factors = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32), factors)
-_, adapted_gradients, _, adapted = train(None, Adapter(lora, factors))
-_, sharded_gradients, _, sharded = train(mesh, Adapter(lora, factors))
-results["factor_gradients"] = largest_difference(adapted_gradients, sharded_gradients)
-results["merged"] = largest_difference(adapted.params, sharded.params)
-results["merged_shapes"] = shapes(sharded.params)
-results["factor_shapes"] = shapes(sharded.factors)
 
 def decode(mesh, batches, lengths):
     buckets = make_buckets(8, 128, True, batches, lengths, row_multiple(mesh))
@@ -183,9 +168,36 @@ print("FOUND" + json.dumps(results))
 """
 
 
+OTHERS = """
+half, anew = Numerics(compute_dtype="bfloat16"), training.model_copy(update={"cast_once": False})
+_, copied_gradients, _, copied = train(mesh, numerics=half)
+_, cast_gradients, _, _ = train(mesh, numerics=half, training=anew)
+results["copies"] = largest_difference(copied_gradients, cast_gradients)
+(copies,) = jax.jit(lambda params: weight_copies(params, half, training))(copied.params)
+results["copies_shapes"] = shapes(copies)
+results["shapes"] = shapes(copied.params)
+
+lora = Lora.of(LoraConfig(rank=3), config)
+factors = init_factors(config, lora, "kaiming", 0)
+factors = jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32), factors)
+_, adapted_gradients, _, adapted = train(None, Adapter(lora, factors))
+_, sharded_gradients, _, sharded = train(mesh, Adapter(lora, factors))
+results["factor_gradients"] = largest_difference(adapted_gradients, sharded_gradients)
+results["merged"] = largest_difference(adapted.params, sharded.params)
+results["merged_shapes"] = shapes(sharded.params)
+results["factor_shapes"] = shapes(sharded.factors)
+print("FOUND" + json.dumps(results))
+"""
+
+
 @pytest.fixture(scope="module")
 def results():
-    return run_on_devices(CHECKS, 8)
+    return run_on_devices(SETUP + CHECKS, 8)
+
+
+@pytest.fixture(scope="module")
+def others():
+    return run_on_devices(SETUP + OTHERS, 8)
 
 
 def test_training_does_not_depend_on_the_mesh(results):
@@ -210,20 +222,22 @@ def test_weights_and_moments_are_really_split(results):
     assert results["moment_shapes"] == [shapes, shapes]
 
 
-def test_copies_are_split_as_their_matrices_and_change_no_gradient(results):
-    assert results["copies"][0] < 1e-6, results["copies"]
-    assert len(results["copies_shapes"]) == 7
-    for name, shape in results["copies_shapes"].items():
-        assert shape == results["shapes"][name]
+@pytest.mark.long  # above, whole gradients on a mesh; tests/training has copies on one device
+def test_copies_are_split_as_their_matrices_and_change_no_gradient(others):
+    assert others["copies"][0] < 1e-6, others["copies"]
+    assert len(others["copies_shapes"]) == 7
+    for name, shape in others["copies_shapes"].items():
+        assert shape == others["shapes"][name]
 
 
-def test_an_adapter_does_not_depend_on_the_mesh_and_is_split_as_its_matrices(results):
+@pytest.mark.long  # above, whole gradients on a mesh; tests/training has adapters on one device
+def test_an_adapter_does_not_depend_on_the_mesh_and_is_split_as_its_matrices(others):
     for name in ("factor_gradients", "merged"):
-        difference, leaf = results[name]
+        difference, leaf = others[name]
         assert difference < 1e-4, f"{name}: {leaf}"
-    assert results["merged_shapes"] == results["shapes"]
-    assert results["factor_shapes"]["layers.0.gate.a"] == [3, 16]  # along fsdp, as the residual stream
-    assert results["factor_shapes"]["layers.0.gate.b"] == [24, 3]  # along tensor, as MLP columns
+    assert others["merged_shapes"] == others["shapes"]
+    assert others["factor_shapes"]["layers.0.gate.a"] == [3, 16]  # along fsdp, as the residual stream
+    assert others["factor_shapes"]["layers.0.gate.b"] == [24, 3]  # along tensor, as MLP columns
 
 
 def test_decoding_does_not_depend_on_the_mesh(results):

@@ -67,14 +67,10 @@ def trained(directory, *overrides):
     return directory, RunDirectory(directory).read_metrics()
 
 
-@pytest.fixture(scope="session")
-def plain(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("smollm2") / "plain")
-
-
-def test_drafts_change_no_weight(plain, tmp_path):
+def test_drafts_change_no_weight_and_an_export_says_what_transformers_says(tmp_path, capsys):
     """Two GRPO steps with SRT, and without: equal samples, so equal weights; no bit differs in the update."""
-    drafted = trained(tmp_path / "run", "speculation.drafter=srt", *FIXED)
+    plain = trained(tmp_path / "plain")
+    drafted = trained(tmp_path / "drafted", "speculation.drafter=srt", *FIXED)
     for _, metrics in (plain, drafted):
         assert [line["mismatch/logprob_abs_max"] for line in metrics[1:]] == [0.0, 0.0]
         assert metrics[-1]["gradient_norm"] > 0.0
@@ -84,8 +80,6 @@ def test_drafts_change_no_weight(plain, tmp_path):
     assert not np.array_equal(before["embed"], weights[0]["embed"])
     assert drafted[1][-1]["speculation/accepted"] > 0
 
-
-def test_an_export_says_what_transformers_says(plain, tmp_path, capsys):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     exported = str(tmp_path / "exported")
     assert main(["export", str(plain[0]), exported, "--dtype", "float32"]) == 0

@@ -49,21 +49,16 @@ def sampled(sequence):
 
 
 def test_what_agents_got_is_what_is_trained(tmp_path, learned):
-    for name in ("called", "asking"):
-        (tmp_path / name).mkdir()
-    log = tmp_path / "called" / "log"
-    train(tmp_path / "called", *TINY, agent(log), "training.steps=1")
-    called = train(tmp_path / "called", *TINY, agent(log))  # resumed: goes on as the run below, in one piece
-    for line in called[1:]:
+    log = tmp_path / "log"
+    for line in train(tmp_path, *TINY, agent(log))[1:]:
         assert line["mismatch/logprob_abs_max"] == 0.0 and line["gradient_norm"] > 0
         assert line["agents/requests"] == 3.0 and line["agents/sequences"] == 2.0
         assert line["reward/errors"] == line["reward/timeouts"] == 0.0
         kept = 1.0 - line["update/skipped"]  # the others had no advantage
         assert line["update/tokens"] == pytest.approx(kept * line["rollout/tokens"])
-    steps, learned[:] = list(learned), []
     found = replies(log)
-    assert len(found) == 2 * 2 * 4 + 3 * 2  # two steps and three evaluations
-    for step, groups in enumerate(steps):
+    assert len(found) == 2 * 2 * 4 + 2 * 2  # two steps and two evaluations
+    for step, groups in enumerate(learned):
         for group in groups:
             assert group.episodes == tuple(np.repeat(range(4), 2))
             for sample in range(4):
@@ -80,7 +75,16 @@ def test_what_agents_got_is_what_is_trained(tmp_path, learned):
                 assert not first.sampled_mask.all() and second.sampled_mask.all()
                 assert messages[-2]["role"] == "assistant"
 
-    # Agents that ask for problems themselves, a stream among their requests, with drafts: the same run.
+
+@pytest.mark.long  # above, what they got; tests/rollout/test_environment_turns.py has drafts
+def test_a_resumed_run_and_agents_that_ask_with_drafts_are_the_same_run(tmp_path, learned):
+    """Agents that ask for problems themselves, a stream among their requests."""
+    for name in ("called", "asking"):
+        (tmp_path / name).mkdir()
+    called = (tmp_path / "called", *TINY, agent(tmp_path / "called" / "log"))
+    train(*called, "training.steps=1")
+    called = train(*called)
+    steps, learned[:] = list(learned), []
     over = threading.Event()
     address = "http://127.0.0.1:{}"
 

@@ -21,6 +21,7 @@ def test_two_workers_make_the_same_run(world, alone, monkeypatch):
     assert not any(line["cluster/restarts"] or line["cluster/migrations"] for line in steps)
 
 
+@pytest.mark.long  # above, with whole weights; tests/training/test_lora_in_training.py has adapters
 def test_workers_decode_with_the_merged_weights_of_an_adapter(world, monkeypatch):
     """The quantized drafter makes its weights anew from them as well."""
     adapter = ("policy.lora={rank: 4, alpha: 8}", "optimizer.learning_rate=1e-2")

@@ -1,5 +1,7 @@
 """Workers with a mesh of several devices each: how many there are, and one that is lost, change no token."""
 
+import pytest
+
 from tests.devices import run_on_devices
 
 _RUNS = """
@@ -21,5 +23,6 @@ print("FOUND" + json.dumps([*lost.values(), other]))
 """
 
 
+@pytest.mark.long  # tests/training/test_loop.py has a run on a mesh, test_local_run.py one with workers
 def test_workers_with_two_devices_each(tmp_path):
     assert run_on_devices(_RUNS, 2, tmp_path) == [2, []]

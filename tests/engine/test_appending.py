@@ -39,13 +39,14 @@ def start(engine, params, prompts, limit=40):
     )
 
 
+@pytest.mark.default_cases("bfloat16-(40, 40, 40)")
 @pytest.mark.parametrize(
     ("dtype", "counts"),
     [
-        pytest.param("float32", (1, 0, 5), marks=pytest.mark.long),
+        ("float32", (1, 0, 5)),
         ("float32", (WIDTH - 1, WIDTH, WIDTH + 1)),
         ("bfloat16", (40, 40, 40)),  # more than a pass has rows for
-        pytest.param("bfloat16", (0, 33, 0), marks=pytest.mark.long),
+        ("bfloat16", (0, 33, 0)),
     ],
     ids=str,
 )

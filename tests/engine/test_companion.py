@@ -156,6 +156,7 @@ def test_after_plain_steps_and_chains_that_were_not_verified():
     pair.finish(pair.check_drafts)
 
 
+@pytest.mark.long  # test_head_drafting.py has a wider state
 def test_through_compaction_and_growth():
     """With what drafting wrote before still to be used: requests move between a pass and the next chain."""
     world = world_of()
@@ -249,6 +250,7 @@ def test_what_drafting_wrote_is_as_good_as_what_is_computed_afterwards(dtype):
             )
 
 
+@pytest.mark.long  # what drafting wrote: above
 def test_drafts_do_not_depend_on_what_was_drafted_before():
     """Against a companion that is told everything at once: chains that came true in part, in plain decoding,
     and tokens that are those of an older chain again.
@@ -303,6 +305,7 @@ def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
 # -- a companion that knows nothing ------------------------------------------------------------------------
 
 
+@pytest.mark.long  # test_small_model.py: a model that knows fewer tokens
 def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
     world = world_of()
     pair = Pair(world, itself(world, Numerics(True, "bfloat16")))
@@ -317,6 +320,7 @@ def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
         stranger(world, ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
 
 
+@pytest.mark.long  # test_self_drafting.py has rejection
 def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
     world = other_of(Buckets((5,), (64,), (40,), NODES), rule="rejection")
     pair = Pair(world, itself(world), members=(0, 3), capacity=64)

@@ -48,13 +48,14 @@ def run(engine, fixed, overlap, stop=None):
         engine.fixed_gain = 0.0
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize(
     ("dtype", "sampling"),
     [
         ("bfloat16", PLAIN),
         ("float32", PENALTIES),
-        pytest.param("float32", PLAIN, marks=pytest.mark.long),
-        pytest.param("bfloat16", PENALTIES, marks=pytest.mark.long),
+        ("float32", PLAIN),
+        ("bfloat16", PENALTIES),
     ],
     ids=["bfloat16", "float32, penalties", "float32", "bfloat16, penalties"],
 )

@@ -50,6 +50,7 @@ def walk(tree, sampled, slot):
 SHAPES = [(1, 1.0), (7, 0.4), (32, 0.4), (33, 0.6), (63, 0.0), (63, 1.0)]
 
 
+@pytest.mark.default_cases("63-0.0", "7-0.4", "1-1.0")
 @pytest.mark.parametrize(("nodes", "chain"), SHAPES)
 def test_ancestors_and_depths(nodes, chain):
     rng = np.random.default_rng(nodes)
@@ -89,6 +90,7 @@ def test_empty_trees_and_too_large_ones():
         with_root(empty_tree(2, MAX_NODES), np.zeros(2, np.int32))
 
 
+@pytest.mark.default_cases("63-0.0-*", "7-0.4-*", "1-*")
 @pytest.mark.parametrize("vocab_size", [1, 2, 4])
 @pytest.mark.parametrize(("nodes", "chain"), SHAPES)
 def test_accepted_path(nodes, chain, vocab_size):

@@ -146,6 +146,7 @@ def test_training_recomputes_the_logprobs_bit_for_bit(world):
     check_training(world, gradients=False)
 
 
+@pytest.mark.default_cases("three bfloat16")
 @pytest.mark.parametrize("policy", WORLDS[:2], ids=" ".join)
 def test_and_so_does_the_pass_that_computes_gradients(policy):
     check_training(world_of(*policy), gradients=True)

@@ -128,6 +128,7 @@ def sum_beside_a_gradient(x, axis=None, keepdims=False):
     return exact(x)
 
 
+@pytest.mark.default_cases("ordered_sum-*", "sum_by_count-*")
 @pytest.mark.parametrize(
     ("reduction", "refused"),
     [

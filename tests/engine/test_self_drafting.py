@@ -133,6 +133,7 @@ def test_margins_are_how_far_the_noise_is_from_another_token():
 # -- what is left behind -----------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("policy2-w4", "policy1-w8a8")
 @pytest.mark.parametrize(("policy", "fmt"), FORMATTED)
 def test_the_state_decodes_on_as_if_nothing_had_been_drafted(policy, fmt):
     """Also when everything that was written provisionally is poison."""
@@ -167,6 +168,7 @@ def test_only_positions_behind_the_committed_ones_change():
     assert (np.asarray(drafts.tokens)[:4] >= 0).all()
 
 
+@pytest.mark.default_cases("policy2-w4", "policy1-w8a8")
 @pytest.mark.parametrize(("policy", "fmt"), FORMATTED)
 def test_drafts_verified_from_the_device_give_the_bits_of_plain_decoding(policy, fmt):
     world, drafter = world_of(*policy), quantized(*policy, fmt)

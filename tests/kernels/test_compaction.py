@@ -77,6 +77,7 @@ _SHAPES = {
 }
 
 
+@pytest.mark.default_cases("xla-*", "interpret_gpu-64-across blocks", "interpret_tpu-128-across blocks")
 @pytest.mark.parametrize("shape", (*_SHAPES, "bfloat16"))
 @pytest.mark.parametrize(
     ("implementation", "dim"),
@@ -174,6 +175,7 @@ def _speculated(implementation):
     return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
 
 
+@pytest.mark.default_cases("interpret_tpu")
 @pytest.mark.parametrize("implementation", ["interpret_gpu", "interpret_tpu"])
 def test_the_engine_with_kernels_gives_the_same_bits(implementation):
     plain, speculated = _speculated(implementation)

@@ -82,6 +82,7 @@ def _marks(name, case):
     return pytest.mark.accelerator if name == "native" else ()
 
 
+@pytest.mark.default_cases("interpret_gpu-*", "*-w4, short last group", "*-w8, groups of 64")
 @pytest.mark.parametrize(
     ("implementation", "case"),
     [

@@ -97,6 +97,7 @@ def test_the_reference_is_numpys(case):
     assert our_zero is None if bits == 8 else our_zero.dtype == np.uint8
 
 
+@pytest.mark.default_cases("*-w4, half a group at the end", "*-w8, whole rows")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_a_kernel_has_the_bits_of_the_reference(case, implementation):

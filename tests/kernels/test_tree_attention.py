@@ -117,6 +117,7 @@ def _cases():
             yield "interpret_gpu", "bfloat16", shape
 
 
+@pytest.mark.default_cases("xla-*", "*-several chunks")
 @pytest.mark.parametrize(("implementation", "dtype", "shape"), [*_cases()])
 def test_against_float64(implementation, dtype, shape):
     unread = 0.0 if implementation == "xla" else np.nan  # its contract: finite numbers everywhere
@@ -150,6 +151,7 @@ _DECODED = {
 }
 
 
+@pytest.mark.default_cases("interpret_tpu-stretches")
 @pytest.mark.parametrize("shape", _DECODED)
 @pytest.mark.parametrize("implementation", _KERNELS)
 def test_decoding_is_one_node_and_writes_it(implementation, shape):
@@ -209,6 +211,7 @@ def test_every_depth_of_a_chain_has_the_bits_of_decoding():
         np.testing.assert_array_equal(np.asarray(ours), expected)
 
 
+@pytest.mark.default_cases("interpret_gpu-3")
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("implementation", [_KERNELS[0], _KERNELS[-1]])
 def test_stretches_merged_in_registers_have_the_bits_of_a_second_kernel(implementation, nodes, monkeypatch):
@@ -270,6 +273,7 @@ def _decoded(implementation, dtype):
     return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
 
 
+@pytest.mark.default_cases("interpret_gpu-*")  # test_compaction.py has an engine with a TPU's
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
     [

@@ -54,6 +54,7 @@ def grown(policy, mlp_size, num_layers, seed=3, hidden_size=64):
     return grown_policy(policy, growth, seed)
 
 
+@pytest.mark.default_cases("tied, with norms")
 def test_new_layers_change_no_bit(policy):
     """What they add to the residual stream is 0."""
     np.testing.assert_array_equal(compute(grown(policy, 128, 5)), compute(policy))
@@ -62,6 +63,7 @@ def test_new_layers_change_no_bit(policy):
     jax.tree.map(np.testing.assert_array_equal, same.params, policy.params)
 
 
+@pytest.mark.default_cases("tied, with norms-64-129")
 @pytest.mark.parametrize(("hidden_size", "mlp_size"), [(64, 129), (100, 150)])
 def test_greater_width_changes_rounding_at_most(policy, hidden_size, mlp_size):
     """Zeros are added to every sum, but a longer sum may be taken in another order."""
@@ -85,6 +87,7 @@ def test_a_grown_policy_has_the_size_it_says(policy):
     assert dataclasses.replace(larger, params=policy.params, config=policy.config) == policy
 
 
+@pytest.mark.default_cases("tied, with norms")
 def test_gradients_reach_what_is_new(policy):
     """At first only what writes zeros; after one update of that, everything."""
     larger = grown(policy, 200, 3, hidden_size=96)

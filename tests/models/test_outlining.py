@@ -97,6 +97,7 @@ def _gradient_program(*which):
     return _lowered_gradient(*which)[0].compile(row_invariant_compiler_options())
 
 
+@pytest.mark.default_cases("called-True")
 @pytest.mark.parametrize(("layout", "remat"), [("inlined", False), ("called", True)])
 def test_gradients_are_those_of_layers_written_out(layout, remat):
     found, expected = (_gradients("float32", each, remat) for each in (layout, "written out"))
@@ -105,6 +106,7 @@ def test_gradients_are_those_of_layers_written_out(layout, remat):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * np.abs(other).max())
 
 
+@pytest.mark.long  # above, in float32
 def test_gradients_in_bfloat16_are_as_good_as_those_of_inlined_layers():
     """The compiler leaves out roundings between layers that it can see at once, so the two differ."""
     _, exact = _gradients("float32", "inlined", False)

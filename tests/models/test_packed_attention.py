@@ -66,6 +66,9 @@ def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int):
     return tuple(rng.standard_normal(each, dtype=np.float32) for each in (shape, kv_shape, kv_shape, shape))
 
 
+@pytest.mark.default_cases(
+    "a sequence over several chunks beside short ones-grouped-True", "one short row-grouped-True"
+)
 @pytest.mark.parametrize(
     ("case", "heads", "row_invariant"),
     [

@@ -27,7 +27,7 @@ from tests.tiny_policy import FixedTimes
 
 WINDOW = 3
 
-CHECKS = """
+SETUP = """
 import json, sys
 import jax, numpy as np
 from drafters.registry import make_drafters, states_read
@@ -78,8 +78,9 @@ def decode(config, drafters, name, devices, rollouts=1):
             "plain steps": plain.steps,
             **speculator.metrics(statistics),
         }
+"""
 
-
+SMALL_MODELS = """
 for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("another", "coupled")):
     config = SpeculationConfig(
         drafter="small_model",
@@ -90,7 +91,10 @@ for name, mode in (("the policy", "decoupled"), ("another", "decoupled"), ("anot
     drafters = make_drafters(config)
     where = lambda: drafters["small_model"]._companion.params["embed"].devices()
     decode(config, drafters, f"{name}, {mode}", where)
+print("FOUND" + json.dumps(found))
+"""
 
+HEAD = """
 # A head that begins with the run, trained behind each rollout.
 decoupled = {"window": window, "modes": ["decoupled"]}
 config = SpeculationConfig(drafter="eagle", args=head, decoupled=decoupled, max_drafts=7)
@@ -103,13 +107,17 @@ print("FOUND" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_on_devices(CHECKS, 2, tmp_path_factory.mktemp("models"), WINDOW)
+    return run_on_devices(SETUP + SMALL_MODELS, 2, tmp_path_factory.mktemp("models"), WINDOW)
 
 
-def test_drafts_ahead_change_no_token(found):
+def check_found(found):
     for one in found.values():
         assert one["same"] and one["devices"] == [1]
         assert one["steps"] < one["plain steps"] and one["speculation/accepted"] > 50
+
+
+def test_drafts_ahead_change_no_token(found):
+    check_found(found)
 
 
 def test_a_drafter_that_is_always_right_wastes_nothing(found):
@@ -130,7 +138,10 @@ def test_a_rejection_wastes_two_windows_less_one_at_most(found):
     assert between["speculation/decoupled_wasted"] < ahead["speculation/decoupled_wasted"]
 
 
-def test_a_head_drafts_ahead_and_learns_beside_the_policy(found):
+@pytest.mark.long  # above, small models
+def test_a_head_drafts_ahead_and_learns_beside_the_policy(tmp_path):
+    found = run_on_devices(SETUP + HEAD, 2, tmp_path, WINDOW)
+    check_found(found)
     first, last = found["head 0"], found["head 1"]
     assert last["speculation/decoupled_windows"] > 50
     assert last["speculation/head/loss"] < first["speculation/head/loss"]

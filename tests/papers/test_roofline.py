@@ -28,6 +28,7 @@ W4, W8 = WeightFormat(4, 128), WeightFormat(8, 0, "int8")
 # -- counts ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("bfloat16-config1-fmt1")
 @pytest.mark.parametrize(
     ("dtype", "config", "fmt"),
     [

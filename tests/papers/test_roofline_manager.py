@@ -80,6 +80,7 @@ def small_model(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.default_cases("srt-True", "quantized-True")
 @pytest.mark.parametrize(("drafter", "overlap"), [("srt", True), ("small_model", False), ("quantized", True)])
 def test_the_roofline_gates_any_drafter(params, requests, expected, small_model, drafter, overlap):
     """Where it always pays, every drafter is switched on; where it never does, none. The tokens stay."""

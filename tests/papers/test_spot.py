@@ -390,6 +390,7 @@ def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, mo
             assert head.updates == driver.trainer.updates
 
 
+@pytest.mark.long  # above, a head
 def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, tmp_path):
     """TLT, Table 8: its samples are tokens alone, and what comes of them is every worker's."""
     small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)

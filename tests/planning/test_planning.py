@@ -64,20 +64,18 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
     return make_plan(config, parse_topology(topology), lengths, hardware=hardware, **kwargs)
 
 
+@pytest.mark.default_cases("tools, run-ahead")
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(
-            [
-                "algorithm.name=ppo",
-                "algorithm.kl_coefficient=0.1",
-                "policy.lora={rank: 4}",
-                "speculation.drafter=quantized",
-                "speculation.verify_buckets=[8,16]",
-                "engine.cache_buckets=[64,128]",
-            ],
-            marks=pytest.mark.long,
-        ),
+        [
+            "algorithm.name=ppo",
+            "algorithm.kl_coefficient=0.1",
+            "policy.lora={rank: 4}",
+            "speculation.drafter=quantized",
+            "speculation.verify_buckets=[8,16]",
+            "engine.cache_buckets=[64,128]",
+        ],
         [
             "speculation.drafter=eagle",
             *ONE_PASS,
@@ -92,16 +90,13 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             f"tools={TOOLS}",
         ],
         [SHRINKING, MEASURED_LOOP],
-        pytest.param(
-            [
-                "speculation.drafter=small_model",
-                "speculation.args={path: SMALL_MODEL}",
-                "speculation.verify_buckets=[8]",
-                "engine.batch_buckets=[2,4]",
-                "training.rows_per_microbatch=2",
-            ],
-            marks=pytest.mark.long,  # 130 programs
-        ),
+        [
+            "speculation.drafter=small_model",
+            "speculation.args={path: SMALL_MODEL}",
+            "speculation.verify_buckets=[8]",
+            "engine.batch_buckets=[2,4]",
+            "training.rows_per_microbatch=2",
+        ],
     ],
     ids=[
         "quantized, critic, lora, several buckets",
@@ -277,6 +272,7 @@ def test_extrapolating_in_depth_is_near_to_a_whole_compile(tmp_path, monkeypatch
     assert short.step.update == whole.step.update
 
 
+@pytest.mark.default_cases("*-engine.max_slots", "*-training.cast_once", "*-mesh.fsdp")
 @pytest.mark.parametrize(
     ("overrides", "program", "key"),
     [

@@ -48,6 +48,7 @@ def make_loop(engine, params, drafts, overlap=False):
     return open_loop(open_slots(engine, params, speculator, overlap), SLOTS, policy=SERVER)
 
 
+@pytest.mark.default_cases("penalties-True-True")
 @pytest.mark.parametrize(("drafts", "overlap"), [(False, False), (True, True)])
 def test_responses_move_between_loops_while_others_go_on(any_engine, params, requests, drafts, overlap):
     """Every response is taken out of a loop after a few host syncs and put into the other, repeatedly."""

@@ -109,6 +109,7 @@ def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, dra
     assert statistics.accepted > (100 if drafter == "quantized" else 20)
 
 
+@pytest.mark.long  # below, every move of a slot
 @pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 def test_requests_that_join_and_leave_keep_their_settings(engine, params, requests, expected):
     """One after the other, as in a server: states are widened for them, and compacted when they leave."""

@@ -293,6 +293,7 @@ def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, 
     assert_as_expected(completions, expected)
 
 
+@pytest.mark.default_cases("small_model-True", "quantized-False")
 @pytest.mark.parametrize(("name", "overlap"), [("quantized", False), ("small_model", True), ("eagle", False)])
 def test_same_bits_with_drafters_on_the_device(params, requests, expected, tmp_path, name, overlap):
     args = {}

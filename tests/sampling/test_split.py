@@ -77,6 +77,7 @@ def both(logits, params):
         yield program(function, params)(logits, keys, positions)
 
 
+@pytest.mark.default_cases("all-*", "plain-*")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -100,7 +101,7 @@ def test_the_same_token_as_the_reference(name, kind):
     np.testing.assert_allclose(logprobs[first:], expected_logprobs[first:], rtol=0, atol=2e-6)
 
 
-CHECKS = """
+SETUP = """
 import json, re
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -122,24 +123,6 @@ from tests.sampling.test_split import DISTRIBUTIONS, make_logits, with_ties
 found = {"devices": jax.device_count(), "sampling": {}, "collectives": {}}
 MESHES = {str(size): make_mesh(MeshConfig(tensor=size)) for size in (2, 4, 8)}
 MESHES["2 x 4"] = make_mesh(MeshConfig(data=2, tensor=4))
-
-# The same logits, whole and split.
-keys = np.stack([request_key(0, row) for row in range(64)])
-positions = np.arange(64, dtype=np.int32)
-mesh = MESHES["2 x 4"]
-for dtype, names in {"float32": ("plain", "all", "greedy"), "bfloat16": ("all",)}.items():
-    logits = make_logits() if dtype == "float32" else with_ties(make_logits())
-    for name in names:
-        params = DISTRIBUTIONS[name]
-        draw = jax.jit(sample, static_argnums=(3, 4, 5))
-        expected, expected_logprobs = draw(logits, keys, positions, params, Numerics(), None)
-        placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "tensor")))
-        tokens, logprobs = draw(placed, keys, positions, params, Numerics(), mesh)
-        found["sampling"][f"{dtype} {name}"] = {
-            "same": bool(np.array_equal(tokens, expected)),
-            "logprobs": float(np.abs(logprobs - expected_logprobs).max()),
-            "distinct": len(set(np.asarray(tokens).tolist())),
-        }
 
 # Whole responses.
 PENALTIES = dict(repetition_penalty=1.1, frequency_penalty=0.25, presence_penalty=0.5)
@@ -191,6 +174,26 @@ def decode_drafts(engine, params):
         accepted += int((results[-1].tokens[:, 1:] >= 0).sum())
         active = results[-1].active
     return responses(results), accepted
+"""
+
+CHECKS = """
+# The same logits, whole and split.
+keys = np.stack([request_key(0, row) for row in range(64)])
+positions = np.arange(64, dtype=np.int32)
+mesh = MESHES["2 x 4"]
+for dtype, names in {"float32": ("plain", "all", "greedy"), "bfloat16": ("all",)}.items():
+    logits = make_logits() if dtype == "float32" else with_ties(make_logits())
+    for name in names:
+        params = DISTRIBUTIONS[name]
+        draw = jax.jit(sample, static_argnums=(3, 4, 5))
+        expected, expected_logprobs = draw(logits, keys, positions, params, Numerics(), None)
+        placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("data", "tensor")))
+        tokens, logprobs = draw(placed, keys, positions, params, Numerics(), mesh)
+        found["sampling"][f"{dtype} {name}"] = {
+            "same": bool(np.array_equal(tokens, expected)),
+            "logprobs": float(np.abs(logprobs - expected_logprobs).max()),
+            "distinct": len(set(np.asarray(tokens).tolist())),
+        }
 
 # Odd, so padded to 16376: so large that nothing else has the size of the logits, and no other dimension.
 VOCAB, PADDED = 16371, 16376
@@ -232,7 +235,10 @@ for program, (count, executable) in programs.items():
         "logits": count * PADDED // 8,
         "whole rows": sorted(set(re.findall(rf"\\w+\\[[0-9,]*\\b(?:{VOCAB}|{PADDED})\\b[0-9,]*\\]", text))),
     }
+print("FOUND" + json.dumps(found))
+"""
 
+OTHERS = """
 # Fewer key/value heads than devices.
 config = make_config(259, kv_heads=2)
 one, _ = decode_drafts(*make_engine("plain", None, config, rule="rejection"))
@@ -262,7 +268,12 @@ print("FOUND" + json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    return run_on_devices(CHECKS, 8)
+    return run_on_devices(SETUP + CHECKS, 8)
+
+
+@pytest.fixture(scope="module")
+def others():
+    return run_on_devices(SETUP + OTHERS, 8)
 
 
 def test_the_same_logits_give_the_same_tokens(found):
@@ -275,11 +286,12 @@ def test_responses_are_those_of_one_device(found):
     coupled = found["coupled"]
     assert coupled["tokens"] > 250 and coupled["accepted"] > 150
     assert coupled["plain"] and coupled["drafted"]
-    assert found["rejection"]["same"] and found["rejection"]["accepted"] > 100  # of gathered logits
 
 
-def test_settings_by_slot_give_the_tokens_of_one_device(found):
-    assert found["mix"] == [True, True]
+@pytest.mark.long  # test_slots.py has settings by slot; above, the rule `coupled`
+def test_gathered_logits_and_settings_by_slot_give_the_tokens_of_one_device(others):
+    assert others["rejection"]["same"] and others["rejection"]["accepted"] > 100
+    assert others["mix"] == [True, True]
 
 
 def test_the_vocabulary_is_really_split_and_padded(found):

@@ -56,7 +56,8 @@ def compilations(speculator):
     return len(speculator.engine.pool) - speculator.engine.pool.background_programs
 
 
-@pytest.mark.parametrize("name", [*NAMES[:2], pytest.param(NAMES[2], marks=pytest.mark.long)])
+@pytest.mark.default_cases("quantized")
+@pytest.mark.parametrize("name", NAMES)
 def test_a_drafter_joins_when_it_is_compiled(params, requests, expected, tmp_path, held_back, name):
     with speculator_of(name, params, requests, tmp_path) as speculator:
         compiled = compilations(speculator)

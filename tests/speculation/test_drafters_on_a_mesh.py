@@ -179,13 +179,14 @@ print("FOUND" + json.dumps(found))
 )
 
 
+@pytest.mark.default_cases("one shape-?'4 devices'?")
 @pytest.mark.parametrize(
     ("shapes", "cases"),
     [
         ("one shape", ["4 devices"]),
-        pytest.param("one shape", ["4 devices, a block head"], marks=pytest.mark.long),
-        pytest.param("one shape", ["8 devices"], marks=pytest.mark.long),
-        pytest.param("every shape", ["2 devices, srt", "4 devices, quantized"], marks=pytest.mark.long),
+        ("one shape", ["4 devices, a block head"]),
+        ("one shape", ["8 devices"]),
+        ("every shape", ["2 devices, srt", "4 devices, quantized"]),
     ],
     ids=str,
 )
@@ -209,7 +210,8 @@ def test_drafts_change_no_token_on_a_mesh(tmp_path, shapes, cases):
             assert one["mesh"] == {"data": 1, "fsdp": 2, "tensor": 1, "copies": 2}
 
 
-@pytest.mark.parametrize("variant", ["eagle3", pytest.param("block", marks=pytest.mark.long)])
+@pytest.mark.long  # above, heads draft on meshes and learn; tests/test_sharding.py has gradients
+@pytest.mark.parametrize("variant", ["eagle3", "block"])
 def test_a_head_learns_on_a_mesh_as_on_one_device(variant):
     learned = run_on_devices(LEARNING, 8, variant)
     losses = learned["losses"]

@@ -78,6 +78,7 @@ class Placed:
 PROMPTS = [(5, 6, 7), (9, 2)]
 
 
+@pytest.mark.default_cases("three drafters")
 @pytest.mark.parametrize(
     ("others", "overlap", "head"),
     [((), False, {"depths": [1, 3]}), (("srt", "quantized"), True, {})],

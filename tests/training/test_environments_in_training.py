@@ -23,15 +23,25 @@ VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/
 VOLATILE += ("engine/", "speculation/", "environment/seconds", "environment/waiting")
 
 
-def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path, capsys):
-    for name in ("plain", "drafted"):
-        (tmp_path / name).mkdir()
-    plain = train(tmp_path / "plain", *GUESS)
-    for line in plain[1:]:
+def test_a_run_of_episodes_and_its_report(tmp_path):
+    for line in train(tmp_path, *GUESS)[1:]:
         assert 1.0 < line["environment/turns"] <= 3.0 and 0.0 <= line["environment/cut_off"] <= 1.0
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["reward/solved"] == 1.0 - line["environment/cut_off"]
         assert line["environment/tokens"] > 0 and line["reward/timeouts"] == 0.0
+    sample = RunDirectory(tmp_path / "run").read_rollouts()[-1]["best"][0]
+    read = [sample["response"][begin:end] for begin, end in sample["read"]]
+    assert all(text.endswith("<|im_start|>assistant\n") for text in read)
+    assert len(sample["turn_rewards"]) - len(read) in (0, 1)  # 0 where a turn was cut off
+    write_report_of_run(tmp_path / "run", lambda line: None)
+    assert "reward of each turn: " in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.long  # tests/rollout/test_environment_turns.py has drafts, test_loop.py has resuming
+def test_it_repeats_exactly_resumed_and_with_drafts_and_is_evaluated_and_played(tmp_path, capsys):
+    for name in ("plain", "drafted"):
+        (tmp_path / name).mkdir()
+    plain = train(tmp_path / "plain", *GUESS)
     drafting = ("speculation.drafter=srt", *ONE_PASS)
     train(tmp_path / "drafted", *GUESS, *drafting, "training.steps=1")
     drafted = train(tmp_path / "drafted", *GUESS, *drafting)
@@ -41,16 +51,8 @@ def test_a_run_of_episodes_repeats_exactly_resumed_and_with_drafts(tmp_path, cap
         assert {"environment/turns", "loss/policy"} <= set(shared) or line["step"] == 0
         assert {name: line[name] for name in shared} == {name: other[name] for name in shared}
 
-    # The report shows turns.
-    directory = tmp_path / "plain" / "run"
-    sample = RunDirectory(directory).read_rollouts()[-1]["best"][0]
-    read = [sample["response"][begin:end] for begin, end in sample["read"]]
-    assert all(text.endswith("<|im_start|>assistant\n") for text in read)
-    assert len(sample["turn_rewards"]) - len(read) in (0, 1)  # 0 where a turn was cut off
-    write_report_of_run(directory, lambda line: None)
-    assert "reward of each turn: " in (directory / "report.html").read_text()
-
     # A saved policy is evaluated with the numbers of the run.
+    directory = tmp_path / "plain" / "run"
     config = evaluation_config(directory, None, [])
     with Progress() as progress:
         results = Evaluator(load_saved_policy(directory), config, "heldout", tmp_path / "e", progress).run()

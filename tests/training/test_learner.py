@@ -215,12 +215,13 @@ def test_what_declined_and_what_was_cut_off_is_not_learned(params, groups):
     assert sorted(minibatches[0].members) == [0, 1, 4]
 
 
+@pytest.mark.default_cases("dapo, corrected")
 @pytest.mark.parametrize(
     "algorithm",
     [
         PLAIN,
         CORRECTED,
-        pytest.param({"name": "gspo", "kl_coefficient": 0.0}, marks=pytest.mark.long),
+        {"name": "gspo", "kl_coefficient": 0.0},
     ],
     ids=["dapo", "dapo, corrected", "gspo"],
 )
@@ -530,6 +531,7 @@ print("FOUND" + json.dumps(metrics))
 """
 
 
+@pytest.mark.long  # tests/test_sharding.py has its gradients
 def test_a_mesh_changes_rounding_only(params, groups, tmp_path):
     """Two devices share the rows and two the layers, of policy and critic; in a process of its own."""
     learner = make_learner(params, WITH_CRITIC, minibatches_per_step=2)

@@ -151,6 +151,7 @@ def test_logits_never_exist_whole():
 ON_CPU = jax.default_backend() == "cpu"
 
 
+@pytest.mark.default_cases("filtered")
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -313,14 +313,15 @@ class WatchedPool(ExecutablePool):
         return begin if key[0] == "begin" else program
 
 
+@pytest.mark.default_cases("True-True-form0")
 @pytest.mark.parametrize(
     ("tied", "remat", "form"),
     [
         (True, True, products.ProductForm(64, 64, slabs=True)),
         (False, True, None),
-        pytest.param(True, False, None, marks=pytest.mark.long),
-        pytest.param(False, False, products.ProductForm(4, 4, float32=True), marks=pytest.mark.long),
-        pytest.param(False, False, products.ProductForm(64, 64, slabs=True), marks=pytest.mark.long),
+        (True, False, None),
+        (False, False, products.ProductForm(4, 4, float32=True)),
+        (False, False, products.ProductForm(64, 64, slabs=True)),
     ],
 )
 def test_weights_that_are_cast_once_an_update_have_the_bits_of_cast_anew(sequences, tied, remat, form):
@@ -337,6 +338,7 @@ def test_weights_that_are_cast_once_an_update_have_the_bits_of_cast_anew(sequenc
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+@pytest.mark.long  # above, the policy
 def test_a_critic_that_casts_once_an_update_has_the_bits_of_one_that_casts_anew(params, sequences):
     batches, found = microbatches(sequences, 1), []
     returns = [np.where(batch.response_mask, batch.advantages, 0.0) for batch in batches]

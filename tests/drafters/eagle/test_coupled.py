@@ -212,7 +212,8 @@ def test_chunks_without_a_response_change_nothing():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), whole, parts)
 
 
-@pytest.mark.parametrize("variant", ["eagle3", pytest.param("block", marks=pytest.mark.long)])
+@pytest.mark.long  # above, its losses; test_training.py has a head that learns
+@pytest.mark.parametrize("variant", ["eagle3", "block"])
 def test_a_head_learns_to_agree(variant, tmp_path):
     """On rollouts that it has not seen: a published head with its vocabulary, which goes on learning; and a
     block, whose correction is part of what it learns.

@@ -132,7 +132,8 @@ def paths(tree, slot):
     return found
 
 
-@pytest.mark.parametrize("variant", ["eagle3", pytest.param("block", marks=pytest.mark.long)])
+@pytest.mark.long  # test_head_drafting.py has a wider state
+@pytest.mark.parametrize("variant", ["eagle3", "block"])
 def test_drafts_do_not_depend_on_how_much_of_the_cache_is_read(variant):
     """64 of 192 positions, or all of 64."""
     trees, states = [], []
@@ -189,6 +190,7 @@ def test_behind_an_unanswered_chain_the_draft_goes_on():
     assert not nothing.tree.valid[1].any() and (nothing.tree.tokens[1] == -1).all()
 
 
+@pytest.mark.default_cases("eagle", "eagle3")
 @EVERY_VARIANT
 def test_a_tree_is_what_training_unrolls(variant):
     """Nodes have the probabilities that training unrolls; the tree is EAGLE-2's, grown in plain Python."""

@@ -254,6 +254,7 @@ def test_settings_that_cannot_work_are_refused():
         make(pack_length=3)
 
 
+@pytest.mark.long  # above, in float32
 def test_states_in_bfloat16():
     numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
     trainer = make(training=HeadTraining(), numerics=numerics, dtype="bfloat16")
