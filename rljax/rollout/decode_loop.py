@@ -398,43 +398,43 @@ class PrefillQueue:
         return prefilled, rows
 
     def _make_ready(self, free: int) -> None:
-        """Prefills prompts: enough for `free` slots and as many as the padding has room for, or, if responses
-        to a prompt draft from one another, one for every slot.
+        """Prefills the prompts that `free` slots need, and as many more as the padding has room for: with one
+        free slot and prefills of two rows, the first prompt, and the second if it is about as long. If
+        responses to a prompt draft from one another, a prompt for every slot is needed.
         """
-        engine, members, mates = self._slots.engine, 0, self._slots.has_history
+        engine, mates = self._slots.engine, self._slots.has_history
         # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
         is_full = self._slots.batch == engine.buckets.batch_for(self._max_slots)
         sizes = engine.prefill_rows if is_full else engine.prefill_rows[:1]
-        by_length: dict[int, list[tuple[int, _Group]]] = {}  # with their places in the queue
-        taken = needed = 0
+        taken: list[_Group] = []
+        places: dict[int, list[int]] = {}  # in `taken`, by prefill length
+        responses = needed = 0
         while self._prompts:
             ids, group = self._prompts[0]
-            alike = by_length.get(engine.prefill_length(len(ids)), [])
-            if taken < self._max_slots if mates else members < free:
+            alike = places.setdefault(engine.prefill_length(len(ids)), [])
+            if len(taken) < self._max_slots if mates else responses < free:
                 needed += 1
             elif sum(_parts(len(alike) + 1, sizes)) > sum(_parts(len(alike), sizes)):
                 break
-            by_length.setdefault(engine.prefill_length(len(ids)), alike).append(
-                (taken, self._prompts.popleft())
-            )
-            members, taken = members + len(group), taken + 1
-        placed = []
-        for alike in by_length.values():
+            alike.append(len(taken))
+            taken.append(self._prompts.popleft())
+            responses += len(group)
+        ready: list[tuple[int, list[tuple[Prefilled, int, LiveResponse]]]] = []
+        for alike in places.values():
             rest = iter(alike)
             for size in _parts(len(alike), sizes):
                 together = list(itertools.islice(rest, size))
-                prefilled = self._slots.prefill([ids for _, (ids, _) in together])
-                self._slots.statistics.prefilled_tokens += sum(len(ids) for _, (ids, _) in together)
-                placed += [
-                    (place, [(prefilled, row, response) for response in group])
-                    for row, (place, (_, group)) in enumerate(together)
-                ]
-        # What the padding had room for begins behind the rest, in the queue's order.
-        placed.sort(key=lambda pair: max(pair[0], needed - 1))
-        rows = [row for _, row in placed]
+                prompts = [taken[place][0] for place in together]
+                prefilled = self._slots.prefill(prompts)
+                self._slots.statistics.prefilled_tokens += sum(map(len, prompts))
+                for row, place in enumerate(together):
+                    ready.append((place, [(prefilled, row, response) for response in taken[place][1]]))
+        # What is needed starts prefill by prefill; then what the padding had room for, in the queue's order.
+        ready.sort(key=lambda pair: max(pair[0], needed - 1))
+        groups = [group for _, group in ready]
         if mates:  # one response to every prompt first: the others draft from it
-            self._ready.extend(group.pop(0) for group in rows)
-        self._ready.extend(itertools.chain.from_iterable(rows))
+            self._ready.extend(group.pop(0) for group in groups)
+        self._ready.extend(itertools.chain.from_iterable(groups))
 
 
 def _parts(count: int, sizes: Sequence[int]) -> list[int]:
