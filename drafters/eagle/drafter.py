@@ -131,7 +131,6 @@ class EagleDrafter(Drafter, Training):
             engine,
             tuple(strategies),
             self.collector,
-            self.config.reach(max(arguments.depths)),
             arguments.unread_bytes,
         )
         return self.slots

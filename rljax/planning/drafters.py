@@ -15,7 +15,7 @@ import numpy as np
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.model import head_shapes, shared_params
 from drafters.eagle.placement import head_shardings
-from drafters.eagle.spot_trainer import BufferSettings, batch_shape, compiled_update, head_optimizer
+from drafters.eagle.spot_trainer import BufferSettings, HeadUpdate, batch_shape, head_optimizer
 from drafters.eagle.training import init_state
 from drafters.small_model import SmallModelDrafter
 from rljax import target
@@ -99,8 +99,8 @@ def _compile_update(
     dtype = np.dtype(BufferSettings().dtype)
     batch = batch_shape(config, arguments.rows, arguments.pack_length, dtype, planning.mesh)
     optimizer, numerics = head_optimizer(arguments.learning_rate), drafter.slots.numerics
-    inputs = state, batch, shared, rope
-    compiled_update(pool, config, training, optimizer, numerics, inputs, planning.mesh)
+    update = HeadUpdate(config, training, optimizer, numerics, planning.mesh)
+    update.compiled(pool, state, batch, shared, rope)
 
 
 # -- small models ------------------------------------------------------------------------------------------
