@@ -178,7 +178,7 @@ def test_the_loss_by_a_plain_loop():
     assert metrics["starts"] == len(lengths)
 
 
-def test_a_step_is_the_gradient_of_the_of_head_and_of_nothing_else():
+def test_a_step_is_the_gradient_of_the_whole_head_and_of_nothing_else():
     """No gradient reaches the shared weights, and with plain SGD the update is the gradient."""
     config, params = head_of("eagle3")
     batch = packed_batch(config, sequences(), [[0, 2], [1]], 64)
