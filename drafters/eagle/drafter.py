@@ -3,7 +3,7 @@
 It is trained (`spot_trainer.py`) on the features that every forward pass of the engine hands out
 (`collecting.py`), so it needs no forward pass of its own. Where other processes decode, their passes'
 features stay there: the process that trains computes some of them again (`read`), and the others draft with
-frozen copies of its head (`weights`). `spot.py` is about training by workers.
+frozen copies of its head (`weights`). `HeadOnWorkers` is about training by workers.
 """
 
 import contextlib
@@ -25,8 +25,7 @@ from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, init_h
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots, head_numerics
-from drafters.eagle.spot import HeadSession
-from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from drafters.eagle.spot_trainer import BufferSettings, HeadSession, HeadTrainer, head_optimizer
 from drafters.eagle.states import StateReader, States
 from drafters.eagle.time_budget import TimeBudget
 from drafters.training import SharedTraining, Training, TrainingLimits, WorkerTraining
@@ -299,9 +298,7 @@ class EagleDrafter(Drafter, Training):
         self._budget.earn(seconds)
         tokens = sum(len(prompt) + len(response) for prompt, response in responses)
         every = max(1, -(-tokens // self.spot.limits.tokens))
-        for ids, states, mask in self.reader.read(params, responses[::every]):
-            known = len(ids) - 1  # the policy has not read the last token
-            self.trainer.add(ids[:known], states[:known], mask[:known])
+        self.trainer.add_read(self.reader.read(params, responses[::every]))
 
     def weights(self) -> dict[str, np.ndarray]:
         if self.trainer is not None:

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from drafters.eagle.head_state import TrainerState, check_same, named_leaves
 from drafters.eagle.model import Head, HeadConfig
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.placement import batch_shardings, head_shardings, shape_of, shared_shardings
+from drafters.eagle.states import States
 from drafters.eagle.training import Metrics, init_state, train_step
 from drafters.eagle.unrolling import HeadBatch
 from rljax import target
@@ -154,6 +155,13 @@ class HeadTrainer(TrainerState):
             # The first token that a head can predict is its third: without one there is nothing to learn.
             if np.any(response_mask[window][2:]):
                 self._buffer.add(tokens[window], states[window], response_mask[window])
+
+    def add_read(self, sequences: Iterable[States]) -> None:
+        """Adds sequences with the features of all their tokens, but without the last one of each, which the
+        policy has not read when it samples.
+        """
+        for ids, features, mask in sequences:
+            self.add(ids[:-1], features[:-1], mask[:-1])
 
     def reserve(self, size: int) -> None:
         """Reserves bytes of the buffer for responses that are not finished; see `DataBuffer.reserve`."""
@@ -304,6 +312,28 @@ class HeadTrainer(TrainerState):
         for name in ("loss", "accept_length", "acceptance/1"):
             if math.isfinite(metrics[name]):
                 noted[name] = metrics[name]
+
+
+class HeadSession:
+    """A head's training on a worker that has nothing to decode: a `TrainingSession`.
+
+    Only trained arrays are saved: not the policy's embeddings and LM head, and no features, which the next
+    worker computes again or gets from those that still have them.
+
+    Args:
+      trainer: a new one.
+      shared: the policy's embeddings and LM head.
+      head: `train.*` of `HeadTrainer.state`, of another session; None begins with the trainer's weights.
+
+    Raises:
+      CheckpointError: the arrays belong to another head.
+    """
+
+    def __init__(self, trainer: HeadTrainer, shared: Params, head: Mapping[str, np.ndarray] | None) -> None:
+        self.add, self.copy = trainer.add_read, trainer.copy
+        self.update = functools.partial(trainer.slice, shared)
+        if head is not None:
+            trainer.load_trained(head)
 
 
 def batch_shape(

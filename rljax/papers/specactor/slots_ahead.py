@@ -70,11 +70,8 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
         super().insert(prefilled, assignments, requests)
         slots = [assignment.slot for assignment in assignments]
         self._resize(slots, [prefilled.sizes[assignment.row] for assignment in assignments])
-        self.add_requests(
-            slots,
-            [assignment.noise_key for assignment in assignments],
-            [assignment.max_response for assignment in assignments],
-        )
+        keys = [assignment.noise_key for assignment in assignments]
+        self.add_requests(slots, keys, [assignment.max_response for assignment in assignments])
 
     def advance(self, result: DecodeResult) -> None:
         super().advance(result)
@@ -146,10 +143,8 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
             positions, keys = np.maximum(self._sizes - 1, 0), self._keys
         here = replicated_sharding(self._mesh)
         # Copies: a device may read an array in place, and later.
-        arrays = (target.put(array, here) for array in (chains, positions.copy(), keys.copy()))
-        given = self._given(
-            state=self._state, **dict(zip(("chains", "positions", "noise_keys"), arrays, strict=True))
-        )
+        arrays = [target.put(array, here) for array in (chains, positions.copy(), keys.copy())]
+        given = self._given(state=self._state, chains=arrays[0], positions=arrays[1], noise_keys=arrays[2])
         sampling, attended = self._engine.sampling, self._attended(length)
 
         def behind(given: dict[str, Any]) -> ScoredTree:
@@ -163,9 +158,7 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
         with np.errstate(invalid="ignore"):  # -inf behind the end, where nothing reads it
             return np.nan_to_num(sure - before)
 
-    def _apply_finished(self) -> None:
-        self._take_drafts()
-        for slots, tokens, counts in self._noted():
-            counts = np.where(self._sizes[slots] > 0, counts, 0)
-            self._check(slots, tokens, counts)
-            self._sizes[slots] += counts
+    def _take_over(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        counts = np.where(self._sizes[slots] > 0, counts, 0)
+        self._check(slots, tokens, counts)
+        self._sizes[slots] += counts
