@@ -142,7 +142,11 @@ class EagleDrafter(Drafter, Training):
     def refresh(self, params: Params) -> None:
         before, self._shared = self._shared, shared_params(params, self.engine.config)
         if self.trainer is None:
-            self.trainer = self.collector.trainer = self._first_trainer(params)
+            head = self._loaded
+            if head is None:
+                head = init_head(self.config, params, self.arguments.seed)
+            self.trainer = FrozenHead(head) if self._frozen else self.make_trainer(head)
+            self.collector.trainer = self.trainer
             self.trainer.begin_step(self._step)
             if self.restored is not None:
                 self.trainer.load_state(self.restored)
@@ -152,12 +156,6 @@ class EagleDrafter(Drafter, Training):
             self._step, self._learned = self._step + 1, False
             self.trainer.begin_step(self._step)
         self.slots.use(tree_cast(self.trainer.params, self.slots.numerics.dtype), self._shared)
-
-    def _first_trainer(self, policy_params: Params) -> HeadTrainer | FrozenHead:
-        head = self._loaded
-        if head is None:
-            head = init_head(self.config, policy_params, self.arguments.seed)
-        return FrozenHead(head) if self._frozen else self.make_trainer(head)
 
     def make_trainer(self, head: Params, pool: ExecutablePool | None = None) -> HeadTrainer:
         """Returns a trainer of a head, with this one's settings; arguments as of `HeadTrainer`."""

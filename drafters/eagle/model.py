@@ -263,6 +263,15 @@ def _block_shapes(config: HeadConfig, layer: Params) -> Params:
     return shapes if config.vocabulary is None else shapes | {"lm_head": (size, d)}
 
 
+def head_structs(config: HeadConfig) -> Params:
+    """The params pytree with a float32 `jax.ShapeDtypeStruct` in the place of every array."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        head_shapes(config),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
 def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     """Float32 weights that start from what is known: the hidden state goes through.
 
@@ -275,16 +284,14 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     rng = np.random.default_rng(seed)
     d = config.policy.hidden_size
 
-    def init(path, shape):
-        name = path[-1].key
+    def init(path, leaf):
+        name, shape = path[-1].key, leaf.shape
         if name.endswith("norm"):
             return np.ones(shape, np.float32)
         scale = shape[1] ** -0.5 * (0.1 if name in ("o", "down") else 1.0)
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
 
-    params = jax.tree_util.tree_map_with_path(
-        init, head_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
-    )
+    params = jax.tree_util.tree_map_with_path(init, head_structs(config))
     identity = np.eye(d, dtype=np.float32)
     if config.fused:
         states = len(config.layers)

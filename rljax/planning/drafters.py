@@ -9,11 +9,10 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from drafters.eagle.drafter import EagleDrafter
-from drafters.eagle.model import head_shapes, shared_params
+from drafters.eagle.model import head_structs, shared_params
 from drafters.eagle.placement import head_shardings
 from drafters.eagle.spot_trainer import BufferSettings, HeadUpdate, batch_shape, head_optimizer
 from drafters.eagle.training import init_state
@@ -43,11 +42,7 @@ def planned_drafters(planning: Planning) -> dict[str, PlannedDrafter]:
 
 def _planned_head(planning: Planning, drafter: EagleDrafter, name: str) -> PlannedDrafter:
     drafter.attach(planning.engine(Recording()))
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        head_shapes(drafter.config),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    shapes = head_structs(drafter.config)
 
     def placed(tree: Any, decoding: bool) -> Any:
         if planning.mesh is None:
