@@ -184,8 +184,8 @@ def compute_pairs(head: Head, state: DrafterState, states: Array, tokens: Array,
         kept = state.cache.values[0].dtype
         entries = [(k.astype(kept), v.astype(kept)) for k, v in context_entries(head, pairs, angles)]
     else:
-        none = no_entries(state, head.config)
-        causal = jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
+        none, numbers = no_entries(state, head.config), jnp.arange(width, dtype=jnp.int32)
+        causal = jnp.broadcast_to((numbers[:, None] >= numbers[None])[None], (batch, width, width))
         attention = HeadAttention(state, none, none, causal, head.numerics)
         outputs, own = apply_head(head, hidden_inputs(head, states), tokens, angles, attention)
         entries = [own]
@@ -338,7 +338,8 @@ class _Block(_Levels):
             return jnp.broadcast_to(logits, (*self._own.shape[:2], logits.shape[-1]))
         x = self._x[:, self.level, None]
         x = jnp.broadcast_to(x, (*self._own.shape[:2], x.shape[-1]))
-        return corrected(self.head, self._logits[:, self.level, None], corrections(self.head, x, self._own))
+        correction = corrections(self.head, x, self._own)
+        return corrected(self.head, self._logits[:, self.level, None], correction)
 
     def below(self, tokens: Array, parent: Array) -> Array:
         if self.head.config.corrected:

@@ -225,5 +225,6 @@ def _unroll_block(head: Head, batch: HeadBatch, steps: int) -> list[Array]:
     for step in range(steps):
         if step:
             state = next_state(head, state, _token_behind(batch, step))
-        outputs.append(jnp.concatenate([x[:, :, step], corrections(head, x[:, :, step], state)], axis=-1))
+        correction = corrections(head, x[:, :, step], state)
+        outputs.append(jnp.concatenate([x[:, :, step], correction], axis=-1))
     return outputs
