@@ -130,7 +130,8 @@ def states_read(
 def _make(key: str, args_key: str, name: str, args: dict[str, Any]) -> Drafter:
     """As `make_drafter`; the keys that hold name and arguments are for errors."""
     if not is_own(name):
-        return DRAFTERS[name](checked_arguments(key, args_key, name, args))
+        given = checked_arguments(key, args_key, name, args)
+        return DRAFTERS[name](given)
     try:
         drafter = called(load(name, key), args, name, key)
     except LoadError as error:
