@@ -120,18 +120,10 @@ class EagleDrafter(Drafter, Training):
         arguments, most = self.arguments, engine.buckets.max_drafts
         strategies = []
         for depth in sorted(set(arguments.depths)):
-            whole = most_nodes(depth, arguments.top_k)
-            strategies.append(
-                DraftStrategy(depth, arguments.top_k, min(arguments.nodes or most, most, whole))
-            )
+            nodes = min(arguments.nodes or most, most, most_nodes(depth, arguments.top_k))
+            strategies.append(DraftStrategy(depth, arguments.top_k, nodes))
         self.engine = engine
-        self.slots = HeadSlots(
-            self.config,
-            engine,
-            tuple(strategies),
-            self.collector,
-            arguments.unread_bytes,
-        )
+        self.slots = HeadSlots(self.config, engine, tuple(strategies), self.collector, arguments.unread_bytes)
         return self.slots
 
     @property
