@@ -103,20 +103,21 @@ def count_ones(bits):
 
 
 @compiled
-def look_up(nodes, forest_max_match, max_match, states, lengths, edits, sequence, places, at):
-    """Writes the present place of a sequence into row `at`. It may match a longer suffix than before, since
-    sequences that were inserted in the meantime may have followed one.
+def look_up(nodes, forest_max_match, max_match, contexts, sequence, places):
+    """Writes the present place of a sequence into the first row. It may match a longer suffix than before,
+    since sequences that were inserted in the meantime may have followed one.
     """
-    places[at, STATE], places[at, MATCHED] = _known_suffix(
+    states, lengths, _, edits = contexts
+    places[0, STATE], places[0, MATCHED] = _known_suffix(
         nodes, forest_max_match, max_match, np.int64(states[sequence]), np.int64(lengths[sequence])
     )
     for column in range(EDITED, PLACE_WIDTH):
-        places[at, column] = edits[sequence, column - EDITED]
-    if places[at, EDITED] >= 0:
-        places[at, EDITED], places[at, EDITED_MATCHED] = _known_suffix(
-            nodes, forest_max_match, forest_max_match, places[at, EDITED], places[at, EDITED_MATCHED]
+        places[0, column] = edits[sequence, column - EDITED]
+    if places[0, EDITED] >= 0:
+        places[0, EDITED], places[0, EDITED_MATCHED] = _known_suffix(
+            nodes, forest_max_match, forest_max_match, places[0, EDITED], places[0, EDITED_MATCHED]
         )
-        _drop_shorter(places, at)
+        _drop_shorter(places, 0)
 
 
 @compiled
@@ -233,17 +234,16 @@ def _learn(nodes, table, min_match, places, at, token, mixture):
 
 
 @compiled
-def follow(
-    nodes, table, forest_max_match, min_match, sequences, tokens, counts, states, lengths, edits, mixture
-):
+def follow(arena, contexts, batch, min_match, mixture):
     """Moves the edited contexts by tokens that are not in the forest yet; learns the mixture from them."""
+    nodes, _, table, _, limit = arena
+    sequences, tokens, counts = batch
     places = np.empty((1, PLACE_WIDTH), np.int64)
     for row in range(sequences.shape[0]):
-        sequence = sequences[row]
-        look_up(nodes, forest_max_match, forest_max_match, states, lengths, edits, sequence, places, 0)
+        look_up(nodes, limit, limit, contexts, sequences[row], places)
         for column in range(counts[row]):
             token = tokens[row, column]
             _learn(nodes, table, min_match, places, 0, token, mixture)
-            step(nodes, table, forest_max_match, places, 0, token, -1, 0)
+            step(nodes, table, limit, places, 0, token, -1, 0)
         for column in range(EDITED, PLACE_WIDTH):
-            edits[sequence, column - EDITED] = places[0, column]
+            contexts[3][sequences[row], column - EDITED] = places[0, column]

@@ -40,12 +40,17 @@ from drafters.suffix_loops import (
 
 
 @compiled
-def _children(nodes, table, state, tokens, targets, counts, count):
-    """Appends the tokens that followed a state behind the first `count` entries, as far as the arrays reach.
+def _children(nodes, table, state, found, count):
+    """Appends the tokens that followed a state to the first `count` candidates, as far as the arrays reach.
+
+    Args:
+      found: tokens int32 [n], the states behind them int32 [n], and counts float64 [n], which then become
+        shares and probabilities.
 
     Returns:
-      The number of entries, those that did not fit included.
+      The number of candidates, those that did not fit included.
     """
+    tokens, targets, counts = found
     token, target = nodes[state, TOKEN], nodes[state, TARGET]
     following = nodes[state, MORE]
     while token != NONE:
@@ -63,8 +68,9 @@ def _children(nodes, table, state, tokens, targets, counts, count):
 
 
 @compiled
-def _heaviest(weights, tokens, targets, shares, count):
+def _heaviest(weights, found, count):
     """Keeps only the candidate with the largest weight, the first of equals. Returns the number kept."""
+    tokens, targets, shares = found
     best = 0
     for child in range(1, count):
         if weights[targets[child], WEIGHT] > weights[targets[best], WEIGHT]:
@@ -86,16 +92,16 @@ def _normalize(masses, first, last, novelty):
 
 
 @compiled
-def _mix(nodes, table, places, at, mixture, tokens, targets, shares, suffixes, both):
+def _mix(weights, places, at, found, suffixes, both):
     """Turns shares into probabilities, in place, with one entry for each token.
 
     The first `suffixes` entries are shares of what followed the suffix, those up to `both` shares of what
-    followed the edited context.
+    followed the edited context. `weights` are those of the mixture in this situation.
 
     Returns:
       The number of tokens.
     """
-    weights = mixture[situation(nodes, table, places, at)]
+    tokens, _, shares = found
     replaced = 0.0
     for child in range(suffixes, both):
         if tokens[child] == places[at, REPLACED]:
@@ -108,17 +114,16 @@ def _mix(nodes, table, places, at, mixture, tokens, targets, shares, suffixes, b
         shares[child] *= weights[SUFFIX] / total
     count = suffixes
     for child in range(suffixes, both):
-        count = _add(tokens, targets, shares, count, tokens[child], shares[child] * weights[EDIT] / total)
+        count = _add(found, count, tokens[child], shares[child] * weights[EDIT] / total)
     if replaced > 0.0:
-        count = _add(
-            tokens, targets, shares, count, places[at, REPLACEMENT], replaced * weights[REPLACE] / total
-        )
+        count = _add(found, count, places[at, REPLACEMENT], replaced * weights[REPLACE] / total)
     return count
 
 
 @compiled
-def _add(tokens, targets, probabilities, count, token, probability):
+def _add(found, count, token, probability):
     """Adds to the probability of a token, in a new entry if it has none; returns the number of entries."""
+    tokens, targets, probabilities = found
     for known in range(count):
         if tokens[known] == token:
             probabilities[known] += probability
@@ -130,33 +135,25 @@ def _add(tokens, targets, probabilities, count, token, probability):
 
 
 @compiled
-def _mixed_candidates(nodes, table, places, at, min_match, mixture, tokens, targets, probabilities):
+def _mixed_candidates(nodes, table, places, at, min_match, mixture, found):
     """Lists the candidates of both contexts: tokens, their states behind the suffix (-1 where a token never
     followed it) and probabilities.
 
     Returns:
       The number of candidates, or minus the size of arrays that they need.
     """
+    tokens, _, probabilities = found
     suffixes = 0
     if places[at, MATCHED] >= min_match:
-        state = places[at, STATE]
-        suffixes = _children(nodes, table, state, tokens, targets, probabilities, 0)
+        suffixes = _children(nodes, table, places[at, STATE], found, 0)
     both = suffixes
     if places[at, EDITED] >= 0:
-        state = places[at, EDITED]
-        both = _children(nodes, table, state, tokens, targets, probabilities, suffixes)
+        both = _children(nodes, table, places[at, EDITED], found, suffixes)
     if both >= tokens.shape[0]:  # a replacement may be one more
         return -2 * both
     _normalize(probabilities, 0, suffixes, 0.0)
     _normalize(probabilities, suffixes, both, 0.0)
-    return _mix(nodes, table, places, at, mixture, tokens, targets, probabilities, suffixes, both)
-
-
-@compiled
-def _take_logs(probabilities, count):
-    """Replaces the first `count` probabilities by their logarithms."""
-    for child in range(count):
-        probabilities[child] = math.log(probabilities[child]) if probabilities[child] > 0.0 else -math.inf
+    return _mix(mixture[situation(nodes, table, places, at)], places, at, found, suffixes, both)
 
 
 # --- proposing -------------------------------------------------------------------------------------------
@@ -169,9 +166,9 @@ def _copy(entries, place, to):
 
 
 @compiled
-def _push(scores, entries, size, capacity, score, parent, token, target):
-    """Inserts an entry into a list in ascending order of score that keeps the best `capacity` entries, among
-    equals the first; returns its size.
+def _push(scores, entries, size, capacity, score, entry):
+    """Inserts an entry (parent, token, target) into a list in ascending order of score that keeps the best
+    `capacity` entries, among equals the first; returns its size.
     """
     if size == capacity:
         if score <= scores[0]:
@@ -189,33 +186,26 @@ def _push(scores, entries, size, capacity, score, parent, token, target):
             place -= 1
         size += 1
     scores[place] = score
-    entries[place, 0] = parent
-    entries[place, 1] = token
-    entries[place, 2] = target
+    entries[place, 0], entries[place, 1], entries[place, 2] = entry
     return size
 
 
 @compiled
-def propose(
-    nodes, weights, table, forest_max_match, states, lengths, edits, sequences, budgets,
-    max_match, min_match, budget_per_match, by_weight, novelty, mixture, min_log_probability, chain_only,
-    out_tokens, out_parents, out_log_probabilities, out_counts, out_match_lengths,
-):  # fmt: skip
-    """Grows candidate trees best first; arguments as for `SuffixForest.propose`."""
+def propose(arena, contexts, sequences, budgets, options, out):
+    """Grows candidate trees best first, into the arrays of `Proposals`; see `SuffixForest.propose`."""
+    nodes, weights, table, _, limit = arena
+    max_match, min_match, budget_per_match, by_weight, novelty, mixture, least, chain_only = options
+    out_tokens, out_parents, out_log_probabilities, out_counts, out_match_lengths = out
     max_nodes = out_tokens.shape[1]
     with_edits = mixture.shape[0] > 0
     scores = np.empty(max_nodes, np.float64)
     entries = np.empty((max_nodes, 3), np.int64)
     # Where the request would be: at the root in row 0, at node i in row i + 1.
     places = np.empty((max_nodes + 1, PLACE_WIDTH), np.int64)
-    tokens, targets = np.empty(64, np.int32), np.empty(64, np.int32)
-    probabilities = np.empty(64, np.float64)
+    found = np.empty(64, np.int32), np.empty(64, np.int32), np.empty(64, np.float64)
     for row in range(sequences.shape[0]):
         # The place of the request, and how many nodes its match is worth.
-        look_up(
-            nodes, forest_max_match, min(max_match, forest_max_match), states, lengths, edits,
-            sequences[row], places, 0,
-        )  # fmt: skip
+        look_up(nodes, limit, min(max_match, limit), contexts, sequences[row], places)
         if not with_edits:
             places[0, EDITED] = -1
         out_match_lengths[row] = places[0, MATCHED]
@@ -236,29 +226,29 @@ def propose(
             if places[at, MATCHED] >= min_match or places[at, EDITED] >= 0:
                 while True:
                     if with_edits:
-                        count = _mixed_candidates(
-                            nodes, table, places, at, min_match, mixture,
-                            tokens, targets, probabilities,
-                        )  # fmt: skip
+                        count = _mixed_candidates(nodes, table, places, at, min_match, mixture, found)
                     else:
-                        count = _children(nodes, table, places[at, STATE], tokens, targets, probabilities, 0)
-                        if count > tokens.shape[0]:
+                        count = _children(nodes, table, places[at, STATE], found, 0)
+                        if count > found[0].shape[0]:
                             count = -count
-                        _normalize(probabilities, 0, count, novelty)
+                        _normalize(found[2], 0, count, novelty)
                         if by_weight:
-                            count = _heaviest(weights, tokens, targets, probabilities, count)
+                            count = _heaviest(weights, found, count)
                     if count >= 0:
                         break
-                    tokens, targets = np.empty(-count, np.int32), np.empty(-count, np.int32)
-                    probabilities = np.empty(-count, np.float64)
-                _take_logs(probabilities, count)
+                    found = (
+                        np.empty(-count, np.int32),
+                        np.empty(-count, np.int32),
+                        np.empty(-count, np.float64),
+                    )
                 capacity = 1 if chain_only or by_weight else budget - emitted
+                tokens, targets, probabilities = found
                 for child in range(count):
-                    new = score + probabilities[child]
-                    if new > -math.inf and new >= min_log_probability:
-                        size = _push(
-                            scores, entries, size, capacity, new, emitted - 1, tokens[child], targets[child]
-                        )
+                    probability = probabilities[child]
+                    new = score + (math.log(probability) if probability > 0.0 else -math.inf)
+                    if new > -math.inf and new >= least:
+                        entry = (emitted - 1, tokens[child], targets[child])
+                        size = _push(scores, entries, size, capacity, new, entry)
             if size == 0:
                 break
             size -= 1
@@ -271,14 +261,14 @@ def propose(
             if emitted == budget:
                 break
             if with_edits:
-                step(nodes, table, forest_max_match, places, parent + 1, token, entries[size, 2], emitted)
+                step(nodes, table, limit, places, parent + 1, token, entries[size, 2], emitted)
             elif by_weight:  # down one subtree, to its leaf
                 places[emitted, STATE] = entries[size, 2]
                 places[emitted, MATCHED] = places[parent + 1, MATCHED] + 1
                 places[emitted, EDITED] = -1
             else:
                 places[emitted, STATE], places[emitted, MATCHED] = context(
-                    nodes, entries[size, 2], places[parent + 1, MATCHED] + 1, forest_max_match
+                    nodes, entries[size, 2], places[parent + 1, MATCHED] + 1, limit
                 )
                 places[emitted, EDITED] = -1
         out_counts[row] = emitted

@@ -83,14 +83,17 @@ class RolloutHistory:
             by_prompt.setdefault(outcome.prompt_ids, []).append(outcome)
         for prompt, responses in by_prompt.items():
             tokens = np.concatenate([np.asarray(outcome.response_ids, np.int32) for outcome in responses])
-            self._put(
-                prompt,
-                PastRollout(
-                    tokens.astype(np.uint16) if tokens.max(initial=0) < 2**16 else tokens,
-                    np.asarray([len(outcome.response_ids) for outcome in responses], np.int32),
-                    np.asarray([outcome.reward for outcome in responses], np.float32),
-                ),
+            past = PastRollout(
+                _narrowed(tokens),
+                np.asarray([len(outcome.response_ids) for outcome in responses], np.int32),
+                np.asarray([outcome.reward for outcome in responses], np.float32),
             )
+            rollouts = [*self.recall(prompt), past]
+            dropped, rollouts = rollouts[: -self._rollouts], rollouts[-self._rollouts :]
+            self._past[prompt] = rollouts
+            self._past.move_to_end(prompt)
+            self.num_tokens += len(past.tokens) - sum(len(old.tokens) for old in dropped)
+            self._evict()
 
     def recall(self, prompt: Prompt) -> list[PastRollout]:
         """Returns the past rollouts of a prompt, oldest first; the prompt counts as used."""
@@ -102,14 +105,6 @@ class RolloutHistory:
     def prompts(self) -> list[Prompt]:
         """Returns the prompts in memory, the least recently used first."""
         return list(self._past)
-
-    def _put(self, prompt: Prompt, past: PastRollout) -> None:
-        rollouts = [*self.recall(prompt), past]
-        dropped, rollouts = rollouts[: -self._rollouts], rollouts[-self._rollouts :]
-        self._past[prompt] = rollouts
-        self._past.move_to_end(prompt)
-        self.num_tokens += len(past.tokens) - sum(len(old.tokens) for old in dropped)
-        self._evict()
 
     def _evict(self) -> None:
         while self.num_tokens > self._max_tokens and len(self._past) > 1:
@@ -157,6 +152,11 @@ class RolloutHistory:
         return True
 
 
+def _narrowed(tokens: np.ndarray) -> np.ndarray:
+    """Returns tokens in 2 bytes each where that is enough."""
+    return tokens.astype(np.uint16) if tokens.max(initial=0) < 2**16 else tokens
+
+
 def _flatten(items: list[tuple[Prompt, list[PastRollout]]]) -> dict[str, np.ndarray]:
     rollouts = [past for _, kept in items for past in kept]
 
@@ -184,8 +184,8 @@ def _unflatten(state: dict[str, np.ndarray]) -> list[tuple[Prompt, list[PastRoll
     rewards = split(state["rewards"], state["rollout_responses"])
     tokens = split(state["tokens"], np.asarray([sizes.sum() for sizes in lengths], np.int64))
     past = [
-        PastRollout(t.astype(np.uint16) if t.max(initial=0) < 2**16 else t, n, r)
-        for t, n, r in zip(tokens, lengths, rewards, strict=True)
+        PastRollout(_narrowed(each), size, reward)
+        for each, size, reward in zip(tokens, lengths, rewards, strict=True)
     ]
     prompts = split(state["prompt_tokens"], state["prompt_lengths"])
     last = np.cumsum(state["prompt_rollouts"])

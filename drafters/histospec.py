@@ -2,7 +2,7 @@
 
 RhymeRL (arXiv 2508.18588), sections 5.3 and 5.4: a suffix tree per prompt over the responses of its last
 rollout; behind a match of 7 tokens, down to 3, the branch with the largest sum of rewards, down to its leaf;
-a window of draft tokens per response that grows while they are accepted (`drafters/aimd.py`). A node's
+a window of draft tokens per response that grows while they are accepted (`AimdWindows`). A node's
 probability, which the paper does not need, is its share of counts. Turning speculation off where it does not
 pay is left to the rollout manager (`rljax/speculation/managers/manager.py`): it compares measured times of
 passes, where the paper has a profiled table by batch size.
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafters.aimd import AimdWindows
 from drafters.arguments import HistoSpecArguments
 from drafters.base import Drafter, DraftRequest, Drafts, Outcome, Queries, Sampled
 from drafters.history import HISTORY, PastRollout, RolloutHistory
@@ -23,6 +22,33 @@ from drafters.suffix_automaton import SuffixForest
 WIDEST = 32
 """Draft tokens of the widest window, where `max_window` does not say (section 5.4)."""
 _LEAST_WEIGHT = 1e-3  # so that responses without reward are drafted where there are no others
+
+
+class AimdWindows:
+    """A window of draft tokens for each request of a rollout, after TCP's additive increase, multiplicative
+    decrease (section 5.4).
+
+    Args:
+      requests: number of requests.
+      first: the window at first and after a rejection, in draft tokens.
+      step: growth after every draft that was accepted whole.
+      most: the widest window.
+    """
+
+    def __init__(self, requests: int, first: int, step: int, most: int) -> None:
+        self._first, self._step, self._most = first, step, most
+        self._windows = np.full(requests, first, np.int32)
+
+    def __getitem__(self, requests: np.ndarray) -> np.ndarray:
+        """Returns the windows of these requests, in draft tokens, int32 [n]."""
+        return self._windows[requests]
+
+    def observe(self, requests: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Adapts the windows to verified drafts, int32 [n] each. Where `drafted` is 0, the window stays."""
+        windows = self._windows[requests]
+        wider = np.minimum(windows + self._step, self._most)
+        after = np.where(accepted == drafted, wider, self._first)
+        self._windows[requests] = np.where(drafted > 0, after, windows)
 
 
 class HistoSpec(Drafter):
@@ -47,12 +73,8 @@ class HistoSpec(Drafter):
         self._sequences = self._forest.track(
             np.asarray([roots[request.prompt_ids] for request in requests], np.int32)
         )
-        self._windows = AimdWindows(
-            len(requests),
-            self._arguments.first_window,
-            self._arguments.window_step,
-            self._widest,
-        )
+        first, step = self._arguments.first_window, self._arguments.window_step
+        self._windows = AimdWindows(len(requests), first, step, self._widest)
 
     def propose(self, queries: Queries) -> Drafts:
         proposals = self._forest.propose(

@@ -1,20 +1,30 @@
-"""Makes the drafters that a config names; `drafters/names.py` has their arguments."""
+"""Makes the drafters that a config names; `drafters/names.py` has their arguments.
+
+A drafter that is not in this package has its import path in the place of a name:
+
+    speculation.drafter=my_module:MyDrafter
+    speculation.drafter=./my_file.py:MyDrafter
+
+`MyDrafter` derives from `Drafter` (`drafters/base.py`), or is a `SimpleDrafter` (`drafters/simple.py`).
+"""
 
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drafters.base import Drafter
+import numpy as np
+
+from drafters.base import Drafter, DraftRequest, Outcome, Queries, Sampled
 from drafters.eagle.drafter import EagleDrafter
 from drafters.histospec import HistoSpec
-from drafters.loading import load_drafter
 from drafters.names import check_drafters, checked_arguments, is_own, keys_of
 from drafters.quantized import QuantizedDrafter
-from drafters.rehearsal import rehearse
+from drafters.simple import SimpleDrafterAdapter
 from drafters.small_model import SmallModelDrafter
 from drafters.suffix import prompt_lookup, srt, suffix_decoding
 from rljax.config.speculation import POLICIES, SpeculationConfig
 from rljax.errors import ConfigError
+from rljax.importing import LoadError, called, load
 from rljax.models.config import ModelConfig
 from rljax.models.tokenizer import Tokenizer
 
@@ -40,7 +50,7 @@ def make_drafter(name: str, **args: Any) -> Drafter:
     """Builds a drafter.
 
     Args:
-      name: a key of `DRAFTERS`, or an import path, `module:Class` or `file.py:Class` (`drafters/loading.py`).
+      name: a key of `DRAFTERS`, or an import path, `module:Class` or `file.py:Class`.
       **args: the drafter's arguments (`speculation.args` of a config).
 
     Raises:
@@ -75,12 +85,29 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
 
 
 def rehearse_drafters(config: SpeculationConfig) -> None:
-    """Compiles the loops of the drafters on the host (`drafters/rehearsal.py`)."""
+    """Compiles the loops of the drafters on the host before the first rollout: SRT's take some 15 s. numba
+    keeps the result on disk, beside the files, where it can.
+    """
     kinds = config.kinds
     for name, args in config.arguments.items():
         if kinds[name] in HOST_DRAFTERS:
             args = {key: value for key, value in args.items() if key != "spill_dir"}  # no files
-            rehearse(make_drafter(kinds[name], **args), config.max_drafts)
+            _rehearse(make_drafter(kinds[name], **args), config.max_drafts)
+
+
+def _rehearse(drafter: Drafter, nodes: int) -> None:
+    """Drafts for two requests in two small artificial rollouts, up to `nodes` at a time."""
+    prompt, response = (1, 2, 3, 1, 2), np.asarray((3, 1, 2, 4, 1, 2, 3), np.int32)
+    both = np.arange(2, dtype=np.int32)
+    none, ended = np.zeros(2, np.int32), np.zeros(2, bool)
+    for _ in range(2):  # the second one has a history
+        drafter.begin([DraftRequest(prompt, np.full(2, i, np.uint32)) for i in range(2)])
+        for known, token in enumerate(response):
+            positions = np.full(2, len(prompt) + known, np.int32)
+            drafter.propose(Queries(both, positions, np.full(2, nodes, np.int32), nodes))
+            tokens = np.full((2, 3), token, np.int32)
+            drafter.observe(Sampled(both, tokens, np.ones(2, np.int32), none, none, ended))
+        drafter.learn([Outcome(prompt, response, float(i)) for i in range(2)])
 
 
 def states_read(
@@ -102,7 +129,22 @@ def states_read(
 
 
 def _make(key: str, args_key: str, name: str, args: dict[str, Any]) -> Drafter:
-    if is_own(name):
-        return load_drafter(key, name, args)
-    given = checked_arguments(key, args_key, name, args)
-    return DRAFTERS[name](given)
+    """As `make_drafter`; the keys that hold name and arguments are for errors."""
+    if not is_own(name):
+        given = checked_arguments(key, args_key, name, args)
+        return DRAFTERS[name](given)
+    try:
+        drafter = called(load(name, key), args, name, key)
+    except LoadError as error:
+        raise ConfigError(str(error)) from error
+    if isinstance(drafter, Drafter):
+        return drafter
+    kind = type(drafter).__name__
+    if not callable(getattr(drafter, "propose", None)):
+        raise ConfigError(f"{key}: {name}: {kind} has no method propose")
+    if hasattr(drafter, "begin") or hasattr(drafter, "observe"):
+        raise ConfigError(
+            f"{key}: {name}: {kind} has more methods than propose; derive it from drafters.base.Drafter,"
+            " which has defaults"
+        )
+    return SimpleDrafterAdapter(drafter)

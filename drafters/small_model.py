@@ -99,7 +99,10 @@ class SmallModelDrafter(Drafter):
             params = load_params(path, load_model_config(path), dtype)
         except UserError as error:
             raise ConfigError(f"speculation.args.path: {error}") from error
-        return _cut(params, self.config.vocab_size)
+        rows = {
+            name: params[name][: self.config.vocab_size] for name in ("embed", "lm_head") if name in params
+        }
+        return params | rows
 
     def _beside(
         self, target: DecodeEngine, params: Params, numerics: Numerics, mesh: Mesh | None
@@ -163,9 +166,3 @@ class SmallModelDrafter(Drafter):
             self.draft_with(trained_params(state))
         else:
             self.training.load_state(state)
-
-
-def _cut(params: Params, vocab_size: int) -> Params:
-    """Returns params with the first `vocab_size` tokens of embedding and LM head."""
-    rows = {name: params[name][:vocab_size] for name in ("embed", "lm_head") if name in params}
-    return params | rows

@@ -36,9 +36,8 @@ class SpilledHistory:
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
         self._owner = secrets.token_bytes(_OWNER)
-        self._files: dict[
-            bytes, bytes
-        ] = {}  # owner and version of each prompt's file, by the prompt's digest
+        # Owner and version of each prompt's file, by the prompt's digest.
+        self._files: dict[bytes, bytes] = {}
         self._outdated: collections.deque[list[Path]] = collections.deque([[]], maxlen=_KEPT)
         self.damaged = 0
 
@@ -69,7 +68,9 @@ class SpilledHistory:
             temporary.replace(file)
         except OSError as error:
             raise UserError(f"speculation.args.spill_dir: cannot write {file}: {error.strerror}") from error
-        self._outdate(digest)
+        before = self._files.get(digest)
+        if before is not None and before[:_OWNER] == self._owner:
+            self._outdated[-1].append(self._file(digest, before))
         self._files[digest] = place
 
     def read(self, prompt: Sequence[int]) -> dict[str, np.ndarray] | None:
@@ -116,11 +117,6 @@ class SpilledHistory:
             self._owner = state["spill_owner"].tobytes()
             rows = [row.tobytes() for row in state["spilled"]]
             self._files = {row[:_PROMPT]: row[_PROMPT:] for row in rows}
-
-    def _outdate(self, digest: bytes) -> None:
-        place = self._files.get(digest)
-        if place is not None and place[:_OWNER] == self._owner:
-            self._outdated[-1].append(self._file(digest, place))
 
     def _file(self, digest: bytes, place: bytes) -> Path:
         folder = self._directory / place[:_OWNER].hex()

@@ -7,9 +7,8 @@ likely continuations from it. An automaton answers that exactly, grows a token a
 that feed it are still running, and takes space linear in the tokens.
 """
 
-import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ def new_mixture(novelty: float) -> np.ndarray:
     return mixture
 
 
-@dataclasses.dataclass(frozen=True)
-class Proposals:
+class Proposals(NamedTuple):
     """Candidate trees of a batch; the first counts[i] nodes of row i are valid.
 
     Attributes:
@@ -113,6 +111,14 @@ class SuffixForest:
             + self._num_sequences * per_sequence
         )
 
+    @property
+    def _arena(self) -> tuple:
+        return self._nodes, self._node_weights, self._table, self._header, self._limit
+
+    @property
+    def _contexts(self) -> tuple:
+        return self._states, self._lengths, self._weights, self._edits
+
     # --- sequences ---------------------------------------------------------------------------------------
 
     def add_root(self) -> int:
@@ -162,7 +168,7 @@ class SuffixForest:
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("weights: expected finite numbers, none below 0")
         sequences = self._new_sequences(weights, _INSERTED)
-        loops.start(self._nodes, self._node_weights, roots, weights, sequences, self._states, self._lengths)
+        loops.start(self._arena, self._contexts, sequences, roots)
         return sequences
 
     def track(self, roots: np.ndarray) -> np.ndarray:
@@ -181,13 +187,10 @@ class SuffixForest:
           tokens: int32 [B, T], not negative where valid.
           counts: int32 [B], how many tokens of each row to append.
         """
-        sequences, tokens, counts = self._batch(sequences, tokens, counts, _INSERTED)
+        batch = self._batch(sequences, tokens, counts, _INSERTED)
         row = column = 0
         while True:
-            row, column, needed = loops.extend(
-                self._nodes, self._node_weights, self._table, self._header, self._limit,
-                sequences, tokens, counts, self._states, self._lengths, self._weights, row, column,
-            )  # fmt: skip
+            row, column, needed = loops.extend(self._arena, self._contexts, batch, row, column)
             if row == len(sequences):
                 return
             if self._header[loops.STATES] + 2 > len(self._nodes):
@@ -201,8 +204,7 @@ class SuffixForest:
         The match grows by at most one token for each token: text that is inserted after a sequence has
         passed it is matched again only after a mismatch.
         """
-        sequences, tokens, counts = self._batch(sequences, tokens, counts, _FOLLOWED)
-        loops.advance(self._nodes, self._table, sequences, tokens, counts, self._states, self._lengths)
+        loops.advance(self._arena, self._contexts, self._batch(sequences, tokens, counts, _FOLLOWED))
 
     def follow(
         self,
@@ -224,11 +226,8 @@ class SuffixForest:
           min_match: as for `propose`.
         """
         _check_mixture(mixture)
-        sequences, tokens, counts = self._batch(sequences, tokens, counts, None)
-        context_loops.follow(
-            self._nodes, self._table, self._limit, min_match, sequences, tokens, counts,
-            self._states, self._lengths, self._edits, mixture,
-        )  # fmt: skip
+        batch = self._batch(sequences, tokens, counts, loops.ANY_KIND)
+        context_loops.follow(self._arena, self._contexts, batch, min_match, mixture)
 
     # --- proposals ---------------------------------------------------------------------------------------
 
@@ -298,16 +297,17 @@ class SuffixForest:
             counts=np.empty(batch, np.int32),
             match_lengths=np.empty(batch, np.int32),
         )
-        draft_loops.propose(
-            self._nodes, self._node_weights, self._table, self._limit, self._states, self._lengths,
-            self._edits, sequences, budgets,
-            self._limit if max_match is None else min(max_match, self._limit), min_match,
-            float(budget_per_match), rank == "weight", float(novelty),
+        options = (
+            self._limit if max_match is None else min(max_match, self._limit),
+            min_match,
+            float(budget_per_match),
+            rank == "weight",
+            float(novelty),
             _NO_MIXTURE if mixture is None else mixture,
-            math.log(min_probability) if min_probability > 0 else -math.inf, chain_only,
-            proposals.tokens, proposals.parents, proposals.log_probability,
-            proposals.counts, proposals.match_lengths,
-        )  # fmt: skip
+            math.log(min_probability) if min_probability > 0 else -math.inf,
+            chain_only,
+        )
+        draft_loops.propose(self._arena, self._contexts, sequences, budgets, options, tuple(proposals))
         return proposals
 
     # --- arrays ------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class SuffixForest:
         return self._roots[roots]
 
     def _batch(
-        self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int | None
+        self, sequences: np.ndarray, tokens: np.ndarray, counts: np.ndarray, kind: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Checks the arguments of `extend`, `advance` and `follow` before anything changes."""
         sequences = vector(sequences, "sequences", np.int32)
@@ -368,14 +368,8 @@ class SuffixForest:
         if tokens.ndim != 2 or len(tokens) != len(sequences):
             raise ValueError(f"tokens: shape {list(tokens.shape)}, expected [{len(sequences)}, T]")
         tokens = cast(tokens, "tokens", np.int32)
-        problem, row, column = loops.check_batch(
-            sequences,
-            tokens,
-            counts,
-            self._kinds,
-            self._num_sequences,
-            loops.ANY_KIND if kind is None else kind,
-        )
+        known = self._num_sequences
+        problem, row, column = loops.check_batch(sequences, tokens, counts, self._kinds, known, kind)
         if problem == loops.WRONG_ID:
             raise ValueError(f"sequences: {sequences[row]} is not known, there are {self._num_sequences}")
         if problem == loops.WRONG_KIND:

@@ -11,6 +11,14 @@ Layout, made for few cache misses:
 * further edges are rows of four int32 in one open-addressing hash table over (source, token), and those of
   one state are a list linked by tokens, which survives rehashing.
 
+What is passed together is a tuple (numba finds the type of a plain one fastest):
+
+    arena       nodes int32 [rows, 8]; weights, the same memory as float32; table int32 [rows, 4]; header
+                int64 [3]; limit, tokens that contexts are cut to
+    contexts    of S sequences: states int32 [S]; matched lengths int32 [S]; weights float32 [S], which an
+                occurrence adds to a string's; edited contexts int32 [S, 5] (`context_loops.py`)
+    batch       of B sequences: ids int32 [B]; tokens int32 [B, T]; how many of each row count, int32 [B]
+
 `TOP` leads past states that are never queried. Contexts are cut to `max_match` tokens, so only strings of
 at most `max_match` + 1 tokens are counted: states whose suffix link is at most `max_match` long. `TOP` is the
 first such one along the links; if clones were put above it since, the way goes on from there.
@@ -100,14 +108,6 @@ def _add_edge(nodes, table, header, state, token, target):
         _insert_row(table, state, token, target, nodes[state, MORE])
         nodes[state, MORE] = token
         header[EDGES] += 1
-
-
-@compiled
-def _redirect_edge(nodes, table, state, token, target):
-    if nodes[state, TOKEN] == token:
-        nodes[state, TARGET] = target
-    else:
-        table[find_further(table, state, token), EDGE_TARGET] = target
 
 
 @compiled
@@ -259,7 +259,10 @@ def _append(nodes, weights, table, header, max_match, last, token):
             nodes[link, TOP] = top(nodes, nodes[link, LINK], max_match)
         nodes[target, LINK] = link
         while above >= 0 and find_edge(nodes, table, above, token) == target:
-            _redirect_edge(nodes, table, above, token, link)
+            if nodes[above, TOKEN] == token:
+                nodes[above, TARGET] = link
+            else:
+                table[find_further(table, above, token), EDGE_TARGET] = link
             above = np.int64(nodes[above, LINK])
     nodes[state, LINK] = link
     if nodes[link, LENGTH] > max_match:
@@ -291,24 +294,24 @@ def _count(nodes, weights, max_match, states, added, pending):
 
 
 @compiled
-def start(nodes, weights, roots, sequence_weights, sequences, states, lengths):
+def start(arena, contexts, sequences, roots):
     """Puts new sequences behind the markers of their roots."""
+    nodes, weights, _, _, _ = arena
+    states, lengths, own, _ = contexts
     for row in range(roots.shape[0]):
-        marker = roots[row] + 1
+        marker, sequence = roots[row] + 1, sequences[row]
         nodes[marker, COUNT] += 1
-        weights[marker, WEIGHT] += sequence_weights[row]
-        states[sequences[row]] = marker
-        lengths[sequences[row]] = 1
+        weights[marker, WEIGHT] += own[sequence]
+        states[sequence] = marker
+        lengths[sequence] = 1
 
 
 @compiled
-def extend(
-    nodes, weights, table, header, max_match, sequences, tokens, counts, states, lengths, own, row, column
-):
-    """Appends tokens from [row, column] on; returns where the room ended, and the number of edges needed.
-
-    states, lengths and weights are [S], for all sequences of the forest.
-    """
+def extend(arena, contexts, batch, row, column):
+    """Appends tokens from [row, column] on; returns where the room ended, and the number of edges needed."""
+    nodes, weights, table, header, max_match = arena
+    states, lengths, own, _ = contexts
+    sequences, tokens, counts = batch
     reached, added = np.empty(_SIDE_BY_SIDE, np.int64), np.empty(_SIDE_BY_SIDE, np.float32)
     pending = 0
     new = np.int64(0)
@@ -351,8 +354,11 @@ def settle(nodes, state, length):
 
 
 @compiled
-def advance(nodes, table, sequences, tokens, counts, states, lengths):
+def advance(arena, contexts, batch):
     """Moves the state and length of followed contexts by tokens, to their longest suffix in the forest."""
+    nodes, _, table, _, _ = arena
+    states, lengths, _, _ = contexts
+    sequences, tokens, counts = batch
     for row in range(sequences.shape[0]):
         length = np.int64(lengths[sequences[row]])
         state = settle(nodes, np.int64(states[sequences[row]]), length)

@@ -32,83 +32,65 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from drafters.eagle.model import HeadConfig, normed_outputs
+from drafters.eagle.model import Head, HeadConfig, normed_outputs
 from rljax.kernels.linear import linear
 from rljax.models.transformer import Attention, Params, decoder_layer
-from rljax.numerics.rows import Numerics, apply_rope, rms_norm
+from rljax.numerics.rows import apply_rope
 
 
-def pair_vectors(
-    params: Params, config: HeadConfig, shared: Params, states: Array, tokens: Array, numerics: Numerics
-) -> Array:
+def pair_vectors(head: Head, states: Array, tokens: Array) -> Array:
     """Returns a [..., d] of pairs: the policy's features [..., S, d], and the tokens int32 [...] behind."""
-    joined = states[..., :-1, :].astype(numerics.dtype).reshape(*tokens.shape, -1)
-    if config.corrected:
-        embedded = shared["embed"][tokens].astype(numerics.dtype)
-        joined = jnp.concatenate([embedded, joined], axis=-1)
-    return linear(joined, params["fc"], numerics)
+    joined = states[..., :-1, :].astype(head.numerics.dtype).reshape(*tokens.shape, -1)
+    if head.config.corrected:
+        joined = jnp.concatenate([head.embedded(tokens), joined], axis=-1)
+    return linear(joined, head.params["fc"], head.numerics)
 
 
-def block_starts(
-    config: HeadConfig, shared: Params, pairs: Array, tokens: Array, numerics: Numerics
-) -> Array:
+def block_starts(head: Head, pairs: Array, tokens: Array) -> Array:
     """Returns what a block behind each pair begins with [..., d]: a, or DFlash's embedding of the token."""
-    return pairs if config.corrected else shared["embed"][tokens].astype(numerics.dtype)
+    return pairs if head.config.corrected else head.embedded(tokens)
 
 
-def context_entries(
-    params: Params, config: HeadConfig, pairs: Array, angles: Array, numerics: Numerics
-) -> list[tuple[Array, Array]]:
+def context_entries(head: Head, pairs: Array, angles: Array) -> list[tuple[Array, Array]]:
     """Returns keys and values [N, T, Hk, D] of pairs a [N, T, d] for every layer; `angles` [N, T, 2, D/2]."""
-    normed = rms_norm(pairs, params["context_norm"], config.policy.norm_epsilon, numerics)
-    heads = (*pairs.shape[:2], -1, config.layer.head_dim)
+    normed = head.normed(pairs, head.params["context_norm"])
+    heads = (*pairs.shape[:2], -1, head.config.layer.head_dim)
     entries = []
-    for layer in block_layers(params, config):
-        k, v = (linear(normed, layer[name], numerics).reshape(heads) for name in ("k", "v"))
-        if config.layer.qk_norm:
-            k = rms_norm(k, layer["k_norm"], config.policy.norm_epsilon, numerics)
+    for layer in _layers(head):
+        k, v = (linear(normed, layer[name], head.numerics).reshape(heads) for name in ("k", "v"))
+        if head.config.layer.qk_norm:
+            k = head.normed(k, layer["k_norm"])
         entries.append((apply_rope(k, angles), v))
     return entries
 
 
-def block_layers(params: Params, config: HeadConfig) -> list[Params]:
+def _layers(head: Head) -> list[Params]:
     """Returns the weights of the layers, in order."""
-    return [params["layers"][str(number)] for number in range(config.layer.num_layers)]
+    return [head.params["layers"][str(number)] for number in range(head.config.layer.num_layers)]
 
 
-def block_pass(
-    params: Params,
-    config: HeadConfig,
-    shared: Params,
-    starts: Array,
-    size: int,
-    angles: Array,
-    attentions: list[Attention],
-    numerics: Numerics,
-) -> Array:
+def block_pass(head: Head, starts: Array, size: int, angles: Array, attentions: list[Attention]) -> Array:
     """Computes blocks behind pairs.
 
     Args:
-      params, config: the head's.
-      shared: the policy's embeddings and LM head.
       starts: [N, T, d], from `block_starts`, of the last pair in front of each block.
       size: tokens to draft, at most `config.block.size`; they take P = `config.block.positions(size)`.
       angles: rows of the RoPE table, float32 [N, T * P, 2, D/2], block after block.
       attentions: one for each layer, over T * P entries.
-      numerics: see `Numerics`.
 
     Returns:
       x [N, T, size, d] after the layers.
     """
+    config, numerics = head.config, head.numerics
     if config.corrected:
-        x = starts[:, :, None] + params["place"][:size].astype(numerics.dtype)[None, None]
+        x = starts[:, :, None] + head.params["place"][:size].astype(numerics.dtype)[None, None]
     else:
-        mask = shared["embed"][config.block.mask].astype(numerics.dtype)
+        mask = head.embedded(config.block.mask)
         masks = jnp.broadcast_to(mask, (*starts.shape[:2], config.block.size, len(mask)))
         x = jnp.concatenate([starts[:, :, None], masks], axis=2)
     shape = x.shape
     x = x.reshape(shape[0], -1, shape[-1])
-    for layer, attention in zip(block_layers(params, config), attentions, strict=True):
+    for layer, attention in zip(_layers(head), attentions, strict=True):
         x, _ = decoder_layer(layer, None, x, angles, attention, config.layer, numerics)
     x = x.reshape(shape)
     return x if config.corrected else x[:, :, 1 : 1 + size]
@@ -121,12 +103,12 @@ def seen_in_block(config: HeadConfig, size: int) -> np.ndarray:
     return np.tril(everything) if config.corrected else everything
 
 
-def next_state(params: Params, shared: Params, state: Array, tokens: Array, numerics: Numerics) -> Array:
+def next_state(head: Head, state: Array, tokens: Array) -> Array:
     """Returns the correction's state float32 [..., w] behind one more token, int32 [...] (GRU, Cho et al.,
     2014, "Learning Phrase Representations using RNN Encoder-Decoder", section 2.3).
     """
-    embedded = shared["embed"][tokens].astype(numerics.dtype)
-    given = linear(embedded, params["state_in"], numerics).astype(jnp.float32)
+    params, numerics = head.params, head.numerics
+    given = linear(head.embedded(tokens), params["state_in"], numerics).astype(jnp.float32)
     own = linear(state.astype(numerics.dtype), params["state"], numerics).astype(jnp.float32)
     (reset, update, new), (own_reset, own_update, own_new) = (jnp.split(x, 3, axis=-1) for x in (given, own))
     new = jnp.tanh(new + jax.nn.sigmoid(reset + own_reset) * own_new)
@@ -134,8 +116,7 @@ def next_state(params: Params, shared: Params, state: Array, tokens: Array, nume
     return update * state + (1.0 - update) * new
 
 
-def corrections(params: Params, config: HeadConfig, x: Array, state: Array, numerics: Numerics) -> Array:
+def corrections(head: Head, x: Array, state: Array) -> Array:
     """Returns what `out` reads [..., w], of block positions x [..., d] and states [..., w]."""
-    normed = normed_outputs(params, config, x, numerics)
-    joined = jnp.concatenate([normed, state.astype(numerics.dtype)], axis=-1)
-    return jax.nn.silu(linear(joined, params["mix"], numerics))
+    joined = jnp.concatenate([normed_outputs(head, x), state.astype(head.numerics.dtype)], axis=-1)
+    return jax.nn.silu(linear(joined, head.params["mix"], head.numerics))

@@ -31,6 +31,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from drafters.eagle.head_state import named_leaves, nested_leaves
 from drafters.eagle.model import DraftVocabulary, HeadConfig, head_shapes
 from drafters.eagle.saving import holds_saved, load_saved
 from drafters.eagle.speculators import MODEL_TYPE, dflash_block, plain_config
@@ -78,23 +79,23 @@ _CONFIG_KEYS = {
 }
 
 
-def _tensor_names(config: HeadConfig) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Returns by tensor name its path in the params pytree and its shape."""
+def _tensor_names(config: HeadConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns by tensor name its path in the params pytree (`named_leaves`) and its shape."""
     shapes = head_shapes(config)
-    names = {"fc.weight": (("fc",), shapes["fc"])}
+    names = {"fc.weight": ("fc", shapes["fc"])}
     if config.block is not None:
-        names["hidden_norm.weight"] = (("context_norm",), shapes["context_norm"])
+        names["hidden_norm.weight"] = ("context_norm", shapes["context_norm"])
         for number, layer in shapes["layers"].items():
             for key, shape in layer.items():
-                names[f"layers.{number}.{_BLOCK_TENSORS[key]}"] = (("layers", number, key), shape)
+                names[f"layers.{number}.{_BLOCK_TENSORS[key]}"] = (f"layers.{number}.{key}", shape)
     else:
         prefix = "midlayer" if config.fused else "layers.0"
         for key, shape in shapes["layer"].items():
-            names[f"{prefix}.{_LAYER_TENSORS[key]}"] = (("layer", key), shape)
+            names[f"{prefix}.{_LAYER_TENSORS[key]}"] = (f"layer.{key}", shape)
     if config.fused:
-        names["norm.weight"] = (("norm",), shapes["norm"])
+        names["norm.weight"] = ("norm", shapes["norm"])
     if config.vocabulary is not None:
-        names["lm_head.weight"] = (("lm_head",), shapes["lm_head"])
+        names["lm_head.weight"] = ("lm_head", shapes["lm_head"])
     return names
 
 
@@ -162,9 +163,9 @@ def save_head(
     if config.fused:
         check_layers(directory, config)
     stored_as = np.dtype(dtype)
-    tensors = {}
+    tensors, leaves = {}, named_leaves(params)
     for name, (path, shape) in _tensor_names(config).items():
-        array = np.asarray(_at(params, path))
+        array = np.asarray(leaves[path])
         if array.shape != shape:
             raise CheckpointError(f"{directory}: {name} is {array.shape}, but this head has {shape} there")
         tensors[name] = np.ascontiguousarray(array.astype(stored_as))
@@ -201,12 +202,6 @@ def check_layers(directory: Path, config: HeadConfig) -> None:
         )
 
 
-def _at(params: Params, path: tuple[str, ...]) -> Any:
-    for key in path:
-        params = params[key]
-    return params
-
-
 def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, Params]:
     """Loads a head and its float32 weights, written by `save_head` or by others in the same layout, or by a
     run to its `save_dir` (`saving.py`); the directory may be a name on the hub.
@@ -240,7 +235,7 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
         tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): array for name, array in tensors.items()}
     config = _head_config(directory / "config.json", content, tensors, policy)
     expected = _tensor_names(config)
-    params: Params = {}
+    leaves = {}
     for name, (path, shape) in expected.items():
         if name not in tensors:
             raise CheckpointError(f"{directory / _WEIGHTS}: {name} {list(shape)} is missing")
@@ -249,20 +244,17 @@ def load_head(directory: str | Path, policy: ModelConfig) -> tuple[HeadConfig, P
                 f"{directory / _WEIGHTS}: {name} is {list(tensors[name].shape)}, but a {config.variant} head"
                 f" of this policy has {list(shape)} there"
             )
-        parent = params
-        for key in path[:-1]:
-            parent = parent.setdefault(key, {})
-        parent[path[-1]] = jnp.asarray(tensors[name].astype(np.float32))
+        leaves[path] = jnp.asarray(tensors[name].astype(np.float32))
     bias = tensors.get("fc.bias")
     if bias is not None and np.any(bias):
-        params["fc_bias"] = jnp.asarray(bias.astype(np.float32))
+        leaves["fc_bias"] = jnp.asarray(bias.astype(np.float32))
     surplus = sorted(set(tensors) - set(expected) - {"fc.bias", *_FROM_THE_POLICY, *_VOCAB_MAPS})
     if surplus:
         raise CheckpointError(
             f"{directory / _WEIGHTS}: {surplus[0]} is not part of a {config.variant} head, whose layers have"
             f" no biases{'' if dflash else ' and query/key norms'}"
         )
-    return config, jax.block_until_ready(params)
+    return config, jax.block_until_ready(nested_leaves(leaves))
 
 
 def _head_config(

@@ -100,17 +100,14 @@ class FeatureCollector:
                 continue
             self._tokens[request] += sampled.tokens[row, : sampled.counts[row]].tolist()
             if sampled.ended[row]:
-                tokens, states = self._tokens[request], self._states[request]
+                tokens, parts = self._tokens[request], self._states[request]
                 self._drop(request)
                 self._bound_memory()
-                self._add(len(self._prompts[request]), tokens, states)
-
-    def _add(self, prompt: int, tokens: list[int], parts: list[np.ndarray]) -> None:
-        """Adds a complete response without its last token, which the policy has not read."""
-        known = len(tokens) - 1
-        states = np.concatenate(parts)[:known]  # a stop string may have cut the response
-        if len(states) == known:  # else the head has not followed the slots to the end
-            self.trainer.add(np.asarray(tokens[:known], np.int32), states, np.arange(known) >= prompt)
+                known = len(tokens) - 1  # without the last token, which the policy has not read
+                states = np.concatenate(parts)[:known]  # a stop string may have cut the response
+                if len(states) == known:  # else the head has not followed the slots to the end
+                    response = np.arange(known) >= len(self._prompts[request])
+                    self.trainer.add(np.asarray(tokens[:known], np.int32), states, response)
 
     def _keep(self, request: int, states: np.ndarray) -> None:
         self._states.setdefault(request, []).append(states)

@@ -3,7 +3,7 @@
 It is trained (`spot_trainer.py`) on the features that every forward pass of the engine hands out
 (`collecting.py`), so it needs no forward pass of its own. Where other processes decode, their passes'
 features stay there: the process that trains computes some of them again (`read`), and the others draft with
-frozen copies of its head (`weights`). `spot.py` is about training by workers.
+frozen copies of its head (`weights`). `HeadOnWorkers` is about training by workers.
 """
 
 import contextlib
@@ -25,8 +25,7 @@ from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, init_h
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.eagle.slots import HeadSlots, head_numerics
-from drafters.eagle.spot import HeadSession
-from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from drafters.eagle.spot_trainer import BufferSettings, HeadSession, HeadTrainer, head_optimizer
 from drafters.eagle.states import StateReader, States
 from drafters.eagle.time_budget import TimeBudget
 from drafters.training import SharedTraining, Training, TrainingLimits, WorkerTraining
@@ -121,19 +120,10 @@ class EagleDrafter(Drafter, Training):
         arguments, most = self.arguments, engine.buckets.max_drafts
         strategies = []
         for depth in sorted(set(arguments.depths)):
-            whole = most_nodes(depth, arguments.top_k)
-            strategies.append(
-                DraftStrategy(depth, arguments.top_k, min(arguments.nodes or most, most, whole))
-            )
+            nodes = min(arguments.nodes or most, most, most_nodes(depth, arguments.top_k))
+            strategies.append(DraftStrategy(depth, arguments.top_k, nodes))
         self.engine = engine
-        self.slots = HeadSlots(
-            self.config,
-            engine,
-            tuple(strategies),
-            self.collector,
-            self.config.reach(max(arguments.depths)),
-            arguments.unread_bytes,
-        )
+        self.slots = HeadSlots(self.config, engine, tuple(strategies), self.collector, arguments.unread_bytes)
         return self.slots
 
     @property
@@ -144,7 +134,11 @@ class EagleDrafter(Drafter, Training):
     def refresh(self, params: Params) -> None:
         before, self._shared = self._shared, shared_params(params, self.engine.config)
         if self.trainer is None:
-            self.trainer = self.collector.trainer = self._first_trainer(params)
+            head = self._loaded
+            if head is None:
+                head = init_head(self.config, params, self.arguments.seed)
+            self.trainer = FrozenHead(head) if self._frozen else self.make_trainer(head)
+            self.collector.trainer = self.trainer
             self.trainer.begin_step(self._step)
             if self.restored is not None:
                 self.trainer.load_state(self.restored)
@@ -154,12 +148,6 @@ class EagleDrafter(Drafter, Training):
             self._step, self._learned = self._step + 1, False
             self.trainer.begin_step(self._step)
         self.slots.use(tree_cast(self.trainer.params, self.slots.numerics.dtype), self._shared)
-
-    def _first_trainer(self, policy_params: Params) -> HeadTrainer | FrozenHead:
-        head = self._loaded
-        if head is None:
-            head = init_head(self.config, policy_params, self.arguments.seed)
-        return FrozenHead(head) if self._frozen else self.make_trainer(head)
 
     def make_trainer(self, head: Params, pool: ExecutablePool | None = None) -> HeadTrainer:
         """Returns a trainer of a head, with this one's settings; arguments as of `HeadTrainer`."""
@@ -300,9 +288,7 @@ class EagleDrafter(Drafter, Training):
         self._budget.earn(seconds)
         tokens = sum(len(prompt) + len(response) for prompt, response in responses)
         every = max(1, -(-tokens // self.spot.limits.tokens))
-        for ids, states, mask in self.reader.read(params, responses[::every]):
-            known = len(ids) - 1  # the policy has not read the last token
-            self.trainer.add(ids[:known], states[:known], mask[:known])
+        self.trainer.add_read(self.reader.read(params, responses[::every]))
 
     def weights(self) -> dict[str, np.ndarray]:
         if self.trainer is not None:

@@ -12,15 +12,15 @@ normalised, it can be multiplied along a path and compared between branches. Wit
 **The cache.** Entry i of a slot is pair i (see `model.py`), from features of verified tokens. Drafting reads
 the cache and does not write it: the entries of draft nodes live in separate arrays, so that no provisional
 entry has to be hidden or corrected. `compute_pairs` and `append_pairs` add verified pairs. Whatever reads the
-cache reads only its first `attended` entries, a static number that follows the longest slot; entries behind
-it would be masked. A head may begin in the middle of a response (behind appended tokens, which come without
-features): it then knows no earlier pairs, and its positions count from its first pair, since RoPE depends on
-differences of positions only.
+cache reads only its first `DrafterState.attended` entries, a static number that follows the longest slot;
+entries behind it would be masked. A head may begin in the middle of a response (behind appended tokens, which
+come without features): it then knows no earlier pairs, and its positions count from its first pair, since
+RoPE depends on differences of positions only.
 
     state = empty_state(config, batch, length, dtype)
-    pairs = compute_pairs(params, config, shared, state, states, tokens, counts, rope, numerics)
+    pairs = compute_pairs(head, state, states, tokens, counts)
     state = append_pairs(state, pairs, numerics)
-    tree = draft(params, config, shared, state, positions, noise_keys, rope, strategy, sampling, numerics)
+    tree = draft(head, state, positions, noise_keys, strategy, sampling)
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from drafters.eagle.block import (
     seen_in_block,
 )
 from drafters.eagle.model import (
-    DraftVocabulary,
+    Head,
     HeadConfig,
     apply_head,
     corrected,
@@ -50,12 +50,12 @@ from drafters.eagle.model import (
 )
 from rljax.engine.draft_tree import DraftStrategy, DraftTree, ScoredTree
 from rljax.engine.kv_cache import KVCache, commit, empty_cache
-from rljax.models.transformer import Params
 from rljax.numerics.attention import KEY_BLOCK, MASKED, block_scores, scale_queries, softmax_terms
 from rljax.numerics.rows import Numerics, log_normalizer, row_max
 from rljax.sampling import split
 from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import gumbel
+from rljax.sharding import vocab_parts
 
 
 @struct.dataclass
@@ -67,11 +67,14 @@ class DrafterState:
       lengths: int32 [B], absorbed pairs.
       outputs: [B, d], the head's output at the last of them, or what a block behind it begins with; zeros
         before the first.
+      attended: static; the number of the cache's first pairs that are read, a multiple of KEY_BLOCK and at
+        least the largest of `lengths`; None for all.
     """
 
     cache: KVCache
     lengths: Array
     outputs: Array
+    attended: int | None = struct.field(pytree_node=False, default=None)
 
 
 def empty_state(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DrafterState:
@@ -97,29 +100,26 @@ class HeadAttention:
     """Attention of T new entries per slot against the cache and P + T entries outside of it.
 
     Attributes:
-      cache: keys and values of the absorbed pairs.
-      lengths: int32 [B], the number of absorbed pairs.
+      state: the absorbed pairs.
       keys, values: [B, P, Hk, D], earlier entries outside the cache.
       visible: bool [B, T, P + T], which of the earlier and the new entries each new one sees.
       numerics: see `Numerics`.
-      attended: the number of the cache's first entries that are read, a multiple of KEY_BLOCK; None for all.
       layer: whose entries of the cache.
     """
 
-    cache: KVCache
-    lengths: Array
+    state: DrafterState
     keys: Array
     values: Array
     visible: Array
     numerics: Numerics
-    attended: int | None = None
     layer: int = 0
 
     def __call__(self, cache: None, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
         """q [B, T, H, D], k and v [B, T, Hk, D] -> ([B, T, H, D], (k, v) in the cache's type)."""
-        capacity = self.cache.length if self.attended is None else self.attended
-        cached_keys = self.cache.keys[self.layer][:, :, : capacity // KEY_BLOCK]
-        cached_values = self.cache.values[self.layer][:, :, :capacity]
+        cache, capacity = self.state.cache, self.state.attended
+        capacity = cache.length if capacity is None else capacity
+        cached_keys = cache.keys[self.layer][:, :, : capacity // KEY_BLOCK]
+        cached_values = cache.values[self.layer][:, :, :capacity]
         batch, new, heads, dim = q.shape
         kv_heads = cached_values.shape[1]
         k, v = k.astype(cached_keys.dtype), v.astype(cached_values.dtype)
@@ -130,7 +130,7 @@ class HeadAttention:
         queries_by_head = queries.reshape(batch, kv_heads, group * new, dim)
         scores = block_scores(queries_by_head, cached_keys, capacity, self.numerics)
         scores = scores.reshape(batch, kv_heads, group, new, capacity)
-        absorbed = jnp.arange(capacity, dtype=jnp.int32)[None] < self.lengths[:, None]
+        absorbed = jnp.arange(capacity, dtype=jnp.int32)[None] < self.state.lengths[:, None]
         scores = jnp.where(absorbed[:, None, None, None], scores, MASKED)
         own_scores = jnp.einsum("bhgtd,bshd->bhgts", queries, keys)
         own_scores = jnp.where(self.visible[:, None, None], own_scores, MASKED)
@@ -142,14 +142,10 @@ class HeadAttention:
         return out.transpose(0, 3, 1, 2, 4).reshape(batch, new, heads, dim).astype(q.dtype), (k, v)
 
 
-def _no_entries(state: DrafterState, config: HeadConfig) -> Array:
+def no_entries(state: DrafterState, config: HeadConfig) -> Array:
+    """Returns keys, or values, of no entry [B, 0, Hk, D]."""
     batch, shape = len(state.lengths), (0, config.layer.num_kv_heads, config.layer.head_dim)
     return jnp.zeros((batch, *shape), state.cache.values[0].dtype)
-
-
-def _causal(batch: int, width: int) -> Array:
-    order = jnp.arange(width, dtype=jnp.int32)
-    return jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
 
 
 @struct.dataclass
@@ -167,49 +163,31 @@ class Pairs:
     counts: Array
 
 
-def compute_pairs(
-    params: Params,
-    config: HeadConfig,
-    shared: Params,
-    state: DrafterState,
-    states: Array,
-    tokens: Array,
-    counts: Array,
-    rope: Array,
-    numerics: Numerics,
-    attended: int | None = None,
-) -> Pairs:
+def compute_pairs(head: Head, state: DrafterState, states: Array, tokens: Array, counts: Array) -> Pairs:
     """Computes verified pairs, after prefill, a plain step, or a verifying pass.
 
     Args:
-      params: the head's.
-      config: its shape.
-      shared: the policy's embeddings and LM head.
+      head: with a RoPE table at least as long as the cache.
       state: the state before. Pairs must come without gaps (else `forget` first).
       states: [B, W, S, d], the policy's features at W positions; after a verifying pass, along the accepted
         path, beginning with the slot's last token (node 0).
       tokens: int32 [B, W], the token behind each position: the next of the prompt, or the sampled one.
       counts: int32 [B], how many of the W positions are valid.
-      rope: `rope_table(config.policy, length)`, at least as long as the cache.
-      numerics: see `Numerics`.
-      attended: static; the number of the cache's first pairs that are read, a multiple of KEY_BLOCK and at
-        least the largest of `state.lengths`; None for all.
     """
     batch, width = tokens.shape
     counts = jnp.minimum(counts, state.cache.length - state.lengths)
     order = jnp.arange(width, dtype=jnp.int32)
-    angles = rope[state.lengths[:, None] + order[None]]
-    if config.block is not None:
-        pairs = pair_vectors(params, config, shared, states, tokens, numerics)
-        outputs = block_starts(config, shared, pairs, tokens, numerics)
+    angles = head.rope[state.lengths[:, None] + order[None]]
+    if head.config.block is not None:
+        pairs = pair_vectors(head, states, tokens)
+        outputs = block_starts(head, pairs, tokens)
         kept = state.cache.values[0].dtype
-        entries = context_entries(params, config, pairs, angles, numerics)
-        entries = [(k.astype(kept), v.astype(kept)) for k, v in entries]
+        entries = [(k.astype(kept), v.astype(kept)) for k, v in context_entries(head, pairs, angles)]
     else:
-        none, causal = _no_entries(state, config), _causal(batch, width)
-        attention = HeadAttention(state.cache, state.lengths, none, none, causal, numerics, attended)
-        hidden = hidden_inputs(params, config, states.astype(numerics.dtype), numerics)
-        outputs, own = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
+        none, numbers = no_entries(state, head.config), jnp.arange(width, dtype=jnp.int32)
+        causal = jnp.broadcast_to((numbers[:, None] >= numbers[None])[None], (batch, width, width))
+        attention = HeadAttention(state, none, none, causal, head.numerics)
+        outputs, own = apply_head(head, hidden_inputs(head, states), tokens, angles, attention)
         entries = [own]
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(outputs, last, axis=1)[:, 0].astype(state.outputs.dtype)
@@ -232,27 +210,26 @@ def append_pairs(state: DrafterState, pairs: Pairs, numerics: Numerics) -> Draft
 
 
 def likeliest_children(
+    head: Head,
     logits: Array,
     positions: Array,
     noise_keys: Array | None,
     sampling: SamplingParams,
-    numerics: Numerics,
     top_k: int,
-    vocabulary: DraftVocabulary | None = None,
-    parts: int = 1,
 ) -> tuple[Array, Array]:
     """The most promising tokens behind every node, best first.
 
     Args:
       logits: float32 [B, n, V], or [B, n, V'] with a draft vocabulary.
       positions: int32 [B], where those tokens would stand.
-      noise_keys: uint32 [B, 2], or None.
-      vocabulary: the draft vocabulary; None is the policy's whole vocabulary.
-      parts: number of devices that split V.
+      noise_keys, sampling: as of `draft`.
 
     Returns:
       tokens int32 [B, n, k], log-probabilities float32 [B, n, k].
     """
+    vocabulary, numerics = head.config.vocabulary, head.numerics
+    # Devices that split the logits; an LM head of its own is whole everywhere.
+    parts = vocab_parts(head.mesh) if vocabulary is None else 1
     ids = np.arange(logits.shape[-1]) if vocabulary is None else vocabulary.tokens
     if not sampling.greedy:
         if parts == 1:
@@ -289,12 +266,9 @@ def _largest(logits: Array, top_k: int, parts: int) -> tuple[Array, Array]:
 class _Levels:
     """What a head computes for a tree, level by level; arguments as of `draft`."""
 
-    head: tuple[Params, HeadConfig, Params]
+    head: Head
     state: DrafterState
-    rope: Array
     strategy: DraftStrategy
-    numerics: Numerics
-    attended: int | None
 
     def __post_init__(self) -> None:
         self.level = 0
@@ -316,25 +290,23 @@ class _Steps(_Levels):
     def __post_init__(self) -> None:
         super().__post_init__()
         batch, top_k = len(self.state.lengths), self.strategy.top_k
-        self._outputs = self.state.outputs.astype(self.numerics.dtype)[:, None]
-        self._keys = self._values = _no_entries(self.state, self.head[1])
+        self._outputs = self.state.outputs.astype(self.head.numerics.dtype)[:, None]
+        self._keys = self._values = no_entries(self.state, self.head.config)
         self._visible = jnp.zeros((batch, 1, 0), bool)  # which expanded nodes lie above each of the level
         self._itself = jnp.broadcast_to(jnp.eye(top_k, dtype=bool)[None], (batch, top_k, top_k))
 
     def logits(self) -> Array:
-        return head_logits(*self.head, self._outputs, self.numerics)
+        return head_logits(self.head, self._outputs)
 
     def below(self, tokens: Array, parent: Array) -> Array:
-        state, numerics = self.state, self.numerics
+        head, state = self.head, self.state
         hidden, ancestors = (_take(x, parent[:, :, None]) for x in (self._outputs, self._visible))
         self._visible = jnp.concatenate([ancestors, self._itself], axis=2)
-        attention = HeadAttention(
-            state.cache, state.lengths, self._keys, self._values, self._visible, numerics, self.attended
-        )
+        attention = HeadAttention(state, self._keys, self._values, self._visible, head.numerics)
         # The pair of a node at this level: the output above it, and its own token.
-        angles = self.rope[state.lengths + self.level][:, None]
+        angles = head.rope[state.lengths + self.level][:, None]
         angles = jnp.broadcast_to(angles, (*tokens.shape, *angles.shape[2:]))
-        self._outputs, (k, v) = apply_head(*self.head, hidden, tokens, angles, attention, numerics)
+        self._outputs, (k, v) = apply_head(head, hidden, tokens, angles, attention)
         self._keys = jnp.concatenate([self._keys, k], axis=1)
         self._values = jnp.concatenate([self._values, v], axis=1)
         self.level += 1
@@ -346,36 +318,32 @@ class _Block(_Levels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        params, config, shared = self.head
-        state, numerics = self.state, self.numerics
+        head, state = self.head, self.state
         batch, depth = len(state.lengths), self.strategy.depth
-        none, seen = _no_entries(state, config), seen_in_block(config, depth)
+        none, seen = no_entries(state, head.config), seen_in_block(head.config, depth)
         visible = jnp.broadcast_to(seen[None], (batch, *seen.shape))
         attentions = [
-            HeadAttention(state.cache, state.lengths, none, none, visible, numerics, self.attended, layer)
-            for layer in range(config.layer.num_layers)
+            HeadAttention(state, none, none, visible, head.numerics, layer)
+            for layer in range(head.config.layer.num_layers)
         ]
-        starts = state.outputs.astype(numerics.dtype)[:, None]
-        angles = self.rope[state.lengths[:, None] + jnp.arange(len(seen), dtype=jnp.int32)[None]]
-        self._x = block_pass(params, config, shared, starts, depth, angles, attentions, numerics)[:, 0]
-        self._logits = lm_logits(params, config, shared, self._x, numerics)
-        self._own = jnp.zeros((batch, 1, config.block.width), jnp.float32)
+        starts = state.outputs.astype(head.numerics.dtype)[:, None]
+        angles = head.rope[state.lengths[:, None] + jnp.arange(len(seen), dtype=jnp.int32)[None]]
+        self._x = block_pass(head, starts, depth, angles, attentions)[:, 0]
+        self._logits = lm_logits(head, self._x)
+        self._own = jnp.zeros((batch, 1, head.config.block.width), jnp.float32)
 
     def logits(self) -> Array:
-        params, config, _ = self.head
-        if not config.corrected:
+        if not self.head.config.corrected:
             logits = self._logits[:, self.level, None]
             return jnp.broadcast_to(logits, (*self._own.shape[:2], logits.shape[-1]))
         x = self._x[:, self.level, None]
         x = jnp.broadcast_to(x, (*self._own.shape[:2], x.shape[-1]))
-        correction = corrections(params, config, x, self._own, self.numerics)
-        return corrected(params, self._logits[:, self.level, None], correction, self.numerics)
+        correction = corrections(self.head, x, self._own)
+        return corrected(self.head, self._logits[:, self.level, None], correction)
 
     def below(self, tokens: Array, parent: Array) -> Array:
-        params, config, shared = self.head
-        if config.corrected:
-            above = _take(self._own, parent[:, :, None])
-            self._own = next_state(params, shared, above, tokens, self.numerics)
+        if self.head.config.corrected:
+            self._own = next_state(self.head, _take(self._own, parent[:, :, None]), tokens)
         else:
             self._own = jnp.zeros((*tokens.shape, 0), jnp.float32)
         self.level += 1
@@ -387,42 +355,31 @@ def _take(x: Array, indices: Array) -> Array:
 
 
 def draft(
-    params: Params,
-    config: HeadConfig,
-    shared: Params,
+    head: Head,
     state: DrafterState,
     positions: Array,
     noise_keys: Array | None,
-    rope: Array,
     strategy: DraftStrategy,
     sampling: SamplingParams,
-    numerics: Numerics,
-    attended: int | None = None,
-    vocab_parts: int = 1,
 ) -> ScoredTree:
     """A draft tree below every slot's last token.
 
     Args:
-      params, config, shared, rope, numerics, attended: as for `compute_pairs`.
+      head: as for `compute_pairs`.
       state: all pairs up to the slot's last token absorbed. Slots without any get no nodes.
       positions: int32 [B], of the slots' last tokens (`DecodeState.lengths`).
       noise_keys: request keys, uint32 [B, 2] (`DecodeState.noise_keys`); None ranks without noise, as every
         verification rule but `coupled` needs.
       strategy: static.
       sampling: static; the policy's sampling distribution. Greedy sampling ranks by the logits as they are.
-      vocab_parts: static; number of devices that split the policy's vocabulary.
     """
     batch = positions.shape[0]
     top_k = strategy.top_k
     known = state.lengths > 0
-    kind = _Steps if config.block is None else _Block
-    levels = kind((params, config, shared), state, rope, strategy, numerics, attended)
-    parts = vocab_parts if config.vocabulary is None else 1  # an LM head of its own is whole everywhere
+    levels = (_Steps if head.config.block is None else _Block)(head, state, strategy)
 
     def children(logits: Array, level: int) -> tuple[Array, Array]:
-        return likeliest_children(
-            logits, positions + level, noise_keys, sampling, numerics, top_k, config.vocabulary, parts
-        )
+        return likeliest_children(head, logits, positions + level, noise_keys, sampling, top_k)
 
     tokens, scores = children(levels.logits(), 1)
     scores = jnp.where(known[:, None, None], scores, -jnp.inf)

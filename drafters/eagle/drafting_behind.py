@@ -5,39 +5,31 @@ verified token only. It reads the unanswered chain from its own outputs, as it w
 an LM head, which takes most of a step: one layer a token. Nothing of that is kept: once the features of the
 accepted tokens are there, the next chain is drafted from them.
 
-    tree = draft_behind(params, config, shared, state, chains, positions, noise_keys, rope, steps, ...)
+    tree = draft_behind(head, state, chains, positions, noise_keys, steps, sampling)
 """
 
 import jax.numpy as jnp
 from jax import Array
 
-from drafters.eagle.drafting import DrafterState, HeadAttention, likeliest_children
-from drafters.eagle.model import HeadConfig, apply_head, head_logits
+from drafters.eagle.drafting import DrafterState, HeadAttention, likeliest_children, no_entries
+from drafters.eagle.model import Head, apply_head, head_logits
 from rljax.engine.draft_tree import DraftTree, ScoredTree
-from rljax.models.transformer import Params
-from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 
 
 def draft_behind(
-    params: Params,
-    config: HeadConfig,
-    shared: Params,
+    head: Head,
     state: DrafterState,
     chains: Array,
     positions: Array,
     noise_keys: Array,
-    rope: Array,
     steps: int,
     sampling: SamplingParams,
-    numerics: Numerics,
-    attended: int | None = None,
-    vocab_parts: int = 1,
 ) -> ScoredTree:
     """A chain behind an unanswered one of every slot.
 
     Args:
-      params, config, shared, rope, sampling, numerics, attended, vocab_parts: as for `draft`.
+      head, sampling: as for `draft`.
       state: all pairs up to the slot's last verified token absorbed. Slots without any get no nodes.
       chains: int32 [B, F], the unanswered drafts, the last of each slot in the last column, -1 before the
         first.
@@ -51,10 +43,8 @@ def draft_behind(
     batch, given = chains.shape
     counts = jnp.sum(chains >= 0, axis=1, dtype=jnp.int32)
     known = state.lengths > 0
-    parts = vocab_parts if config.vocabulary is None else 1  # an LM head of its own is whole everywhere
-    outputs = state.outputs.astype(numerics.dtype)[:, None]
-    cached = state.cache.values[0]
-    keys = values = jnp.zeros((batch, 0, config.layer.num_kv_heads, config.layer.head_dim), cached.dtype)
+    outputs = state.outputs.astype(head.numerics.dtype)[:, None]
+    keys = values = no_entries(state, head.config)
     seen = jnp.zeros((batch, 0), bool)  # which of these entries are of tokens
     tokens, scores = [], []
     for column in range(given + steps):
@@ -62,11 +52,9 @@ def draft_behind(
             token = chains[:, column, None]
             here = token >= 0
         else:
-            logits = head_logits(params, config, shared, outputs, numerics)
+            logits = head_logits(head, outputs)
             place = positions + counts + (column - given) + 1
-            token, score = likeliest_children(
-                logits, place, noise_keys, sampling, numerics, 1, config.vocabulary, parts
-            )
+            token, score = likeliest_children(head, logits, place, noise_keys, sampling, 1)
             token, here = token[:, 0], known[:, None]
             tokens.append(token)
             scores.append(score[:, 0])
@@ -75,10 +63,9 @@ def draft_behind(
         # The pair of the token: the output above it, and itself.
         place = jnp.maximum(state.lengths + counts + (column - given), 0)
         visible = jnp.concatenate([seen, jnp.ones((batch, 1), bool)], axis=1)[:, None]
-        attention = HeadAttention(state.cache, state.lengths, keys, values, visible, numerics, attended)
-        below, (k, v) = apply_head(
-            params, config, shared, outputs, jnp.maximum(token, 0), rope[place][:, None], attention, numerics
-        )
+        attention = HeadAttention(state, keys, values, visible, head.numerics)
+        angles = head.rope[place][:, None]
+        below, (k, v) = apply_head(head, outputs, jnp.maximum(token, 0), angles, attention)
         outputs = jnp.where(here[..., None], below, outputs)
         keys, values = jnp.concatenate([keys, k], axis=1), jnp.concatenate([values, v], axis=1)
         seen = jnp.concatenate([seen, here], axis=1)

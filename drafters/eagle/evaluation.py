@@ -7,7 +7,6 @@ accepted those before. Under shared noise it is that of drafting what was sample
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from drafters.eagle.data import HeadSequence, pack
-from drafters.eagle.model import HeadConfig
+from drafters.eagle.model import Head, HeadConfig
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.states import States
 from drafters.eagle.training import head_loss
@@ -46,9 +45,7 @@ class Acceptance:
     starts: int
 
 
-@functools.partial(jax.jit, static_argnames=("config", "training", "numerics"))
-def _measure(params, config, training, shared, batch, rope, numerics):
-    return head_loss(params, config, training, shared, batch, rope, numerics)[1]
+_measure = jax.jit(lambda head, training, batch: head_loss(head, training, batch)[1], static_argnums=1)
 
 
 def evaluate_head(
@@ -78,13 +75,12 @@ def evaluate_head(
     """
     # No loss is asked for: only its metrics.
     training = HeadTraining(steps=depth, cross_entropy_weight=0.0, sampling=sampling)
+    head = Head(params, shared, jnp.asarray(rope), config, numerics)
     held = [HeadSequence(*sequence, step=0) for sequence in sequences]
-    results: list[dict[str, np.ndarray]] = []
-    for batch in pack(held, pack_length).batches(rows):
-        batch = jax.tree.map(jnp.asarray, batch)
-        results.append(
-            jax.device_get(_measure(params, config, training, shared, batch, jnp.asarray(rope), numerics))
-        )
+    results: list[dict[str, np.ndarray]] = [
+        jax.device_get(_measure(head, training, jax.tree.map(jnp.asarray, batch)))
+        for batch in pack(held, pack_length).batches(rows)
+    ]
     starts = np.asarray([float(result["starts"]) for result in results])
     if not starts.sum():
         raise ValueError("sequences: none has a response to draft")

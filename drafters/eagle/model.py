@@ -42,7 +42,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from drafters.eagle.objective import VARIANTS, Variant
 from rljax.kernels.linear import linear
@@ -261,6 +263,15 @@ def _block_shapes(config: HeadConfig, layer: Params) -> Params:
     return shapes if config.vocabulary is None else shapes | {"lm_head": (size, d)}
 
 
+def head_structs(config: HeadConfig) -> Params:
+    """The params pytree with a float32 `jax.ShapeDtypeStruct` in the place of every array."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        head_shapes(config),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
 def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     """Float32 weights that start from what is known: the hidden state goes through.
 
@@ -273,16 +284,14 @@ def init_head(config: HeadConfig, policy_params: Params, seed: int) -> Params:
     rng = np.random.default_rng(seed)
     d = config.policy.hidden_size
 
-    def init(path, shape):
-        name = path[-1].key
+    def init(path, leaf):
+        name, shape = path[-1].key, leaf.shape
         if name.endswith("norm"):
             return np.ones(shape, np.float32)
         scale = shape[1] ** -0.5 * (0.1 if name in ("o", "down") else 1.0)
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
 
-    params = jax.tree_util.tree_map_with_path(
-        init, head_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
-    )
+    params = jax.tree_util.tree_map_with_path(init, head_structs(config))
     identity = np.eye(d, dtype=np.float32)
     if config.fused:
         states = len(config.layers)
@@ -307,106 +316,116 @@ def shared_params(policy_params: Params, config: ModelConfig) -> Params:
     return {name: policy_params[name] for name in names}
 
 
-def hidden_inputs(params: Params, config: HeadConfig, states: Array, numerics: Numerics) -> Array:
+@struct.dataclass
+class Head:
+    """A head with all that its functions read; a pytree.
+
+    Attributes:
+      params: its weights; None where they come with something else.
+      shared: the policy's embeddings and LM head (`shared_params`).
+      rope: `rope_table(config.policy, length)`, float32 [length, 2, D/2].
+      config: its shape; static.
+      numerics: see `Numerics`; static.
+      mesh: the devices that it drafts on; None for one; static.
+    """
+
+    params: Params | None
+    shared: Params
+    rope: Array
+    config: HeadConfig = struct.field(pytree_node=False)
+    numerics: Numerics = struct.field(pytree_node=False)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+
+    def embedded(self, tokens: Array | int) -> Array:
+        """Returns the policy's embeddings [..., d] of tokens."""
+        return self.shared["embed"][tokens].astype(self.numerics.dtype)
+
+    def normed(self, x: Array, weight: Array) -> Array:
+        """Returns x [..., d] behind a norm."""
+        return rms_norm(x, weight, self.config.policy.norm_epsilon, self.numerics)
+
+
+def hidden_inputs(head: Head, states: Array) -> Array:
     """Combines the policy's features [..., S, d] into the head's input [..., d]."""
-    if not config.fused:
+    states = states.astype(head.numerics.dtype)
+    if not head.config.fused:
         return states[..., 0, :]
     low_middle_high = states[..., :3, :]
-    return linear(low_middle_high.reshape(*states.shape[:-2], -1), params["fc"], numerics)
+    return linear(low_middle_high.reshape(*states.shape[:-2], -1), head.params["fc"], head.numerics)
 
 
 def apply_head(
-    params: Params,
-    config: HeadConfig,
-    shared: Params,
-    hidden: Array,
-    tokens: Array,
-    angles: Array,
-    attention: Attention,
-    numerics: Numerics,
+    head: Head, hidden: Array, tokens: Array, angles: Array, attention: Attention
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """The head over pairs.
 
     Args:
-      params: the head's.
-      config: its shape.
-      shared: from `shared_params`.
       hidden: [N, T, d], from `hidden_inputs`, or the head's own outputs.
       tokens: int32 [N, T], the token behind each hidden state.
       angles: rows of the RoPE table for the pairs' positions, float32 [N, T, 2, D/2].
       attention: visibility of pairs.
-      numerics: see `Numerics`.
 
     Returns:
       the head's outputs [N, T, d]: hidden states for `head_logits` and for further pairs; and what the
       attention kept.
     """
-    embedded = shared["embed"][tokens].astype(numerics.dtype)
-    hidden = hidden.astype(numerics.dtype)
-    layer, epsilon = params["layer"], config.policy.norm_epsilon
-    if config.fused:
-        normed = [
-            rms_norm(embedded, layer["embed_norm"], epsilon, numerics),
-            rms_norm(hidden, layer["hidden_norm"], epsilon, numerics),
-        ]
+    embedded, hidden = head.embedded(tokens), hidden.astype(head.numerics.dtype)
+    layer, params = head.params["layer"], head.params
+    if head.config.fused:
+        normed = [head.normed(embedded, layer["embed_norm"]), head.normed(hidden, layer["hidden_norm"])]
         attention_input = jnp.concatenate(normed, axis=-1)
-        if config.norm_before_residual:
+        if head.config.norm_before_residual:
             hidden = normed[1]
     else:
         joined = jnp.concatenate([embedded, hidden], axis=-1)
-        hidden = linear(joined, params["fc"], numerics, params.get("fc_bias"))
-        attention_input = hidden
+        attention_input = hidden = linear(joined, params["fc"], head.numerics, params.get("fc_bias"))
+    shape, numerics = head.config.layer, head.numerics
     return decoder_layer(
-        layer, None, hidden, angles, attention, config.layer, numerics, attention_input=attention_input
+        layer, None, hidden, angles, attention, shape, numerics, attention_input=attention_input
     )
 
 
-def normed_outputs(params: Params, config: HeadConfig, outputs: Array, numerics: Numerics) -> Array:
+def normed_outputs(head: Head, outputs: Array) -> Array:
     """Returns the head's outputs [..., d] as the LM head reads them."""
-    if not config.fused:
-        return outputs
-    return rms_norm(outputs, params["norm"], config.policy.norm_epsilon, numerics)
+    return head.normed(outputs, head.params["norm"]) if head.config.fused else outputs
 
 
-def head_logits(
-    params: Params, config: HeadConfig, shared: Params, outputs: Array, numerics: Numerics
-) -> Array:
+def head_logits(head: Head, outputs: Array) -> Array:
     """Float32 logits [..., V] of the head's outputs [..., d]; [..., V'] with a draft vocabulary. Those of a
     block head with a correction are (x ; correction), [..., d + w].
     """
-    if not config.corrected:
-        return lm_logits(params, config, shared, outputs, numerics)
-    x, correction = jnp.split(outputs, [config.policy.hidden_size], axis=-1)
-    return corrected(params, lm_logits(params, config, shared, x, numerics), correction, numerics)
+    if not head.config.corrected:
+        return lm_logits(head, outputs)
+    x, correction = jnp.split(outputs, [head.config.policy.hidden_size], axis=-1)
+    return corrected(head, lm_logits(head, x), correction)
 
 
-def corrected(params: Params, logits: Array, correction: Array, numerics: Numerics) -> Array:
+def corrected(head: Head, logits: Array, correction: Array) -> Array:
     """Returns a block head's logits [..., V'] with the correction [..., w]. On a mesh the policy's LM head
     may have more rows (`padded_vocab_size`), which stand for no token.
     """
-    change = linear(correction, params["out"], numerics).astype(jnp.float32)
+    change = linear(correction, head.params["out"], head.numerics).astype(jnp.float32)
     padding = logits.shape[-1] - change.shape[-1]
     return logits + jnp.pad(change, [*[(0, 0)] * (change.ndim - 1), (0, padding)])
 
 
-def lm_logits(
-    params: Params, config: HeadConfig, shared: Params, outputs: Array, numerics: Numerics
-) -> Array:
+def lm_logits(head: Head, outputs: Array) -> Array:
     """Returns `head_logits` without a correction."""
-    outputs = normed_outputs(params, config, outputs, numerics)
-    if config.vocabulary is not None:
-        untied = dataclasses.replace(config.policy, tie_embeddings=False)
-        return transformer.logits({"lm_head": params["lm_head"]}, untied, outputs, numerics)
-    return policy_logits(shared, config, outputs, numerics)
+    outputs = normed_outputs(head, outputs)
+    if head.config.vocabulary is None:
+        return policy_logits(head, outputs)
+    untied = dataclasses.replace(head.config.policy, tie_embeddings=False)
+    return transformer.logits({"lm_head": head.params["lm_head"]}, untied, outputs, head.numerics)
 
 
-def policy_logits(shared: Params, config: HeadConfig, hidden: Array, numerics: Numerics) -> Array:
+def policy_logits(head: Head, hidden: Array) -> Array:
     """Float32 logits of the policy's LM head. Some of its rows may stand for no token (`padding_rows`, and on
     a mesh `padded_vocab_size`): their logits are so low that no token there has a probability, and finite, so
     that losses stay finite.
     """
-    logits = transformer.logits(shared, config.policy, hidden, numerics)
-    if logits.shape[-1] == config.policy.used_rows:
+    policy = head.config.policy
+    logits = transformer.logits(head.shared, policy, hidden, head.numerics)
+    if logits.shape[-1] == policy.used_rows:
         return logits
     token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.where(token < config.policy.used_rows, logits, MASKED)
+    return jnp.where(token < policy.used_rows, logits, MASKED)

@@ -23,7 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from drafters.eagle.head_state import named_leaves, nested_leaves
-from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_shapes
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_structs
 from rljax.durable_files import write_durably
 from rljax.errors import CheckpointError
 from rljax.models.config import ModelConfig
@@ -63,7 +63,7 @@ def load_saved(directory: Path, policy: ModelConfig) -> tuple[HeadConfig, Params
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     params = nested_leaves(tensors)
-    expected, stored = named_leaves(_shaped(config)), named_leaves(params)
+    expected, stored = named_leaves(head_structs(config)), named_leaves(params)
     stored.pop("fc_bias", None)
     for name in sorted(expected.keys() | stored.keys()):
         shapes = [list(leaves[name].shape) if name in leaves else "absent" for leaves in (expected, stored)]
@@ -73,15 +73,6 @@ def load_saved(directory: Path, policy: ModelConfig) -> tuple[HeadConfig, Params
                 " there"
             )
     return config, params
-
-
-def _shaped(config: HeadConfig) -> Params:
-    """The head's params as `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
-        head_shapes(config),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
 
 
 class AsyncHeadSaver:
@@ -116,15 +107,13 @@ class AsyncHeadSaver:
           CheckpointError: the last save could not be written, and nobody was told.
         """
         self.wait()
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        for _, leaf in leaves:
+        leaves = named_leaves(params)
+        for leaf in leaves.values():
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
         # A copy on a CPU, too. There np.asarray is a view: donation spares such a buffer, and an update would
         # have to find other memory for as long as the save takes.
-        tensors = {
-            jax.tree_util.keystr(path, simple=True, separator="."): np.array(leaf) for path, leaf in leaves
-        }
+        tensors = {name: np.array(leaf) for name, leaf in leaves.items()}
         metadata = {"step": str(step), "variant": config.variant, "layers": json.dumps(config.layers)}
         if config.block is not None:
             metadata["block"] = json.dumps(dataclasses.asdict(config.block))

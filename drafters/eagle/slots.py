@@ -36,13 +36,14 @@ from drafters.device import SlotDrafter
 from drafters.eagle.collecting import FeatureCollector
 from drafters.eagle.drafting import (
     DrafterState,
+    Pairs,
     append_pairs,
     compute_pairs,
     draft,
     empty_state,
     forget,
 )
-from drafters.eagle.model import HeadConfig
+from drafters.eagle.model import Head, HeadConfig
 from drafters.eagle.placement import head_shardings, result_shardings, shape_of, shared_shardings
 from rljax import target
 from rljax.engine.draft_tree import DraftStrategy, ScoredTree
@@ -59,7 +60,7 @@ from rljax.numerics.attention import KEY_BLOCK
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.rows import Numerics
 from rljax.processes import to_host
-from rljax.sharding import constrain, replicated_sharding, row_multiple, vocab_parts
+from rljax.sharding import constrain, replicated_sharding, row_multiple
 
 _WIDTHS = (2, 4, 8, 16, 64)
 """Numbers of tokens a slot that are absorbed at once; each compiles a program."""
@@ -109,7 +110,6 @@ class HeadSlots(SlotDrafter):
       engine: the engine; its shapes, sampling distribution, verification rule and pool are used, too.
       strategies: the trees that it drafts.
       collector: collects the features of responses that the head is trained on.
-      deepest: depth of the deepest tree that will be drafted.
       unread_bytes: limit for the unread features, on the device.
       mesh: devices of its own, to which the policy's features and weights are copied; None for the engine's.
 
@@ -124,7 +124,6 @@ class HeadSlots(SlotDrafter):
         engine: DecodeEngine,
         strategies: tuple[DraftStrategy, ...],
         collector: FeatureCollector,
-        deepest: int,
         unread_bytes: int = 0,
         mesh: Mesh | None = None,
     ) -> None:
@@ -135,13 +134,17 @@ class HeadSlots(SlotDrafter):
         self.config, self.numerics = config, head_numerics(engine, self._mesh)
         self._length = engine.buckets.cache[-1]
         self._attended_lengths = attended_lengths(engine.buckets.cache)
-        self._rope = jnp.asarray(rope_table(engine.config, self._length + deepest))
+        self._rope = jnp.asarray(rope_table(engine.config, self._length + self._reach()))
         if self._mesh is not None:
             self._rope = target.put(self._rope, replicated_sharding(self._mesh))
         self._key = (config, self.numerics, len(self._rope), self._mesh)
         self._unread: collections.deque[tuple[Array, np.ndarray, np.ndarray]] = collections.deque()
         self._unread_size = 0  # bytes of the features in it
         self._should_stop: Callable[[], bool] | None = None  # set where shapes stand in the place of arrays
+
+    def _reach(self) -> int:
+        """Returns how many positions behind the last pair drafts stand at."""
+        return self.config.reach(max(strategy.depth for strategy in self.strategies))
 
     def use(self, params: Params, shared: Params) -> None:
         """Sets the head's weights, in its compute dtype, and the policy's (`shared_params`)."""
@@ -231,31 +234,18 @@ class HeadSlots(SlotDrafter):
 
     def draft(self, state: DecodeState, strategy: DraftStrategy) -> ScoredTree:
         self._catch_up()
-        attended = self._attended(state.cache.length)
+        attended, sampling = self._attended(state.cache.length), self._engine.sampling
         coupled = self._engine.verification == "coupled"
-        static = {
-            "config": self.config,
-            "strategy": strategy,
-            "sampling": self._engine.sampling,
-            "numerics": self.numerics,
-            "attended": attended,
-            "vocab_parts": vocab_parts(self._mesh),
-        }
-        given = {
-            "params": self._params,
-            "shared": self._shared,
-            "state": self._state,
-            "positions": state.lengths,
-            "noise_keys": state.noise_keys if coupled else None,
-            "rope": self._rope,
-        }
-        shapes = (len(self._state.lengths), strategy, self._engine.sampling, coupled, attended)
+        keys = state.noise_keys if coupled else None
+        given = self._given(state=self._state, positions=state.lengths, noise_keys=keys)
+        shapes = (len(self._state.lengths), strategy, sampling, coupled, attended)
 
         def drafted(given: dict[str, Any]) -> ScoredTree:
+            head, rest = self._taken(given, attended)
             if self._engine.weights == "fsdp" and self._mesh is not None:  # gathered once for all levels
-                shared = constrain(given["shared"], shared_shardings(given["shared"], self._mesh))
-                given = given | {"shared": shared}
-            return draft(**given, **static)
+                shared = constrain(head.shared, shared_shardings(head.shared, self._mesh))
+                head = head.replace(shared=shared)
+            return draft(head, **rest, strategy=strategy, sampling=sampling)
 
         return self._run("draft", shapes, drafted, given, donate=())
 
@@ -310,6 +300,17 @@ class HeadSlots(SlotDrafter):
                     for attended in self._attended_lengths:
                         if attended <= most:
                             self._state = self._absorb(self._state, *window, attended)
+
+    def _given(self, **more: Any) -> dict[str, Any]:
+        """Returns the arguments of a program of the head: its arrays, and more."""
+        return {"params": self._params, "shared": self._shared, "rope": self._rope, **more}
+
+    def _taken(self, given: dict[str, Any], attended: int) -> tuple[Head, dict[str, Any]]:
+        """Returns the head of such arguments, and all others; of their `state` so many pairs are read."""
+        rest = dict(given)
+        arrays = [rest.pop(name) for name in ("params", "shared", "rope")]
+        rest["state"] = rest["state"].replace(attended=attended)
+        return Head(*arrays, self.config, self.numerics, self._mesh), rest
 
     def _run(
         self, name: str, shapes: tuple, function: Callable[..., Any], *args: Any, donate: tuple = (0,)
@@ -436,24 +437,14 @@ class HeadSlots(SlotDrafter):
         self, state: DrafterState, states: Array, tokens: np.ndarray, counts: np.ndarray, attended: int
     ) -> DrafterState:
         """Appends counts[i] pairs to slot i, none of which has more than `attended` of them."""
-        static = {"config": self.config, "numerics": self.numerics, "attended": attended}
-        given = {
-            "params": self._params,
-            "shared": self._shared,
-            "states": states,
-            "tokens": jnp.asarray(tokens),
-            "counts": jnp.asarray(counts),
-            "rope": self._rope,
-        }
+        given = self._given(states=states, tokens=jnp.asarray(tokens), counts=jnp.asarray(counts))
+
+        def computed(state: DrafterState, given: dict[str, Any]) -> Pairs:
+            head, rest = self._taken({**given, "state": state}, attended)
+            return compute_pairs(head, **rest)
+
         shapes = (*tokens.shape, state.cache.length)
-        pairs = self._run(
-            "pairs",
-            (*shapes, attended),
-            lambda state, given: compute_pairs(state=state, **given, **static),
-            state,
-            given,
-            donate=(),
-        )
+        pairs = self._run("pairs", (*shapes, attended), computed, state, given, donate=())
         append = functools.partial(append_pairs, numerics=self.numerics)
         return self._run("append", shapes, append, state, pairs)
 

@@ -22,8 +22,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +33,10 @@ from jax.sharding import Mesh
 
 from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack_next, windows
 from drafters.eagle.head_state import TrainerState, check_same, named_leaves
-from drafters.eagle.model import HeadConfig
+from drafters.eagle.model import Head, HeadConfig
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.placement import batch_shardings, head_shardings, shape_of, shared_shardings
+from drafters.eagle.states import States
 from drafters.eagle.training import Metrics, init_state, train_step
 from drafters.eagle.unrolling import HeadBatch
 from rljax import target
@@ -120,8 +120,7 @@ class HeadTrainer(TrainerState):
         self.pack_length = pack_length
         self.rows = rows
         self._training = training
-        self._optimizer = optimizer
-        self._numerics = numerics
+        self._update = HeadUpdate(head, training, optimizer, numerics, mesh)
         self._mesh = mesh
         self._rope = jnp.asarray(rope)
         if mesh is not None:
@@ -156,6 +155,13 @@ class HeadTrainer(TrainerState):
             # The first token that a head can predict is its third: without one there is nothing to learn.
             if np.any(response_mask[window][2:]):
                 self._buffer.add(tokens[window], states[window], response_mask[window])
+
+    def add_read(self, sequences: Iterable[States]) -> None:
+        """Adds sequences with the features of all their tokens, but without the last one of each, which the
+        policy has not read when it samples.
+        """
+        for ids, features, mask in sequences:
+            self.add(ids[:-1], features[:-1], mask[:-1])
 
     def reserve(self, size: int) -> None:
         """Reserves bytes of the buffer for responses that are not finished; see `DataBuffer.reserve`."""
@@ -291,15 +297,7 @@ class HeadTrainer(TrainerState):
         return batch_shape(self.head, self.rows, self.pack_length, self._dtype, self._mesh)
 
     def _compiled(self, shared: Params) -> Callable[..., tuple[TrainState, Metrics]]:
-        return compiled_update(
-            self._pool,
-            self.head,
-            self._training,
-            self._optimizer,
-            self._numerics,
-            (self._state, self._batch_shape(), shared, self._rope),
-            self._mesh,
-        )
+        return self._update.compiled(self._pool, self._state, self._batch_shape(), shared, self._rope)
 
     def _reset_metrics(self) -> None:
         self._step_metrics = {"slices": 0, "slice_tokens": 0.0, "slice_seconds": 0.0}
@@ -314,6 +312,28 @@ class HeadTrainer(TrainerState):
         for name in ("loss", "accept_length", "acceptance/1"):
             if math.isfinite(metrics[name]):
                 noted[name] = metrics[name]
+
+
+class HeadSession:
+    """A head's training on a worker that has nothing to decode: a `TrainingSession`.
+
+    Only trained arrays are saved: not the policy's embeddings and LM head, and no features, which the next
+    worker computes again or gets from those that still have them.
+
+    Args:
+      trainer: a new one.
+      shared: the policy's embeddings and LM head.
+      head: `train.*` of `HeadTrainer.state`, of another session; None begins with the trainer's weights.
+
+    Raises:
+      CheckpointError: the arrays belong to another head.
+    """
+
+    def __init__(self, trainer: HeadTrainer, shared: Params, head: Mapping[str, np.ndarray] | None) -> None:
+        self.add, self.copy = trainer.add_read, trainer.copy
+        self.update = functools.partial(trainer.slice, shared)
+        if head is not None:
+            trainer.load_trained(head)
 
 
 def batch_shape(
@@ -342,63 +362,54 @@ def batch_shape(
     )
 
 
-def compiled_update(
-    pool: ExecutablePool,
-    head: HeadConfig,
-    training: HeadTraining,
-    optimizer: optax.GradientTransformation,
-    numerics: Numerics,
-    args: tuple[TrainState, HeadBatch, Params, Array],
-    mesh: Mesh | None,
-) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Returns the program of an update. It consumes the state.
+@dataclasses.dataclass(frozen=True)
+class HeadUpdate:
+    """The program of an update, and what it depends on beside its arguments.
 
-    Args:
-      pool: compiled programs.
-      head, training, optimizer, numerics: as of `HeadTrainer`.
-      args: state, batch, the policy's embeddings and LM head, and RoPE table, or their shapes.
-      mesh: devices; None for one.
+    Attributes:
+      config: the head's shape.
+      training, optimizer, numerics, mesh: as of `HeadTrainer`.
     """
-    _, batch, shared, rope = args
-    static = {"config": head, "training": training, "optimizer": optimizer, "numerics": numerics}
-    dtypes = (batch.states.dtype.name, shared["embed"].dtype.name)
-    return pool.get(
-        ("head_update", *static.values(), batch.tokens.shape, dtypes, len(rope), mesh),
-        functools.partial(_update, **static, mesh=mesh),
-        args,
-        donate_argnums=(0,),
-    )
 
+    config: HeadConfig
+    training: HeadTraining
+    optimizer: optax.GradientTransformation
+    numerics: Numerics
+    mesh: Mesh | None
 
-def _update(
-    state: TrainState,
-    batch: HeadBatch,
-    shared: Params,
-    rope: Array,
-    *,
-    config: HeadConfig,
-    mesh: Mesh | None,
-    **static: Any,
-) -> tuple[TrainState, Metrics]:
-    """Like `train_step`, but keeps the state if the result is not finite."""
-    if mesh is None:
-        return _finite_update(state, batch, shared, rope, config=config, **static)
-    # A head is one layer: its weights are gathered once for forward and backward pass (ZeRO-3).
-    placement = head_shardings(state, config, mesh)
-    whole = constrain(state.params, head_shardings(state.params, config, mesh, decoding=True))
-    shared = constrain(shared, shared_shardings(shared, mesh))
-    changed, metrics = _finite_update(
-        state.replace(params=whole), batch, shared, rope, config=config, **static
-    )
-    return constrain(changed, placement), constrain(metrics, replicated_sharding(mesh))
+    def compiled(
+        self, pool: ExecutablePool, state: TrainState, batch: HeadBatch, shared: Params, rope: Array
+    ) -> Callable[..., tuple[TrainState, Metrics]]:
+        """Returns the program, which consumes the state.
 
+        Args:
+          pool: compiled programs.
+          state, batch, shared, rope: arguments of the program, or their shapes: `shared` are the policy's
+            embeddings and LM head.
+        """
+        *static, mesh = (getattr(self, field.name) for field in dataclasses.fields(self))
+        dtypes = (batch.states.dtype.name, shared["embed"].dtype.name)
+        key = ("head_update", *static, batch.tokens.shape, dtypes, len(rope), mesh)
+        return pool.get(key, self._update, (state, batch, shared, rope), donate_argnums=(0,))
 
-def _finite_update(
-    state: TrainState, batch: HeadBatch, shared: Params, rope: Array, **static: Any
-) -> tuple[TrainState, Metrics]:
-    changed, metrics = train_step(state, batch, shared, rope, **static)
-    state, skipped = finite_or_unchanged(changed, state, metrics["loss"])
-    return state, metrics | {"skipped": skipped}
+    def _update(
+        self, state: TrainState, batch: HeadBatch, shared: Params, rope: Array
+    ) -> tuple[TrainState, Metrics]:
+        """Like `train_step`, but keeps the state if the result is not finite."""
+        before, mesh = state, self.mesh
+        if mesh is not None:
+            # A head is one layer: its weights are gathered once for forward and backward pass (ZeRO-3).
+            placement = head_shardings(state, self.config, mesh)
+            whole = head_shardings(state.params, self.config, mesh, decoding=True)
+            before = state.replace(params=constrain(state.params, whole))
+            shared = constrain(shared, shared_shardings(shared, mesh))
+        head = Head(before.params, shared, rope, self.config, self.numerics, mesh)
+        changed, metrics = train_step(before, batch, head, self.training, self.optimizer)
+        changed, skipped = finite_or_unchanged(changed, before, metrics["loss"])
+        metrics |= {"skipped": skipped}
+        if mesh is None:
+            return changed, metrics
+        return constrain(changed, placement), constrain(metrics, replicated_sharding(mesh))
 
 
 def finite_or_unchanged(changed: TrainState, state: TrainState, loss: Array) -> tuple[TrainState, Array]:

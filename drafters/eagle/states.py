@@ -4,7 +4,6 @@ It is the same pass as that of training's logprobs (`rljax/training/scoring.py`)
 host, so that training a head needs only the policy's embeddings and LM head.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -16,7 +15,6 @@ from numpy.typing import ArrayLike
 from drafters.eagle.model import HeadConfig
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
-from rljax.models.config import ModelConfig
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.models.transformer import Params
@@ -26,36 +24,9 @@ States = tuple[np.ndarray, np.ndarray, np.ndarray]
 """tokens int32 [n], states [n, S, d] and response_mask bool [n], as `HeadTrainer.add` takes them."""
 
 
-def policy_states(
-    params: Params,
-    policy: ModelConfig,
-    layers: Sequence[int],
-    tokens: Array,
-    positions: Array,
-    segment_ids: Array,
-    rope: Array,
-    numerics: Numerics,
-) -> Array:
-    """Returns the features [R, T, S, d] of packed rows: residual streams behind `layers`, then the final
-    hidden state.
-
-    Args:
-      params: the policy's.
-      policy: its architecture.
-      layers: `HeadConfig.layers` of the head.
-      tokens, positions, segment_ids: int32 [R, T].
-      rope: `rope_table(policy, length)`, at least T long.
-      numerics: see `Numerics`.
-    """
-    attention = PackedAttention(segment_ids, numerics)
-    final, _, residuals = transformer.forward_with_residuals(
-        params, policy, tokens, positions, attention, rope, numerics, layers
-    )
-    return jnp.stack([*residuals, final], axis=2)
-
-
 class StateReader:
-    """Computes the features of prompts and responses, packed, in programs of one shape.
+    """Computes the features of prompts and responses, packed, in programs of one shape: residual streams
+    behind the layers that the head reads, then the final hidden state.
 
     Args:
       head: the head that reads them.
@@ -67,9 +38,17 @@ class StateReader:
     def __init__(self, head: HeadConfig, numerics: Numerics, pack_length: int, rows: int) -> None:
         self._pack_length, self._rows = pack_length, rows
         self._rope = jnp.asarray(rope_table(head.policy, pack_length))
-        self._states = jax.jit(
-            functools.partial(policy_states, policy=head.policy, layers=head.layers, numerics=numerics)
-        )
+
+        def policy_states(
+            params: Params, *, tokens: Array, positions: Array, segment_ids: Array, rope: Array
+        ) -> Array:
+            attention = PackedAttention(segment_ids, numerics)
+            final, _, residuals = transformer.forward_with_residuals(
+                params, head.policy, tokens, positions, attention, rope, numerics, head.layers
+            )
+            return jnp.stack([*residuals, final], axis=2)
+
+        self._states = jax.jit(policy_states)
 
     def read(self, params: Params, pairs: Sequence[tuple[ArrayLike, ArrayLike]]) -> Iterator[States]:
         """Yields the features of every (prompt_ids, response_ids), row after row of the packing.

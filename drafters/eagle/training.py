@@ -16,7 +16,7 @@ from flax import struct
 from jax import Array, lax
 
 from drafters.eagle import losses
-from drafters.eagle.model import HeadConfig, head_logits, policy_logits
+from drafters.eagle.model import Head, head_logits, policy_logits
 from drafters.eagle.objective import HeadTraining
 from drafters.eagle.unrolling import HeadBatch, delayed, shifted, unroll
 from rljax.learning.accumulation import TrainState, apply_gradients
@@ -77,16 +77,10 @@ def _sampled_logits(logits: Array, training: HeadTraining, numerics: Numerics) -
     return scaled_logits(logits, sampling), transform_logits(logits, sampling, numerics)
 
 
-def _policy_at(
-    config: HeadConfig,
-    training: HeadTraining,
-    shared: Params,
-    hidden: Array,
-    tokens: Array,
-    numerics: Numerics,
-) -> _Policy:
+def _policy_at(head: Head, training: HeadTraining, hidden: Array, tokens: Array) -> _Policy:
     """Returns the policy with final hidden states [N, d], which sampled `tokens`, int32 [N]."""
-    logits = policy_logits(shared, config, hidden, numerics)
+    config, numerics = head.config, head.numerics
+    logits = policy_logits(head, hidden)
     likeliest = jnp.argmax(logits, axis=-1)
     scaled, logits = _sampled_logits(logits, training, numerics)
     sampled = logits - log_normalizer(logits, numerics)
@@ -103,15 +97,7 @@ def _policy_at(
 
 
 def _compare(
-    params: Params,
-    config: HeadConfig,
-    training: HeadTraining,
-    shared: Params,
-    policy: _Policy,
-    outputs: Array,
-    target: Array,
-    mask: Array,
-    numerics: Numerics,
+    head: Head, training: HeadTraining, policy: _Policy, outputs: Array, target: Array, mask: Array
 ) -> _Compared:
     """Compares outputs [N, d] of a step with the policy, whose hidden states are `target`.
 
@@ -119,11 +105,12 @@ def _compare(
     losses of a step compare with the policy's distribution over its tokens alone, and do not count where the
     policy's likeliest token is outside of it (as in EAGLE-3's code); all else is as in drafting.
     """
+    numerics, vocabulary = head.numerics, head.config.vocabulary
     outputs = jnp.where(mask[:, None], outputs, 0)
-    logits = head_logits(params, config, shared, outputs, numerics)
+    logits = head_logits(head, outputs)
     drafted = jnp.argmax(logits, axis=-1)
-    if config.vocabulary is not None:
-        drafted = jnp.asarray(config.vocabulary.tokens)[drafted]
+    if vocabulary is not None:
+        drafted = jnp.asarray(vocabulary.tokens)[drafted]
     scaled, logits = _sampled_logits(logits, training, numerics)
     p, q = policy.p, scaled - log_normalizer(scaled, numerics)
     offered = lax.stop_gradient(logits - log_normalizer(logits, numerics))
@@ -158,13 +145,7 @@ def _compare(
 
 
 def _compare_all(
-    params: Params,
-    config: HeadConfig,
-    training: HeadTraining,
-    shared: Params,
-    batch: HeadBatch,
-    outputs: list[Array],
-    numerics: Numerics,
+    head: Head, training: HeadTraining, batch: HeadBatch, outputs: list[Array]
 ) -> tuple[_Compared, Array]:
     """Compares every step with the policy, a chunk of the policy's positions at a time: its logits serve all
     steps. In every row the positions that count come first, and chunks without any are skipped.
@@ -194,7 +175,7 @@ def _compare_all(
     places = jnp.argsort(order, axis=1)
     here = [delayed(batch.segment_ids, step + 1) == batch.segment_ids for step in range(len(outputs))]
     masks = [counts & inside for inside in here]
-    final = batch.states[:, :, -1].astype(numerics.dtype)
+    final = batch.states[:, :, -1].astype(head.numerics.dtype)
     parts = (
         [chunked(delayed(output, step + 1)) for step, output in enumerate(outputs)],
         [chunked(mask) for mask in masks],
@@ -204,12 +185,12 @@ def _compare_all(
 
     @jax.checkpoint
     def step(policy: _Policy, outputs: Array, target: Array, mask: Array) -> _Compared:
-        return _compare(params, config, training, shared, policy, outputs, target, mask, numerics)
+        return _compare(head, training, policy, outputs, target, mask)
 
     @jax.checkpoint
     def compare(part: tuple[list[Array], list[Array], Array, Array]) -> _Compared:
         outputs, masks, target, tokens = part
-        policy = _policy_at(config, training, shared, target, tokens, numerics)
+        policy = _policy_at(head, training, target, tokens)
         steps = [step(policy, each, target, mask) for each, mask in zip(outputs, masks, strict=True)]
         return jax.tree.map(lambda *each: jnp.stack(each), *steps)
 
@@ -227,15 +208,7 @@ def _compare_all(
     return jax.tree.map(by_start, compared), by_start(mask)
 
 
-def head_loss(
-    params: Params,
-    config: HeadConfig,
-    training: HeadTraining,
-    shared: Params,
-    batch: HeadBatch,
-    rope: Array,
-    numerics: Numerics,
-) -> tuple[Array, Metrics]:
+def head_loss(head: Head, training: HeadTraining, batch: HeadBatch) -> tuple[Array, Metrics]:
     """Computes the loss of a batch, sum_j step_decay^j mean_s loss[j, s], and its metrics.
 
     A start s counts at step j if the policy predicts a response token at position s + j + 1. The losses of
@@ -250,13 +223,14 @@ def head_loss(
       `outside_vocabulary`, the number of starts whose likeliest token is outside of it, which have no part in
       the losses of steps.
     """
-    if config.fused and training.hidden_weight:
+    if head.config.fused and training.hidden_weight:
+        variant = head.config.variant
         raise ValueError(
-            f"hidden_weight: {config.variant}'s outputs are not compared with hidden states; set it to 0"
+            f"hidden_weight: {variant}'s outputs are not compared with hidden states; set it to 0"
         )
-    shared = lax.stop_gradient(shared)
-    outputs = unroll(params, config, shared, batch, rope, numerics, training.steps)
-    compared, mask = _compare_all(params, config, training, shared, batch, outputs, numerics)
+    head = head.replace(shared=lax.stop_gradient(head.shared))
+    outputs = unroll(head, batch, training.steps)
+    compared, mask = _compare_all(head, training, batch, outputs)
     starts = mask[0].astype(jnp.float32)
     number = jnp.sum(starts)
 
@@ -278,7 +252,7 @@ def head_loss(
     for weight, chain in zip(weights, compared.chains, strict=True):
         accepted = losses.accepted_drafts(jnp.where(mask, chain, -jnp.inf))
         total -= weight * per_start(jnp.log(jnp.where(accepted > 0, accepted, 1.0)))
-    if config.vocabulary is not None:
+    if head.config.vocabulary is not None:
         metrics["outside_vocabulary"] = number - jnp.sum(compared.counted[0])
     metrics["starts"] = number
     metrics["accept_length"] = per_start(losses.expected_accept_length(compared.accepted))
@@ -289,37 +263,31 @@ def head_loss(
 def train_step(
     state: TrainState,
     batch: HeadBatch,
-    shared: Params,
-    rope: Array,
-    config: HeadConfig,
+    head: Head,
     training: HeadTraining,
     optimizer: optax.GradientTransformation,
-    numerics: Numerics,
 ) -> tuple[TrainState, Metrics]:
     """One update of the head. Pure; only the head's parameters are differentiated.
 
     Args:
       state: the head's, from `init_state`.
       batch: R packed rows.
-      shared: the policy's embeddings and LM head, read only.
-      rope: see `unroll`.
-      config, training, optimizer, numerics: static.
+      head: all of it but its weights, which are those of the state.
+      training, optimizer: static.
 
     Returns:
       the new state, and the metrics of `head_loss` (before the update) with `loss` and `gradient_norm`.
     """
 
     def loss(params: Params) -> tuple[Array, Metrics]:
-        return head_loss(params, config, training, shared, batch, rope, numerics)
+        return head_loss(head.replace(params=params), training, batch)
 
     (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
     state, norm = apply_gradients(state, gradients, optimizer)
     return state, metrics | {"loss": value, "gradient_norm": norm}
 
 
-jitted_train_step = jax.jit(
-    train_step, static_argnames=("config", "training", "optimizer", "numerics"), donate_argnames=("state",)
-)
+jitted_train_step = jax.jit(train_step, static_argnames=("training", "optimizer"), donate_argnames=("state",))
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

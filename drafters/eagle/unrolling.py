@@ -31,11 +31,10 @@ from drafters.eagle.block import (
     pair_vectors,
     seen_in_block,
 )
-from drafters.eagle.model import HeadConfig, apply_head, hidden_inputs
+from drafters.eagle.model import Head, apply_head, hidden_inputs
 from rljax.models.packed_attention import PackedAttention
-from rljax.models.transformer import Params
 from rljax.numerics.attention import MASKED, scale_queries
-from rljax.numerics.rows import Numerics, row_max
+from rljax.numerics.rows import row_max
 
 _QUERY_BLOCK = 256
 """Number of starts whose attention scores are in memory at once in an unrolled step."""
@@ -174,43 +173,30 @@ def _attend(
     return out.astype(q.dtype)
 
 
-def unroll(
-    params: Params,
-    config: HeadConfig,
-    shared: Params,
-    batch: HeadBatch,
-    rope: Array,
-    numerics: Numerics,
-    steps: int,
-) -> list[Array]:
+def unroll(head: Head, batch: HeadBatch, steps: int) -> list[Array]:
     """Returns the head's outputs at every start and step.
 
     Args:
-      params: the head's.
-      config: its shape.
-      shared: the policy's embeddings and LM head.
+      head: with a RoPE table of at least T + steps - 1 rows.
       batch: R rows of T tokens.
-      rope: `rope_table(config.policy, length)`, float32 [at least T + steps - 1, 2, D/2].
-      numerics: see `Numerics`.
       steps: k.
 
     Returns:
       [R, T, d] for each step, for `head_logits`; of a corrected block head [R, T, d + w]. Entry [r, s] of
       step j belongs to pair s + j; it is undefined where token s + j + 1 is not in the segment of s.
     """
-    if config.block is not None:
-        return _unroll_block(params, config, shared, batch, rope, numerics, steps)
+    if head.config.block is not None:
+        return _unroll_block(head, batch, steps)
     kept: list[tuple[Array, Array]] = []
     outputs: list[Array] = []
-    hidden = hidden_inputs(params, config, batch.states.astype(numerics.dtype), numerics)
+    hidden = hidden_inputs(head, batch.states)
     for step in range(steps):
         tokens = _token_behind(batch, step)
         if step == 0:
-            attention = PackedAttention(batch.segment_ids, numerics, keep_kv=True)
+            attention = PackedAttention(batch.segment_ids, head.numerics, keep_kv=True)
         else:
             attention = _BandAttention(batch.segment_ids, tuple(kept))
-        angles = rope[batch.positions + step]
-        hidden, keys_values = apply_head(params, config, shared, hidden, tokens, angles, attention, numerics)
+        hidden, keys_values = apply_head(head, hidden, tokens, head.rope[batch.positions + step], attention)
         kept.append(keys_values)
         outputs.append(hidden)
     return outputs
@@ -222,32 +208,23 @@ def _token_behind(batch: HeadBatch, step: int) -> Array:
     return jnp.where(inside, shifted(batch.tokens, step + 1), 0)
 
 
-def _unroll_block(
-    params: Params,
-    config: HeadConfig,
-    shared: Params,
-    batch: HeadBatch,
-    rope: Array,
-    numerics: Numerics,
-    steps: int,
-) -> list[Array]:
+def _unroll_block(head: Head, batch: HeadBatch, steps: int) -> list[Array]:
     """As `unroll`: the blocks behind all starts in one pass, corrected by the real tokens."""
-    behind = _token_behind(batch, 0)
-    pairs = pair_vectors(params, config, shared, batch.states, behind, numerics)
-    context = context_entries(params, config, pairs, rope[batch.positions], numerics)
+    config, behind = head.config, _token_behind(batch, 0)
+    pairs = pair_vectors(head, batch.states, behind)
+    context = context_entries(head, pairs, head.rope[batch.positions])
     seen = seen_in_block(config, steps)
     attentions = [_BlockAttention(batch.segment_ids, entries, seen) for entries in context]
     order = jnp.arange(len(seen), dtype=jnp.int32)[None, None]
-    angles = rope[(batch.positions[:, :, None] + 1 + order).reshape(len(batch.positions), -1)]
-    starts = block_starts(config, shared, pairs, behind, numerics)
-    x = block_pass(params, config, shared, starts, steps, angles, attentions, numerics)
+    angles = head.rope[(batch.positions[:, :, None] + 1 + order).reshape(len(batch.positions), -1)]
+    x = block_pass(head, block_starts(head, pairs, behind), steps, angles, attentions)
     if not config.corrected:
         return [x[:, :, step] for step in range(steps)]
     state = jnp.zeros((*batch.tokens.shape, config.block.width), jnp.float32)
     outputs = []
     for step in range(steps):
         if step:
-            state = next_state(params, shared, state, _token_behind(batch, step), numerics)
-        correction = corrections(params, config, x[:, :, step], state, numerics)
+            state = next_state(head, state, _token_behind(batch, step))
+        correction = corrections(head, x[:, :, step], state)
         outputs.append(jnp.concatenate([x[:, :, step], correction], axis=-1))
     return outputs

@@ -9,13 +9,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from drafters.eagle.drafter import EagleDrafter
-from drafters.eagle.model import head_shapes, shared_params
+from drafters.eagle.model import head_structs, shared_params
 from drafters.eagle.placement import head_shardings
-from drafters.eagle.spot_trainer import BufferSettings, batch_shape, compiled_update, head_optimizer
+from drafters.eagle.spot_trainer import BufferSettings, HeadUpdate, batch_shape, head_optimizer
 from drafters.eagle.training import init_state
 from drafters.small_model import SmallModelDrafter
 from rljax import target
@@ -43,11 +42,7 @@ def planned_drafters(planning: Planning) -> dict[str, PlannedDrafter]:
 
 def _planned_head(planning: Planning, drafter: EagleDrafter, name: str) -> PlannedDrafter:
     drafter.attach(planning.engine(Recording()))
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        head_shapes(drafter.config),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    shapes = head_structs(drafter.config)
 
     def placed(tree: Any, decoding: bool) -> Any:
         if planning.mesh is None:
@@ -99,8 +94,8 @@ def _compile_update(
     dtype = np.dtype(BufferSettings().dtype)
     batch = batch_shape(config, arguments.rows, arguments.pack_length, dtype, planning.mesh)
     optimizer, numerics = head_optimizer(arguments.learning_rate), drafter.slots.numerics
-    inputs = state, batch, shared, rope
-    compiled_update(pool, config, training, optimizer, numerics, inputs, planning.mesh)
+    update = HeadUpdate(config, training, optimizer, numerics, planning.mesh)
+    update.compiled(pool, state, batch, shared, rope)
 
 
 # -- small models ------------------------------------------------------------------------------------------

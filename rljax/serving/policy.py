@@ -75,7 +75,7 @@ class Options:
       slots: most responses decoded at a time.
       max_prompt_tokens: most tokens of a prompt.
       max_tokens: most tokens of a response.
-      drafter: a name, or an import path, `module:Class` (`drafters/loading.py`), with the run's arguments
+      drafter: a name, or an import path, `module:Class` (`drafters/registry.py`), with the run's arguments
         where the run uses this drafter, else with its defaults; "none" decodes without drafts.
       workers: number of rollout workers that decode; None decodes in this process.
       ray: address of the Ray cluster of the workers; None for the run's `cluster.address`.

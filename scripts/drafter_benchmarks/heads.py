@@ -22,7 +22,7 @@ import numpy as np
 
 from drafters.eagle.data import DataBuffer, HeadSequence, PackedRows, pack
 from drafters.eagle.evaluation import Acceptance
-from drafters.eagle.model import BlockShape, HeadConfig, init_head, shared_params
+from drafters.eagle.model import BlockShape, Head, HeadConfig, init_head, shared_params
 from drafters.eagle.objective import HeadTraining, Variant, published_training
 from drafters.eagle.spot_trainer import HeadTrainer, head_optimizer
 from drafters.eagle.states import States
@@ -256,7 +256,7 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
         shared = shared_params(run.state.params, head.policy)
         rope = jnp.asarray(rope_table(head.policy, length))
         held = [init_state(init_head(head, run.state.params, config.seed), optimizer)]
-        fixed = shared, rope, head, published_training("eagle"), optimizer, numerics
+        fixed = Head(None, shared, rope, head, numerics), published_training("eagle"), optimizer
 
         def sweep(side: Sequence[HeadBatch]) -> None:
             for batch in side:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from drafters.aimd import AimdWindows
+from drafters.histospec import AimdWindows
 
 
 def test_windows_by_hand():

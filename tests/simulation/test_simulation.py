@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.aimd import AimdWindows
-from drafters.histospec import WIDEST
+from drafters.histospec import WIDEST, AimdWindows
 from rljax.cluster.router import SharedQueue
 from rljax.errors import ConfigError
 from rljax.models.transformer import init_params

@@ -9,7 +9,7 @@ share p of the draft tokens accepted, a pass that has room for d of them in ever
     (1 + p * d) * T_plain / (T_draft + T_verify)
 
 plain steps, and a batch is viable where that is above 1 for some compiled pass. How many tokens of a response
-are drafted is left to the drafter: HistoSpec has a window for each (`drafters/aimd.py`).
+are drafted is left to the drafter: HistoSpec has a window for each (`drafters/histospec.py`).
 """
 
 from collections.abc import Callable

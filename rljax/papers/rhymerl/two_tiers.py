@@ -58,13 +58,30 @@ def workers_of_groups(
         raise ValueError(
             f"{count} ranking groups of at least {fewest} workers need more than the {workers} that there are"
         )
-    starts = {max(time(lengths[0], size), train_seconds) for size in range(fewest, most + 1)}
-    found = (_steepness(lengths, workers, time, start, fewest, most, precision) for start in sorted(starts))
-    plans = [(2 * start + (count - 1) * slope, start, slope, plan) for start, slope, plan in found if plan]
-    if not plans:
-        start, slope, plan = max(starts), 0.0, [fewest] * count
-    else:
-        _, start, slope, plan = min(plans)
+
+    def needed(start: float, slope: float) -> list[int]:
+        """The fewest workers with which the groups' times are on a line; none where they do not suffice."""
+        sizes: list[int] = []
+        for i in range(count):
+            target = start + i * slope
+            size = next((k for k in range(fewest, most + 1) if time(lengths[i], k) <= target), None)
+            if size is None:
+                return []
+            sizes.append(size)
+        return sizes if sum(sizes) <= workers else []
+
+    starts, plans = {max(time(lengths[0], size), train_seconds) for size in range(fewest, most + 1)}, []
+    for start in sorted(starts):
+        # The least slope, by bisection. Beyond this one every group but the first is in time with the fewest.
+        low, high = 0.0, max([0.0, *((time(lengths[i], fewest) - start) / i for i in range(1, count))])
+        plan = needed(start, high)
+        while plan and high - low > precision * time(lengths[-1], fewest):
+            middle = (low + high) / 2
+            better = needed(start, middle)
+            low, high, plan = (low, middle, better) if better else (middle, high, plan)
+        if plan:
+            plans.append((2 * start + (count - 1) * high, start, high, plan))
+    _, start, slope, plan = min(plans, default=(0.0, max(starts), 0.0, [fewest] * count))
     while sum(plan) < workers:
         room = [i for i in range(count) if plan[i] < most]
         if not room:
@@ -110,38 +127,6 @@ def _settled(plan: list[int], lengths: Sequence[float], time: GroupTime, fewest:
         if shortest >= best:
             return plan
         best, plan = shortest, nearest
-
-
-def _steepness(
-    lengths: Sequence[float],
-    workers: int,
-    time: GroupTime,
-    start: float,
-    fewest: int,
-    most: int,
-    precision: float,
-) -> tuple[float, float, list[int]]:
-    """Returns (start, the least slope, sizes) of the groups' times; no sizes where none are feasible."""
-    count = len(lengths)
-
-    def needed(slope: float) -> list[int]:
-        sizes: list[int] = []
-        for i in range(count):
-            target = start + i * slope
-            size = next((k for k in range(fewest, most + 1) if time(lengths[i], k) <= target), None)
-            if size is None:
-                return []
-            sizes.append(size)
-        return sizes if sum(sizes) <= workers else []
-
-    # Beyond this slope every group but the first is in time with the fewest workers.
-    low, high = 0.0, max([0.0, *((time(lengths[i], fewest) - start) / i for i in range(1, count))])
-    plan = needed(high)
-    while plan and high - low > precision * time(lengths[-1], fewest):
-        middle = (low + high) / 2
-        better = needed(middle)
-        low, high, plan = (low, middle, better) if better else (middle, high, plan)
-    return start, high, plan
 
 
 def group_seconds(

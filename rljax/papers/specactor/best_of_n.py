@@ -9,6 +9,7 @@ goes on with the drafter that did best for it, beside others in the same pass.
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,9 +17,11 @@ import numpy as np
 from rljax.config.speculation_keys import SpeculationKeys
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor.ladder import AcceptanceHistory, LadderCosts
-from rljax.papers.specactor.pass_plan import Entries, Entry, draft_plan, plan_pass
+from rljax.papers.specactor.pass_plan import Entries, Entry, plan_pass
 from rljax.papers.specactor.races import Races, RaceState, RequestAcceptance
+from rljax.processes import agree
 from rljax.requests import DecodeStatistics
+from rljax.speculation.managers.drafting import Drafted, strategy_of
 from rljax.speculation.managers.manager import Manager, Setup
 from rljax.speculation.mixing import Mixer, check_one_tree
 from rljax.speculation.pass_choice import Choice
@@ -104,12 +107,26 @@ class LadderManager(Manager):
         if not any(plan):
             return state, Choice.plain(self._reason, plain_rate, events=events)
         events = events + self._races.run(racing.requests, plan)
-        state, drafted, answers = draft_plan(
-            plan, self._proposers, self._mixer, state, active, statistics, self._buckets
-        )
-        self._count_answers(racing.requests, plan, answers)
+        start, proposals = time.perf_counter(), []
+        for name, proposer in self._proposers.items():
+            windows = np.asarray([sum(each.window for each in of if each.drafter == name) for of in plan])
+            if windows.any():
+                strategy = strategy_of(proposer, int(windows.max()))
+                state, proposal = proposer.propose(state, active, statistics, strategy)
+                kept = proposal.within(strategy)
+                kept &= np.cumsum(kept, axis=1) <= windows[:, None]
+                proposals.append(dataclasses.replace(proposal, usable=kept))
+        # Drafts of several drafters for a slot are branches of one tree.
+        proposal = proposals[0] if len(proposals) == 1 else self._mixer.mix(proposals, len(plan))
+        (seconds,) = agree(time.perf_counter() - start)
+        drafted = Drafted.of(proposal, proposal.usable, seconds, state.batch, active, self._buckets)
+        for each in proposals:  # count for every request which of its drafters had something
+            asked = [slot for slot, of in enumerate(plan) if each.name in {entry.drafter for entry in of}]
+            answered = each.usable.any(axis=1)[asked].tolist()
+            self._acceptance.ask(each.name, [racing.requests[slot] for slot in asked], answered)
         if not drafted.rows:
-            reason = f"{' and '.join(answers)} had nothing to verify ({self._reason})"
+            names = " and ".join(each.name for each in proposals)
+            reason = f"{names} had nothing to verify ({self._reason})"
             return state, Choice.plain(reason, plain_rate, draft_seconds=drafted.seconds, events=events)
         return state, Choice.verify(
             drafted.proposal,
@@ -162,16 +179,6 @@ class LadderManager(Manager):
             self._costs.estimate(state.batch, length, active),
             self._first,
         )
-
-    def _count_answers(
-        self, requests: Sequence[int], plan: Sequence[Entries], answers: dict[str, np.ndarray]
-    ) -> None:
-        """Counts for every request which of its drafters had something."""
-        for drafter, answered in answers.items():
-            asked = [
-                slot for slot, entries in enumerate(plan) if drafter in {each.drafter for each in entries}
-            ]
-            self._acceptance.ask(drafter, [requests[slot] for slot in asked], answered[asked].tolist())
 
     def _own_drafters(self, requests: Sequence[int], plan: Sequence[Entries]) -> list[str]:
         """Sentences on the requests that have another drafter than the first, or several, for the log."""

@@ -89,16 +89,13 @@ class DecoupledManager(Manager):
         if self._ladder is not None:
             planned = self._ladder.planned(state, active)
             if planned.by_others(self._proposer.name):
-                self._draft_between_passes(active)
+                slots = active.slots  # drafted for between passes
+                windows = np.full(len(slots), self._ahead.window, np.int32)
+                self._ahead.configure(slots, windows, np.zeros(len(slots), bool), drafts_ahead=False)
                 return self._ladder.carry_out(planned, state, active, statistics)
             events = planned.events
         state, choice = self._by_algorithm_1(state, active, statistics)
         return state, dataclasses.replace(choice, events=[*choice.events, *events])
-
-    def _draft_between_passes(self, active: ActiveSlots) -> None:
-        slots = active.slots
-        windows = np.full(len(slots), self._ahead.window, np.int32)
-        self._ahead.configure(slots, windows, np.zeros(len(slots), bool), drafts_ahead=False)
 
     def _by_algorithm_1(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics

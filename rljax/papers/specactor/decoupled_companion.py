@@ -54,10 +54,7 @@ class DecoupledCompanion(DraftingAhead, Companion):
         self._limits = self._sizes + self._state.cache.length
 
     def insert(
-        self,
-        prefilled: Sequence[Sequence[int]],
-        assignments: Sequence[Assignment],
-        requests: Sequence[int],
+        self, prefilled: Sequence[Sequence[int]], assignments: Sequence[Assignment], requests: Sequence[int]
     ) -> None:
         super().insert(prefilled, assignments, requests)
         slots = [assignment.slot for assignment in assignments]
@@ -115,10 +112,8 @@ class DecoupledCompanion(DraftingAhead, Companion):
         """Notes an answer; it is taken over when the drafts that are in flight are needed."""
         self.answered(slots, tokens, counts)
 
-    def _apply_finished(self) -> None:
-        self._take_drafts()
-        for answer in self._noted():
-            super().follow(*answer)
+    def _take_over(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        super().follow(slots, tokens, counts)
 
     def _answer(
         self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray

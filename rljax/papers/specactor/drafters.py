@@ -149,11 +149,8 @@ class DecoupledEagle(OnOwnDevices, EagleDrafter):
 
     def attach(self, engine: DecodeEngine) -> AheadHeadSlots:
         self.engine = engine
-        mesh, unread_bytes = (
-            self._own_mesh(engine.mesh, self.config.layer, "head"),
-            self.arguments.unread_bytes,
-        )
-        self.slots = AheadHeadSlots(self.config, engine, self.collector, mesh, self.window, unread_bytes)
+        mesh, unread = self._own_mesh(engine.mesh, self.config.layer, "head"), self.arguments.unread_bytes
+        self.slots = AheadHeadSlots(self.config, engine, self.collector, mesh, self.window, unread)
         return self.slots
 
     def refresh(self, params: Params) -> None:

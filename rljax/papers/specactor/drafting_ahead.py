@@ -14,7 +14,7 @@ target's next pass. `DraftWindows` says how far it may go on behind drafts that 
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jax import Array
@@ -46,7 +46,7 @@ class DraftingAhead(AheadDrafting):
     """The windows of a drafter with a state of its own for every slot of the target; its `AheadDrafting`.
 
     What a subclass adds is `_sizes`, int32 [B], the known tokens of each slot, 0 for one without a request;
-    `_draft_behind`; and `_apply_finished`.
+    `_draft_behind`; and `_take_over`.
 
     Attributes:
       window: most tokens that are drafted at a time.
@@ -193,13 +193,18 @@ class DraftingAhead(AheadDrafting):
         }
 
     def _apply_finished(self) -> None:
-        """Takes over drafts that are in flight, and then answers, by `_take_drafts` and `_noted`."""
+        """Takes over drafts that are in flight, for which it waits, and then answers."""
+        if self._in_flight is not None:
+            self._take_drafts()
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            self._take_over(*answer)
+
+    def _take_over(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """Takes over an answer, by `_check`; arguments as of `answered`."""
         raise NotImplementedError
 
     def _take_drafts(self) -> None:
-        """Waits for the drafts that are in flight."""
-        if self._in_flight is None:
-            return
         (room, drafted, sure), self._in_flight = self._in_flight, None
         waits = not drafted.is_ready()
         tokens = np.asarray(drafted)
@@ -210,11 +215,6 @@ class DraftingAhead(AheadDrafting):
         ended = np.cumsum(ends, axis=1) - ends > 0  # behind an EOS
         kept = (np.arange(tokens.shape[1]) < room[:, None]) & ~ended
         self.windows.extend(np.where(kept, tokens, -1), self._scores(np.asarray(sure)))
-
-    def _noted(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """The answers that are not taken over yet."""
-        answers, self._answers = self._answers, []
-        yield from answers
 
     def _check(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Holds an answer against the drafts; returns how many tokens these had foretold, int [n]."""

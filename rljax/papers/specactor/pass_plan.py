@@ -1,4 +1,4 @@
-"""Which drafters draft for each slot of a pass, how far, and in how many rows; and drafting by that plan.
+"""Which drafters draft for each slot of a pass, how far, and in how many rows.
 
 A slot has one drafter or none; in a race (`races.py`) it has several, whose drafts are branches of
 one tree. What a pass brings is predicted as by the draft ladder (`ladder.py`), but for drafters that
@@ -6,19 +6,11 @@ differ between slots: a drafter on the device takes its time for the whole pass,
 """
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rljax.engine.buckets import Buckets
-from rljax.engine.state import DecodeState
-from rljax.processes import agree
-from rljax.requests import DecodeStatistics
 from rljax.speculation.draft_length import expected_tokens
-from rljax.speculation.managers.drafting import Drafted, strategy_of
-from rljax.speculation.mixing import Mixer
-from rljax.speculation.proposals import ActiveSlots, Proposer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,47 +145,3 @@ def _shorten(entries: Entries, room: int) -> Entries:
     return tuple(
         dataclasses.replace(entry, window=window) for entry, window in zip(entries, windows, strict=True)
     )
-
-
-def draft_plan(
-    plan: Sequence[Entries],
-    proposers: Mapping[str, Proposer],
-    mixer: Mixer,
-    state: DecodeState,
-    active: ActiveSlots,
-    statistics: DecodeStatistics,
-    buckets: Buckets,
-) -> tuple[DecodeState, Drafted, dict[str, np.ndarray]]:
-    """Asks the drafters of a plan, and no others. Consumes `state`.
-
-    Drafts of several drafters for a slot are branches of one tree.
-
-    Args:
-      plan: drafters and windows of every active slot; at least one slot has a drafter.
-      proposers: the drafters, by name.
-      mixer: made for them.
-      state: the decode state.
-      active: the slots.
-      statistics: the rollout's, to which the time of drafting is added.
-      buckets: sizes of passes.
-
-    Returns:
-      The state, the drafts, and by drafter the slots that it had something for: bool [n].
-    """
-    start, proposals = time.perf_counter(), []
-    for name, proposer in proposers.items():
-        windows = np.asarray([_window(entries, name) for entries in plan])
-        if windows.any():
-            strategy = strategy_of(proposer, int(windows.max()))
-            state, proposal = proposer.propose(state, active, statistics, strategy)
-            kept = proposal.within(strategy)
-            kept &= np.cumsum(kept, axis=1) <= windows[:, None]
-            proposals.append(dataclasses.replace(proposal, usable=kept))
-    proposal = proposals[0] if len(proposals) == 1 else mixer.mix(proposals, len(plan))
-    (seconds,) = agree(time.perf_counter() - start)
-    drafted = Drafted.of(proposal, proposal.usable, seconds, state.batch, active, buckets)
-    return state, drafted, {each.name: each.usable.any(axis=1) for each in proposals}
-
-
-def _window(entries: Entries, drafter: str) -> int:
-    return sum(entry.window for entry in entries if entry.drafter == drafter)

@@ -22,7 +22,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.state import DecodeState
 from rljax.papers.specactor.drafting_ahead import DraftingAhead
-from rljax.sharding import replicated_sharding, vocab_parts
+from rljax.sharding import replicated_sharding
 
 
 class AheadHeadSlots(DraftingAhead, HeadSlots):
@@ -44,10 +44,13 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
         unread_bytes: int,
     ) -> None:
         chain = (DraftStrategy(window, 1, window),)
-        HeadSlots.__init__(self, config, engine, chain, collector, 3 * window, unread_bytes, mesh)
+        HeadSlots.__init__(self, config, engine, chain, collector, unread_bytes, mesh)
         self._plan_ahead(window, engine.eos_token_ids)
         # Numbers of unanswered drafts that programs read, rounded up: none, a window, and the most.
         self._unanswered_sizes = sorted({0, window, 2 * window - 2})
+
+    def _reach(self) -> int:
+        return 3 * self.strategies[0].depth  # behind at most two windows that are not answered
 
     # -- slots -----------------------------------------------------------------------------------------------
 
@@ -67,11 +70,8 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
         super().insert(prefilled, assignments, requests)
         slots = [assignment.slot for assignment in assignments]
         self._resize(slots, [prefilled.sizes[assignment.row] for assignment in assignments])
-        self.add_requests(
-            slots,
-            [assignment.noise_key for assignment in assignments],
-            [assignment.max_response for assignment in assignments],
-        )
+        keys = [assignment.noise_key for assignment in assignments]
+        self.add_requests(slots, keys, [assignment.max_response for assignment in assignments])
 
     def advance(self, result: DecodeResult) -> None:
         super().advance(result)
@@ -134,14 +134,6 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
 
     def _behind(self, batch: int, unanswered: int, length: int) -> tuple[tuple, Any, dict[str, Any]]:
         """What `_run` takes to draft behind at most so many unanswered drafts: shapes, program, arguments."""
-        static = {
-            "config": self.config,
-            "steps": self.window,
-            "sampling": self._engine.sampling,
-            "numerics": self.numerics,
-            "attended": self._attended(length),
-            "vocab_parts": vocab_parts(self._mesh),
-        }
         chains = np.full((batch, unanswered), -1, np.int32)
         positions, keys = np.zeros(batch, np.int32), np.zeros((batch, 2), np.uint32)
         if self._should_stop is None:
@@ -150,27 +142,23 @@ class AheadHeadSlots(DraftingAhead, HeadSlots):
             chains[rows, unanswered - counts[rows] + order] = mine[rows, order]
             positions, keys = np.maximum(self._sizes - 1, 0), self._keys
         here = replicated_sharding(self._mesh)
-        given = {
-            "params": self._params,
-            "shared": self._shared,
-            "state": self._state,
-            "rope": self._rope,
-            # Copies: a device may read an array in place, and later.
-            "chains": target.put(chains, here),
-            "positions": target.put(positions.copy(), here),
-            "noise_keys": target.put(keys.copy(), here),
-        }
-        shapes = (batch, unanswered, self.window, self._engine.sampling, static["attended"])
-        return shapes, lambda given: draft_behind(**given, **static), given
+        # Copies: a device may read an array in place, and later.
+        arrays = [target.put(array, here) for array in (chains, positions.copy(), keys.copy())]
+        given = self._given(state=self._state, chains=arrays[0], positions=arrays[1], noise_keys=arrays[2])
+        sampling, attended = self._engine.sampling, self._attended(length)
+
+        def behind(given: dict[str, Any]) -> ScoredTree:
+            head, rest = self._taken(given, attended)
+            return draft_behind(head, **rest, steps=self.window, sampling=sampling)
+
+        return (batch, unanswered, self.window, sampling, attended), behind, given
 
     def _scores(self, sure: np.ndarray) -> np.ndarray:
         before = np.pad(sure[:, :-1], [(0, 0), (1, 0)])
         with np.errstate(invalid="ignore"):  # -inf behind the end, where nothing reads it
             return np.nan_to_num(sure - before)
 
-    def _apply_finished(self) -> None:
-        self._take_drafts()
-        for slots, tokens, counts in self._noted():
-            counts = np.where(self._sizes[slots] > 0, counts, 0)
-            self._check(slots, tokens, counts)
-            self._sizes[slots] += counts
+    def _take_over(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        counts = np.where(self._sizes[slots] > 0, counts, 0)
+        self._check(slots, tokens, counts)
+        self._sizes[slots] += counts

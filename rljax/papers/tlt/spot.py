@@ -148,13 +148,18 @@ class SpotTraining:
         return not self._sessions
 
     @property
+    def _live(self) -> dict[int, _Session]:
+        """The sessions that have not been halted, by number."""
+        return {number: each for number, each in self._sessions.items() if not each.halted}
+
+    @property
     def leader(self) -> str | None:
         """The worker that trains the head; None for none."""
-        return next((each.leader for each in self._sessions.values() if not each.halted), None)
+        return next((each.leader for each in self._live.values()), None)
 
     def trains(self, worker: str) -> bool:
         """Whether a worker leads, has joined, or prepares features."""
-        leads = any(each.leader == worker and not each.halted for each in self._sessions.values())
+        leads = any(each.leader == worker for each in self._live.values())
         return leads or (self._rollout is not None and not self._free(worker))
 
     def takes(self, event: Trained) -> bool:
@@ -180,7 +185,7 @@ class SpotTraining:
         self.counts.samples += len(batch.samples)
         self.counts.seconds += event.seconds
         self.counts.delay += event.delay
-        number, session = self._current()
+        number, session = next(iter(self._live.items()), (0, None))
         own = next((each for each in self._sessions.values() if each.leader == event.worker), None)
         if own is not None:  # it keeps them
             self.counts.joined += len(batch.samples) * own.joins
@@ -222,7 +227,7 @@ class SpotTraining:
         has_data = bool(self._waiting or self._batches)
         if self.settled and lasting and has_data and len(able) >= self.rule.idle:
             commands += self._lead(lasting[0], now)
-        live = {number: session for number, session in self._sessions.items() if not session.halted}
+        live = self._live
         if not live:
             return commands
         for number, session in live.items():
@@ -240,10 +245,6 @@ class SpotTraining:
         else:
             commands += self._share(others or leaders, now)
         return commands
-
-    def _current(self) -> tuple[int, _Session | None]:
-        """The session that has not been halted, with its number."""
-        return next((each for each in self._sessions.items() if not each[1].halted), (0, None))
 
     def _follow(self, snapshot: ClusterSnapshot) -> None:
         """Turns to the earliest rollout that has not ended, and keeps what was too late in the last one."""
@@ -325,7 +326,7 @@ class SpotTraining:
             self.counts.moved += self._leaders > 1
         session = _Session(name, self._rollout.number, now, joins=joins)
         self._sessions[self._numbers] = session
-        keep = {each.leader for each in self._sessions.values() if each is not session and not each.halted}
+        keep = {each.leader for each in self._live.values() if each is not session}
         for batch in self._batches.values():  # what the last leader kept for itself is prepared again
             if batch.done and batch.features is None and batch.worker not in keep:
                 batch.done, batch.worker = False, ""
@@ -345,7 +346,7 @@ class SpotTraining:
     def _share(self, members: list[str], now: float) -> list[Command]:
         """Gives samples to those who prepare: for the leader, or each for itself."""
         commands: list[Command] = []
-        preparing = {*members, *(each.leader for each in self._sessions.values() if not each.halted)}
+        preparing = {*members, *(each.leader for each in self._live.values())}
         for number, batch in self._batches.items():
             if batch.done or (batch.worker in preparing and now - batch.since < self.rule.retry):
                 continue

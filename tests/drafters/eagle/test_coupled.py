@@ -18,7 +18,15 @@ from rljax.sampling.distribution import SamplingParams, transform_logits
 from rljax.sampling.noise import gumbel_rows
 from tests.drafters.eagle.published import write_eagle3
 from tests.drafters.eagle.test_training import ROWS, loss_of, train, unrolled
-from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
+from tests.drafters.eagle.tiny import (
+    NUMERICS,
+    POLICY,
+    packed_batch,
+    policy_params,
+    rollouts,
+    shared,
+    with_policy,
+)
 
 DRAWS = 40_000
 coupled, coupled_at = jax.jit(losses.coupled), jax.jit(losses.coupled_at)
@@ -133,7 +141,7 @@ def opinions(params, config, batch, outputs, sampling):
     the temperature alone and with its filters.
     """
     logits = transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)
-    drawn = [head_logits(params, config, shared(), output, NUMERICS) for output in outputs]
+    drawn = [head_logits(with_policy(config, params), output) for output in outputs]
     of_steps = [
         jnp.stack([jax.nn.log_softmax(each) for each in steps])
         for steps in (
@@ -204,7 +212,7 @@ def test_chunks_without_a_response_change_nothing():
     def both(params, chunk=None):
         def loss(params, chunk):
             training = HeadTraining(sampled_weight=1.0, logit_chunk=chunk)
-            return head_loss(params, config, training, shared(), batch, ROPE, NUMERICS)
+            return head_loss(with_policy(config, params), training, batch)
 
         return [jax.value_and_grad(loss, has_aux=True)(params, chunk) for chunk in (192, 16)]
 

@@ -26,7 +26,6 @@ from tests.drafters.eagle.published import greedy_chain, write_eagle3
 from tests.drafters.eagle.tiny import (
     NUMERICS,
     POLICY,
-    ROPE,
     begun,
     chain,
     jitted_draft,
@@ -35,19 +34,20 @@ from tests.drafters.eagle.tiny import (
     policy_states,
     rollouts,
     shared,
+    with_policy,
 )
 
 TOKENS = np.flatnonzero(np.arange(POLICY.vocab_size) % 3 != 1)  # 32 of 48
 LAYOUTS = ("sglang", "vllm")
 COUNTS = (12, 9)
-jitted_loss = jax.jit(head_loss, static_argnames=("config", "numerics", "training"))
+jitted_loss = jax.jit(head_loss, static_argnames="training")
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def opinions(params, config, batch):
     """Log-probabilities of the head and probabilities of the policy, at every position."""
-    (outputs,) = unroll(params, config, shared(), batch, ROPE, NUMERICS, 1)
-    q = jax.nn.log_softmax(head_logits(params, config, shared(), outputs, NUMERICS))
+    (outputs,) = unroll(with_policy(config, params), batch, 1)
+    q = jax.nn.log_softmax(head_logits(with_policy(config, params), outputs))
     return q, jax.nn.softmax(transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS))
 
 
@@ -77,11 +77,9 @@ def test_drafts_are_ranked_under_the_noise_of_the_policys_tokens(tmp_path):
     config, params = load_head(tmp_path / "head", POLICY)
     state = begun(config, params, *sequences(config), COUNTS)
     keys, positions = np.stack([request_key(1, 2), request_key(1, 3)]), np.asarray(COUNTS, np.int32)
-    drafted = jitted_draft(
-        params, config, shared(), state, positions, keys, ROPE,
-        strategy=DraftStrategy(1, 4, 4), sampling=SamplingParams(), numerics=NUMERICS,
-    )  # fmt: skip
-    logits = head_logits(params, config, shared(), state.outputs, NUMERICS)
+    head = with_policy(config, params)
+    drafted = jitted_draft(head, state, positions, keys, DraftStrategy(1, 4, 4), SamplingParams())
+    logits = head_logits(head, state.outputs)
     noise = gumbel(keys, positions + 1, jnp.arange(POLICY.vocab_size, dtype=jnp.uint32)[None])
     best = np.argsort(-np.asarray(logits + noise[:, TOKENS]))[:, :4]
     assert drafted.tree.tokens.tolist() == TOKENS[best].tolist()
@@ -91,7 +89,7 @@ def test_the_loss_is_over_the_draft_vocabulary():
     config = HeadConfig("eagle3", POLICY, vocabulary=DraftVocabulary(TOKENS))
     params = init_head(config, policy_params(), 0)
     batch = packed_batch(config, rollouts(4, 24), [[0, 1], [2, 3]], 50)
-    _, metrics = jitted_loss(params, config, HeadTraining(), shared(), batch, ROPE, NUMERICS)
+    _, metrics = jitted_loss(with_policy(config, params), HeadTraining(), batch)
     q, p = map(np.asarray, opinions(params, config, batch))
     segments, responses = np.asarray(batch.segment_ids), np.asarray(batch.response_mask)
     loss, acceptance, agreement, outside = [], [], [], 0

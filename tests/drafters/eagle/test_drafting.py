@@ -22,19 +22,17 @@ from tests.drafters.eagle.tiny import (
     NUMERICS,
     PAIRS,
     POLICY,
-    ROPE,
-    STATIC,
     jitted_absorb,
     jitted_draft,
     policy_params,
     policy_states,
     rollouts,
-    shared,
+    with_policy,
 )
 
 PLAIN = SamplingParams()
-jitted_behind = jax.jit(draft_behind, static_argnames=(*STATIC, "steps", "sampling"))
-jitted_loss = jax.jit(head_loss, static_argnames=("config", "training", "numerics"))
+jitted_behind = jax.jit(draft_behind, static_argnames=("steps", "sampling"))
+jitted_loss = jax.jit(head_loss, static_argnames="training")
 COMMITTED = (PAIRS, 9)  # the policy's committed tokens, of two slots
 TREE, CHAIN = DraftStrategy(depth=3, top_k=3, nodes=10), DraftStrategy(depth=4, top_k=1, nodes=4)
 # Logits of the heads with opinions reach 55: sums in another order move them by units in the last place. A
@@ -70,31 +68,26 @@ def absorbed(variant, counts=COMMITTED, first=None):
 
 def more(variant, state, begins, ends, attended=None):
     """Absorbs pairs begins .. ends - 1 of each sequence."""
-    config, params = head(variant)
     tokens, states = sequences(variant)
     columns = np.minimum(np.asarray(begins)[:, None] + np.arange(PAIRS), 30)
     rows = np.arange(2)[:, None]
     counts = np.asarray(ends, np.int32) - np.asarray(begins, np.int32)
-    args = (states[rows, columns], tokens[rows, columns + 1], counts, ROPE)
-    return jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS, attended=attended)
+    args = (states[rows, columns], tokens[rows, columns + 1], counts)
+    return jitted_absorb(with_policy(*head(variant)), state.replace(attended=attended), *args)
 
 
 def drafted(variant, state, strategy, keys=None, sampling=PLAIN, attended=None):
-    config, params = head(variant)
-    return jitted_draft(
-        params, config, shared(), state, jnp.asarray(COMMITTED, jnp.int32), keys, ROPE,
-        strategy=strategy, sampling=sampling, numerics=NUMERICS, attended=attended,
-    )  # fmt: skip
+    state, positions = state.replace(attended=attended), jnp.asarray(COMMITTED, jnp.int32)
+    return jitted_draft(with_policy(*head(variant)), state, positions, keys, strategy, sampling)
 
 
 @functools.partial(jax.jit, static_argnames=("variant", "steps"))
 def _unrolled(tokens, states, variant, steps):
-    config, params = head(variant)
+    of_head = with_policy(*head(variant))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     ones = jnp.ones_like(tokens)
     batch = HeadBatch(tokens, positions, ones, ones > 0, states)
-    outputs = jnp.stack(unroll(params, config, shared(), batch, ROPE, NUMERICS, steps))
-    return head_logits(params, config, shared(), outputs, NUMERICS)
+    return head_logits(of_head, jnp.stack(unroll(of_head, batch, steps)))
 
 
 def reference(variant, slot, path):
@@ -153,12 +146,11 @@ def test_a_draft_costs_what_it_reads_not_what_the_cache_has_room_for(variant):
     config, params = head(variant)
 
     def operations(room, attended):
-        state = empty_state(config, 2, room, jnp.float32)
-        static = {"config": config, "sampling": PLAIN, "numerics": NUMERICS, "attended": attended}
-        lowered = jax.jit(functools.partial(draft, **static, strategy=DraftStrategy(4, 2, 8))).lower(
-            params=params, shared=shared(), state=state, positions=jnp.zeros(2, jnp.int32), noise_keys=None,
-            rope=ROPE,
-        )  # fmt: skip
+        state = empty_state(config, 2, room, jnp.float32).replace(attended=attended)
+        static = {"strategy": DraftStrategy(4, 2, 8), "sampling": PLAIN}
+        lowered = jax.jit(functools.partial(draft, **static)).lower(
+            with_policy(config, params), state, positions=jnp.zeros(2, jnp.int32), noise_keys=None
+        )
         return lowered.cost_analysis()["flops"]
 
     assert operations(4096, 256) < 1.1 * operations(256, None) < 0.5 * operations(4096, None)
@@ -174,11 +166,10 @@ def test_behind_an_unanswered_chain_the_draft_goes_on():
     empty = forget(absorbed("eagle3"), jnp.asarray([False, True]))
     behind, nothing = (
         jitted_behind(
-            params, config, shared(), state, chains, np.asarray(COMMITTED, np.int32), KEYS, ROPE,
-            steps=steps, sampling=PLAIN, numerics=NUMERICS,
+            with_policy(config, params), state, chains, np.asarray(COMMITTED, np.int32), KEYS, steps, PLAIN
         )
         for state in (absorbed("eagle3"), empty)
-    )  # fmt: skip
+    )
     for slot, count in enumerate(counts):
         expected = np.asarray(whole.tree.tokens)[slot, count : count + steps]
         np.testing.assert_array_equal(behind.tree.tokens[slot], expected)
@@ -294,12 +285,9 @@ def test_bfloat16():
     numerics = Numerics(compute_dtype="bfloat16")
     state = empty_state(config, 2, 64, jnp.bfloat16)
     counts = jnp.asarray(COMMITTED, jnp.int32)
-    args = (jnp.asarray(states[:, :20], jnp.bfloat16), tokens[:, 1:21], counts, ROPE)
-    state = jitted_absorb(params, config, shared(), state, *args, numerics=numerics)
-    tree = jitted_draft(
-        params, config, shared(), state, counts, KEYS, ROPE,
-        strategy=CHAIN, sampling=PLAIN, numerics=numerics,
-    )  # fmt: skip
+    args = (jnp.asarray(states[:, :20], jnp.bfloat16), tokens[:, 1:21], counts)
+    state = jitted_absorb(with_policy(config, params, numerics), state, *args)
+    tree = jitted_draft(with_policy(config, params, numerics), state, counts, KEYS, CHAIN, PLAIN)
     exact = drafted(variant, absorbed(variant), CHAIN, KEYS)
     np.testing.assert_allclose(tree.log_probability[:, 0], exact.log_probability[:, 0], atol=0.2)
     assert np.all(tree.tree.valid)
@@ -307,7 +295,5 @@ def test_bfloat16():
     halves = jnp.asarray(states, jnp.bfloat16)
     batch = HeadBatch(tokens, positions, np.ones_like(tokens), tokens >= 0, halves)
     training = dataclasses.replace(published_training(variant), steps=1)
-    losses = [
-        jitted_loss(params, config, training, shared(), batch, ROPE, n)[0] for n in (NUMERICS, numerics)
-    ]
+    losses = [jitted_loss(with_policy(config, params, n), training, batch)[0] for n in (NUMERICS, numerics)]
     np.testing.assert_allclose(*losses, rtol=0.05)

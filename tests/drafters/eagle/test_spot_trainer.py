@@ -12,8 +12,7 @@ import pytest
 from drafters.eagle.data import pack_next, windows
 from drafters.eagle.model import HeadConfig, head_shapes, init_head
 from drafters.eagle.objective import HeadTraining, published_training
-from drafters.eagle.spot import HeadSession
-from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimizer
+from drafters.eagle.spot_trainer import BufferSettings, HeadSession, HeadTrainer, head_optimizer
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import CheckpointError
 from rljax.numerics.rows import Numerics

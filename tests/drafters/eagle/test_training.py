@@ -16,7 +16,15 @@ from drafters.eagle.spot_trainer import head_optimizer
 from drafters.eagle.training import head_loss, init_state, jitted_train_step
 from drafters.eagle.unrolling import unroll
 from rljax.models import transformer
-from tests.drafters.eagle.tiny import NUMERICS, POLICY, ROPE, packed_batch, policy_params, rollouts, shared
+from tests.drafters.eagle.tiny import (
+    NUMERICS,
+    POLICY,
+    packed_batch,
+    policy_params,
+    rollouts,
+    shared,
+    with_policy,
+)
 
 ROWS = [[2 * r, 2 * r + 1] for r in range(4)]
 TRAINING = dataclasses.replace(published_training("eagle3"), steps=2, reverse_kl_weight=0.5, lk_weight=0.5)
@@ -34,7 +42,7 @@ def head_of(variant, seed=0):
 @functools.cache
 def loss_of(config, training):
     """(params, batch) -> (loss, metrics), compiled."""
-    return jax.jit(lambda params, batch: head_loss(params, config, training, shared(), batch, ROPE, NUMERICS))
+    return jax.jit(lambda params, batch: head_loss(with_policy(config, params), training, batch))
 
 
 @functools.cache
@@ -42,7 +50,7 @@ def gradient_of(config, training):
     """(params, batch, shared weights) -> gradients of the first and the last, compiled."""
 
     def loss(params, batch, shared):
-        return head_loss(params, config, training, shared, batch, ROPE, NUMERICS)[0]
+        return head_loss(with_policy(config, params).replace(shared=shared), training, batch)[0]
 
     return jax.jit(jax.grad(loss, argnums=(0, 2)))
 
@@ -50,7 +58,7 @@ def gradient_of(config, training):
 @functools.cache
 def unrolled(config, steps):
     """(params, batch) -> outputs, compiled."""
-    return jax.jit(lambda params, batch: unroll(params, config, shared(), batch, ROPE, NUMERICS, steps))
+    return jax.jit(lambda params, batch: unroll(with_policy(config, params), batch, steps))
 
 
 def sequences():
@@ -121,7 +129,7 @@ def test_the_head_does_not_see_what_it_should_predict():
 @functools.partial(jax.jit, static_argnames="config")
 def _log_softmax(config, params, states, outputs):
     logits = [transformer.logits(shared(), POLICY, states, NUMERICS)]
-    logits += [head_logits(params, config, shared(), output, NUMERICS) for output in outputs]
+    logits += [head_logits(with_policy(config, params), output) for output in outputs]
     return [jax.nn.log_softmax(each) for each in logits]
 
 
@@ -179,9 +187,7 @@ def test_a_step_is_the_gradient_of_the_whole_head_and_of_nothing_else():
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(policys))
     before, tx = jax.tree.map(np.array, policy_params()), optax.sgd(1.0)
     expected = jax.tree.map(lambda p, g: np.asarray(p - g), params, own)
-    state, metrics = jitted_train_step(
-        init_state(params, tx), batch, shared(), ROPE, config, TRAINING, tx, NUMERICS
-    )
+    state, metrics = jitted_train_step(init_state(params, tx), batch, with_policy(config, None), TRAINING, tx)
     jax.tree.map(np.testing.assert_array_equal, before, policy_params())
     assert np.isfinite(metrics["loss"]) and int(state.updates) == 1
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
@@ -194,7 +200,7 @@ def train(config, params, training, updates):
     batches = [packed_batch(config, rollouts(8, 48, seed), ROWS, 96) for seed in range(4)]
     for update in range(updates):
         batch = batches[update % 4]
-        state, metrics = jitted_train_step(state, batch, shared(), ROPE, config, training, tx, NUMERICS)
+        state, metrics = jitted_train_step(state, batch, with_policy(config, None), training, tx)
     return state, metrics
 
 
@@ -229,4 +235,4 @@ def test_init_has_the_documented_shapes_and_eagle3_no_hidden_loss():
     config, params = head_of("eagle3")
     batch = packed_batch(config, sequences(), [[0]], 64)
     with pytest.raises(ValueError, match="hidden_weight"):
-        head_loss(params, config, HeadTraining(hidden_weight=1.0), shared(), batch, ROPE, NUMERICS)
+        head_loss(with_policy(config, params), HeadTraining(hidden_weight=1.0), batch)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.eagle.drafting import DraftStrategy, append_pairs, compute_pairs, draft, empty_state
-from drafters.eagle.model import HeadConfig, shared_params
+from drafters.eagle.model import Head, HeadConfig, shared_params
 from drafters.eagle.unrolling import HeadBatch
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -34,6 +34,11 @@ def policy_params():
 
 def shared():
     return shared_params(policy_params(), POLICY)
+
+
+def with_policy(config, params, numerics=NUMERICS):
+    """A head with what it shares with the policy."""
+    return Head(params, shared(), ROPE, config, numerics)
 
 
 SEQUENCES, LENGTH = 16, 48
@@ -97,29 +102,26 @@ def packed_batch(config: HeadConfig, sequences: list[np.ndarray], rows: list[lis
     return HeadBatch(*map(jnp.asarray, (tokens, positions, segments, mask, states)))
 
 
-def absorb(params, config, shared, state, states, tokens, counts, rope, numerics, attended=None):
+def absorb(head, state, states, tokens, counts):
     """The state with the pairs appended."""
-    args = (states, tokens, counts, rope, numerics, attended)
-    return append_pairs(state, compute_pairs(params, config, shared, state, *args), numerics)
+    return append_pairs(state, compute_pairs(head, state, states, tokens, counts), head.numerics)
 
 
-STATIC = ("config", "numerics", "attended")
-jitted_absorb = jax.jit(absorb, static_argnames=STATIC, donate_argnames=("state",))
-jitted_draft = jax.jit(draft, static_argnames=(*STATIC, "strategy", "sampling"))
+jitted_absorb = jax.jit(absorb, donate_argnames=("state",))
+jitted_draft = jax.jit(draft, static_argnames=("strategy", "sampling"))
 PAIRS = 20  # of two slots, the most that one program absorbs
 
 
 def begun(config, params, tokens, states, counts):
     """The state of two slots behind the first pairs of tokens [2, > PAIRS]."""
     state, counts = empty_state(config, 2, 64, jnp.float32), np.asarray(counts, np.int32)
-    args = (states[:, :PAIRS], tokens[:, 1 : PAIRS + 1], counts, ROPE)
-    return jitted_absorb(params, config, shared(), state, *args, numerics=NUMERICS)
+    return jitted_absorb(
+        with_policy(config, params), state, states[:, :PAIRS], tokens[:, 1 : PAIRS + 1], counts
+    )
 
 
 def chain(config, params, state, counts, depth, sampling=None, keys=None):
     """A chain behind every slot, as a `draft` has it: greedy by default."""
     sampling = SamplingParams(temperature=0.0) if sampling is None else sampling
-    return jitted_draft(
-        params, config, shared(), state, np.asarray(counts, np.int32), keys, ROPE,
-        strategy=DraftStrategy(depth, 1, depth), sampling=sampling, numerics=NUMERICS,
-    )  # fmt: skip
+    positions, strategy = np.asarray(counts, np.int32), DraftStrategy(depth, 1, depth)
+    return jitted_draft(with_policy(config, params), state, positions, keys, strategy, sampling)
