@@ -43,8 +43,7 @@ class DraftRequest:
       prompt_ids: the prompt's token ids; requests of a group share them.
       noise_key: uint32 [2], the key of the request's sampling noise. None where verification needs drafts
         that do not depend on it (`engine.verification` other than coupled).
-      ahead: int32 [n], the beginning of the response as it was sampled ahead of time
-        (`drafters/aligned.py`), or None.
+      ahead: int32 [n], the beginning of the response as it was sampled ahead of time, or None.
       trainable: False where no drafter may be trained on the request: in evaluation, and for requests that
         are only sampled ahead.
     """

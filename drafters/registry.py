@@ -64,7 +64,7 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
     """Builds all drafters of a run, by name, `speculation.drafter` first.
 
     Raises:
-      ConfigError: as `make_drafter`, or run-ahead has no drafter on the host that could propose its tokens.
+      ConfigError: as `make_drafter`, or none on the host could propose what idle slots have decoded.
     """
     if config.drafter is None:
         return {}
@@ -75,9 +75,10 @@ def make_drafters(config: SpeculationConfig) -> dict[str, Drafter]:
         name: made.get(name) or _make(*keys_of(config, name), kind, config.arguments[name])
         for name, kind in config.kinds.items()
     }
-    if config.run_ahead_below and not any(drafter.on_host for drafter in drafters.values()):
+    idle = config.fills_idle_slots
+    if idle and not any(drafter.on_host for drafter in drafters.values()):
         raise ConfigError(
-            f"speculation.run_ahead_below: must be 0 with speculation.drafter: {config.drafter}, unless"
+            f"{idle}: must be 0 with speculation.drafter: {config.drafter}, unless"
             " speculation.others holds a drafter on the host, such as srt, that proposes what was sampled"
         )
     return drafters

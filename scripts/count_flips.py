@@ -27,9 +27,9 @@ from rljax.errors import UserError, exit_status
 from rljax.provenance import command_line, machine_facts, write_figures
 from rljax.requests import Completion
 from rljax.rollout.collector import Scheduler
+from rljax.speculation.idle_requests import make_idle_requests
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.equality import Count, EveryPass, take_turns
@@ -128,20 +128,20 @@ def _count(
         arguments["small_model"] = {"path": str(small_model(run))}
     drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in mechanism.drafters}
     engine = with_hidden_layers(run.engine, states_read(drafters, run.engine.config))
-    run_ahead = RunAhead(64, 1.0) if mechanism.run_ahead else None
+    ahead = {"run_ahead_below": 64, "run_ahead_share": 1.0} if mechanism.run_ahead else {}
+    idle = make_idle_requests(SpeculationConfig(drafter="srt", **ahead))
     shared = times.setdefault(engine.hidden_layers, PassTimes())
     every_pass = EveryPass() if mechanism.choice == "every pass" else None
     keys = SpeculationConfig(choice=mechanism.choice) if every_pass is None else None
     choice = StrategyChoice(keys) if keys else every_pass.choice(mechanism.mix)
-    speculator = Speculator(engine, drafters, run.config.engine.max_slots, run_ahead, shared, choice)
+    speculator = Speculator(engine, drafters, run.config.engine.max_slots, idle, shared, choice)
     speculator.warm_up(params, run.config.rollout.max_prompt_length)
     if every_pass is not None:
         take_turns(speculator, every_pass, alone=len(drafters) > 1 and not mechanism.mix)
     count = Count()
     for step, expected in enumerate(plain):
         requests = step_requests(run, step)
-        if run_ahead is not None:
-            run_ahead.plan(step_requests(run, step + 1))
+        idle.plan(step_requests(run, step + 1))
         scheduler = Scheduler(engine, slots[step % 2], None, speculator, overlap=step % 3 == 2)
         drafted, statistics = scheduler.run(params, requests)
         count.drafted += statistics.drafted

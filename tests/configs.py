@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from rljax.config import ExperimentConfig
+from rljax.config.wing import ABSENT, MECHANISMS
 
 MINIMAL = """
 run_dir: runs/x
@@ -10,6 +13,8 @@ policy:
   shape: {hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 128}
 task: {name: chain_arithmetic}
 """
+
+NEEDS_PAPERS = pytest.mark.skipif(not MECHANISMS, reason=f"needs {ABSENT}")
 
 
 def experiment(**sections: Any) -> ExperimentConfig:

@@ -14,7 +14,6 @@ RULES = (*CONTRADICTIONS, *WITH_WORKERS, *OVER_PROCESSES)
 TOOLS = "tools={names: [calculator]}"
 SHORT = {
     "TOOLS": TOOLS,
-    "AHEAD": "speculation.drafter=srt & speculation.run_ahead_below=2",
     "CHAIN": "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
     "MIXTURE": "task.mixture=[{name: chain_arithmetic, schedule: [[0, 1.0], [9, 2.0]]}]",
 }
@@ -68,8 +67,6 @@ rollout.samples_per_prompt=1 & algorithm.advantage_normalization=none
     -> rollout.samples_per_prompt: 1 makes every advantage 0
 rollout.samples_per_prompt=1 & algorithm.dynamic_sampling=true
     -> algorithm.dynamic_sampling: needs rollout.samples_per_prompt of at least 2
-rollout.max_staleness=2 & cluster.workers=2 & AHEAD
-    -> rollout.max_staleness: is not possible with speculation.run_ahead_below
 rollout.max_staleness=2 & cluster.workers=2 & TOOLS -> rollout.max_staleness: is not possible with tools
 training.pack_length=1535 -> training.pack_length: 1535 is less than rollout.max_prompt_length
 training.minibatches_per_step=257 -> training.minibatches_per_step: 257 is more than the 256
@@ -112,8 +109,6 @@ speculation={drafter: srt, others: {eagle: {}}, mix: true} & CHAIN
 speculation.drafter=srt & CHAIN -> speculation.strategies: only speculation.choice:
 speculation.drafter=srt & speculation.choice=fixed
     -> speculation.choice: fixed needs one strategy in speculation.strategies, got 0
-speculation.run_ahead_below=2 -> speculation.run_ahead_below: needs a drafter to fall back to
-AHEAD & engine.verification=rejection -> speculation.run_ahead_below: .*coupled, got rejection
 evaluation.pass_at=[1, 4] -> evaluation.pass_at: 4 is more than evaluation.samples 1
 checkpoint.keep_best=1 -> checkpoint.keep_best: needs evaluation.every
 distributed.process=0 -> distributed.process: needs distributed.coordinator and distributed.proc
@@ -124,7 +119,6 @@ distributed={coordinator: 'host:1', processes: 2, process: 2}
 agents={} & TOOLS -> tools: is not supported with agents:
 agents={} & cluster.workers=2 -> cluster.workers: is not supported with agents:
 agents={} & distributed.enabled=on -> distributed: is not supported with agents:
-agents={} & AHEAD -> speculation.run_ahead_below: is not supported with agents:
 agents={} & speculation.overlap=true -> speculation.overlap: is not supported with agents:
 agents={} & algorithm.overlong_buffer=8 -> algorithm.overlong_buffer: is not supported with agents:
 agents={} & engine.verification=rejection -> engine.verification: is not supported with agents:

@@ -73,7 +73,7 @@ def test_what_processes_share_and_what_they_cannot(tmp_path):
     check(*keys, "speculation.others={quantized: {}}")
     check_with_workers(load_config(write_config(tmp_path), [*keys, "speculation.others={quantized: {}}"]))
     more = ["speculation.others={srt: {}, quantized: {}}", "speculation.overlap=true"]
-    check("mesh.data=4", "speculation.drafter=eagle", *more, "speculation.run_ahead_below=2")
+    check("mesh.data=4", "speculation.drafter=eagle", *more)
     trained = r"^speculation.drafter: eagle is trained in the processes that decode"
     with pytest.raises(ConfigError, match=trained):
         check(*keys, "speculation.drafter=eagle")

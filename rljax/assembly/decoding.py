@@ -41,8 +41,8 @@ from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.slots import check_settings
 from rljax.sharding import row_multiple
+from rljax.speculation.idle_requests import make_idle_requests
 from rljax.speculation.managers.selection import StrategyChoice
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.base import Task
 from rljax.tools.use import make_tool_use
@@ -209,14 +209,12 @@ def make_scheduler(
     engine.fixed_gain = math.inf if config.engine.decode_loop == "fixed" else 0.0
     speculator, overlap = None, config.engine.overlap
     if drafters:
-        overlap, run_ahead = speculation.overlap, None
-        if speculation.run_ahead_below:
-            run_ahead = RunAhead(speculation.run_ahead_below, speculation.run_ahead_share)
+        overlap = speculation.overlap
         speculator = Speculator(
             engine,
             drafters,
             speculation.max_batch,
-            run_ahead,
+            make_idle_requests(speculation),
             strategies=StrategyChoice(speculation, config.seed, engine),
         )
     stop = StopStrings(rollout.stop, policy.tokenizer.decode) if rollout.stop else None
@@ -254,7 +252,7 @@ def warm_up(
     prompt_length, tools = config.rollout.max_prompt_length, scheduler.tools is not None
     any_request = requests_join or resumes  # of any length that fits
     longest = None if any_request else prompt_length + config.rollout.max_response_length
-    late_inserts = requests_join or speculator.run_ahead is not None
+    late_inserts = requests_join or speculator.idle.late_inserts
     in_background = not (config.engine.compile == "before" if wait is None else wait)
     if processes.several():  # a thread compiles by the clock, and all processes must run the same programs
         in_background = False

@@ -4,12 +4,15 @@ mechanism for them is known by; see docs/cluster.md.
 A mechanism has a class that extends `ClusterKeys` with keys of its own.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from rljax.config.mesh import MeshConfig
 from rljax.config.section import Count, CountOrOff, PathText, Rule, Section
+from rljax.config.speculation_keys import SpeculationKeys
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -115,10 +118,16 @@ class ClusterKeys(Section):
 
 
 class Mechanism(NamedTuple):
-    """What a paper adds to rollouts of workers.
+    """What a paper adds to rollouts besides a policy.
 
     Attributes:
       keys: class of its keys; `ClusterKeys` for none.
+      speculation: class of its keys in the section `speculation`.
+      of_steps: those of them that only training reads, since what follows a step is known there alone; with
+        the reason that an evaluation gives.
+      idle_requests: where the function is that makes what idle slots decode, as `module:function`; empty for
+        none. See `rljax/speculation/idle_requests.py`.
+      extras: where the function is that yields what takes part in a run's steps (`rljax/training/extras.py`).
       routing: where its `Routing` is, as `module:Class`; empty where it has no say in who decodes what.
       idle_work: where the function is that makes the driver's part of what workers do in idle time, as
         `module:function`; empty for none. See `rljax/cluster/idle_work.py` for both functions.
@@ -128,6 +137,10 @@ class Mechanism(NamedTuple):
     """
 
     keys: type[ClusterKeys] = ClusterKeys
+    speculation: type[SpeculationKeys] = SpeculationKeys
+    of_steps: Mapping[str, str] = MappingProxyType({})
+    idle_requests: str = ""
+    extras: str = ""
     routing: str = ""
     idle_work: str = ""
     idle_worker: str = ""

@@ -10,7 +10,7 @@ from rljax.config.distributed import missing_keys
 from rljax.config.section import Rule, both, first_alone
 from rljax.config.speculation import POLICIES, readers_of
 from rljax.config.tools import mistaken_answer, stop_in_closing
-from rljax.config.wing import ABSENT, MECHANISMS
+from rljax.config.wing import MECHANISMS
 
 _LENGTHS = ("rollout.max_prompt_length", "rollout.max_response_length")
 _PENALTIES = ("rollout.repetition_penalty", "rollout.frequency_penalty", "rollout.presence_penalty")
@@ -118,11 +118,6 @@ _TASK_AND_TOOLS = (
 )
 _SPECULATION = (
     Rule(
-        ("speculation.run_ahead_below", "speculation.drafter"),
-        first_alone,
-        "speculation.run_ahead_below: needs a drafter to fall back to; set speculation.drafter",
-    ),
-    Rule(
         ("speculation.args", "speculation.drafter"),
         lambda args, drafter: drafter is None and next(iter(args), None),
         "speculation.args.{found}: there is no drafter that would read it; set speculation.drafter, or"
@@ -162,12 +157,6 @@ _SPECULATION = (
         "speculation.choice: fixed needs one strategy in speculation.strategies, got {found}",
     ),
     *(rule for policy in POLICIES.values() for rule in policy.rules),
-    Rule(
-        ("speculation.run_ahead_below", "engine.verification"),
-        lambda below, verification: below and verification != "coupled",
-        "speculation.run_ahead_below: needs engine.verification: coupled, got {1}; the other rules want"
-        " drafts that know nothing of the noise",
-    ),
     Rule(
         ("speculation.kinds", "engine.verification"),
         lambda kinds, verification: "quantized" in kinds.values() and verification != "coupled",
@@ -340,11 +329,6 @@ _STALENESS = (
         " repeated by their config alone)",
     ),
     Rule(
-        ("rollout.max_staleness", "speculation.run_ahead_below"),
-        both,
-        "rollout.max_staleness: is not possible with speculation.run_ahead_below; set that to 0",
-    ),
-    Rule(
         ("rollout.max_staleness", "tools"),
         both,
         "rollout.max_staleness: is not possible with tools; leave one of them out",
@@ -382,7 +366,6 @@ _AGENTS = tuple(
             lambda distributed: distributed.is_wanted(),
             "one process serves; set distributed.enabled=off",
         ),
-        ("speculation.run_ahead_below", bool, "its requests are unknown; set 0"),
         ("speculation.overlap", bool, "requests join at any time; set false"),
         ("algorithm.overlong_buffer", bool, "set 0"),
         (
@@ -411,11 +394,6 @@ WITH_WORKERS = (
         lambda weights, distributed: weights == "jax_transfer" and distributed.is_wanted(),
         "cluster.weights=jax_transfer: is not supported with cluster.workers: the devices of one process"
         " send, and several train; set object_store or files",
-    ),
-    Rule(
-        ("speculation.run_ahead_below",),
-        lambda below: below and not MECHANISMS,
-        f"speculation.run_ahead_below: is not supported with cluster.workers: needs {ABSENT}; set 0",
     ),
     Rule(
         ("cluster.gpus_per_worker", "cluster.mesh.num_devices", "speculation.drafting_devices"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, create_model, field_validator
 
 from rljax.config.speculation_keys import Policy, SpeculationKeys
-from rljax.config.wing import MISSING
+from rljax.config.wing import MECHANISMS, MISSING
 from rljax.config.wing import POLICIES as OF_PAPERS
 
 POLICIES = {
@@ -39,8 +39,12 @@ if TYPE_CHECKING:
     _Choice = str
 else:
     # Of several bases, pydantic takes the keys of the last one first.
-    _bases = tuple(dict.fromkeys(policy.keys for policy in reversed(OF_PAPERS.values())))
-    _Keys = create_model("_Keys", __base__=_bases or (SpeculationKeys,))
+    _of_papers = (
+        *(policy.keys for policy in reversed(OF_PAPERS.values())),
+        *(each.speculation for each in reversed(MECHANISMS.values())),
+    )
+    _bases = tuple(dict.fromkeys(keys for keys in _of_papers if keys is not SpeculationKeys))
+    _Keys = create_model("_Keys", __base__=(*_bases, SpeculationKeys))
     _Choice = Literal[tuple(_WAYS)]
 
 
@@ -60,3 +64,9 @@ class SpeculationConfig(_Keys):
         if MISSING and choice not in _WAYS:
             raise ValueError(f"speculation.choice: should be {' or '.join(_WAYS)}, got {choice!r}{MISSING}")
         return choice
+
+
+OF_STEPS = {key: why for each in MECHANISMS.values() for key, why in each.of_steps.items()}
+"""Keys that only training reads, with the reason."""
+WITHOUT_STEPS = {key: SpeculationConfig.model_fields[key].default for key in OF_STEPS}
+"""Their values where nothing is trained."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from rljax.config.section import Buckets, Count, CountOrOff, Rule, Section
+from rljax.config.section import Buckets, Count, Rule, Section
 
 
 class SpeculationKeys(Section):
@@ -67,21 +67,6 @@ class SpeculationKeys(Section):
         " where drafting takes much of a pass (speculation/idle_share), but not where reading"
         " the weights dominates: two half passes then cost nearly two whole ones.",
     )
-    run_ahead_below: CountOrOff = Field(
-        0,
-        description="Number of running responses from which on idle slots sample requests of the next step"
-        " (with algorithm.dynamic_sampling, of a further round where one is likely),"
-        " with the noise of these requests, as drafts only; 0 is off. With cluster.workers any number lets"
-        " workers without requests do so. Set it where prompts are"
-        " new and updates small. The batch shrinks later where these drafts save more than that costs.",
-    )
-    run_ahead_share: float = Field(
-        0.05,
-        gt=0,
-        le=1,
-        description="Largest share of a rollout's time for inserting such requests into slots. Lower it"
-        " when it lengthens the tail of rollouts.",
-    )
 
     @model_validator(mode="after")
     def _check_drafters(self) -> "SpeculationKeys":
@@ -127,6 +112,11 @@ class SpeculationKeys(Section):
     def drafting_devices(self) -> int:
         """Number of devices that draft and do nothing else."""
         return 0
+
+    @property
+    def fills_idle_slots(self) -> str:
+        """The key by which idle slots decode requests of later rollouts; empty where they stay idle."""
+        return ""
 
     @property
     def by_one_clock(self) -> tuple[str, ...]:

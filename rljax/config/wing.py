@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 POLICIES: dict[str, Policy] = {} if registry is None else registry.POLICIES
 """How much is drafted (`speculation.py`), by name."""
 MECHANISMS: dict[str, Mechanism] = {} if registry is None else registry.MECHANISMS
-"""What is added to rollouts of workers (`cluster.py`), by paper."""
+"""What else is added to rollouts (`speculation.py`, `cluster.py`), by paper."""
 PARTS: dict[str, str] = {} if registry is None else registry.PARTS
 """What the simulator and scripts take of them, as `module:name`."""
 ABSENT = "rljax/papers, which is not here"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.config import ExperimentConfig, make_config, read_mapping
+from rljax.config.speculation import OF_STEPS, WITHOUT_STEPS
 from rljax.errors import ConfigError
 
 _SECTIONS = (
@@ -18,10 +19,10 @@ _NOT_READ = {
     "rollout.prompts_per_step": "evaluation.problems says how many problems",
     "rollout.samples_per_prompt": "evaluation.samples says how many responses",
     "engine.verification": "evaluation samples coupled, whose tokens no draft changes",
-    "speculation.run_ahead_below": "there is no next step to sample ahead for",
+    **{f"speculation.{key}": why for key, why in OF_STEPS.items()},
     "evaluation.every": "it is evaluated once, now",
 }
-_FIXED = {"engine": {"verification": "coupled"}, "speculation": {"run_ahead_below": 0}}
+_FIXED = {"engine": {"verification": "coupled"}, "speculation": WITHOUT_STEPS}
 _ANY_LENGTH = 2**30
 
 

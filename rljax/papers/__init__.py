@@ -5,7 +5,7 @@
     efficient_rollout/   EfficientRollout: a roofline that switches drafts on, and their length
     specactor/           SpecActor: the draft ladder, races for stragglers, in a process and over workers, and
                          drafting ahead
-    srt/                 SRT: workers without requests sample those of the next step, for drafts
+    srt/                 SRT: idle slots and idle workers sample requests of the next step, for drafts
 
 Each folder begins with the paper's algorithm and its keys. Nothing outside, `scripts` included, imports
 from here but `rljax/config/wing.py`, and that only `registry.py`: without this folder the rest works, and has

@@ -40,8 +40,13 @@ POLICIES = {
 
 MECHANISMS = {
     "srt": Mechanism(
+        speculation=srt.SrtKeys,
+        of_steps=srt.OF_STEPS,
+        idle_requests="rljax.papers.srt.run_ahead:make_run_ahead",
+        extras="rljax.papers.srt.plans:make_extras",
         idle_work="rljax.papers.srt.ahead:make_driver",
         idle_worker="rljax.papers.srt.ahead:make_worker",
+        rules=srt.RULES,
         with_workers=srt.WITH_WORKERS,
     ),
     "rhymerl": Mechanism(
@@ -63,7 +68,7 @@ MECHANISMS = {
         with_workers=tlt.SPOT_WITH_WORKERS,
     ),
 }
-"""What is added to rollouts of workers. What one puts around a router comes around that of those before."""
+"""What else is added to rollouts. What one puts around a router comes around that of those before."""
 
 PARTS = {
     "RankedQueues": "rljax.papers.rhymerl.histopipe:RankedQueues",

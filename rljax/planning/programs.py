@@ -214,7 +214,7 @@ class Planning:
             self.buckets.batch[-1],
             prompt_length,
             prompt_length + config.rollout.max_response_length,
-            late_inserts=bool(config.speculation.run_ahead_below),
+            late_inserts=bool(config.speculation.fills_idle_slots),
             appends=config.tools is not None or is_environment(config.task.name or ""),
         )
 

@@ -26,7 +26,6 @@ from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop, open_slots
 from rljax.rollout.prompts import Prompts
 from rljax.rollout.sources.idle import IDLE, IdleSlots
-from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
@@ -321,10 +320,8 @@ class Scheduler:
             if on_progress is not None:
                 on_progress(loop.statistics.tokens, len(responses) - len(loop.live))
 
-        idle = IDLE
         by_itself = self.stop_strings is None and self.tools is None  # every response ends on the device
-        if self.speculator.run_ahead is not None:
-            idle = SamplingAhead(self.speculator.run_ahead, self.speculator, takes_over=by_itself)
+        idle = self.speculator.idle.in_slots(self.speculator, takes_over=by_itself) or IDLE
         policy = LoopPolicy(
             start_full=True, longest_first=self.lengths, reads_later=self.overlap and by_itself
         )

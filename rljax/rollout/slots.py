@@ -335,12 +335,12 @@ class SpeculativeSlots(Slots):
         """The requests as drafters know them. Only the coupled rule lets them know the noise, and nothing is
         trained on responses that nobody waits for.
         """
-        is_coupled, run_ahead = self.engine.verification == "coupled", self.speculator.run_ahead
+        is_coupled = self.engine.verification == "coupled"
         return [
             DraftRequest(
                 each.prompt_ids,
                 each.noise_key if is_coupled else None,
-                None if run_ahead is None else run_ahead.recall(each.noise_key),
+                self.speculator.idle.recall(each.noise_key),
                 each.training and index < current,
             )
             for index, each in enumerate(requests)
@@ -471,8 +471,7 @@ class SpeculativeSlots(Slots):
         numbers = np.asarray([response.number for response in responses], np.int32)
         ended = np.asarray([response.ending is not None for response in responses], bool)
         self._drafters.observe(numbers, tokens, counts, ended, draft_counts)
-        if self.speculator.run_ahead is not None:
-            self.speculator.run_ahead.report(self.statistics)
+        self.speculator.idle.report(self.statistics)
         self._take_counts([response for response in responses if response.ending is not None])
 
     def load_params(self, params: Params, version: int) -> None:

@@ -36,7 +36,7 @@ from rljax.config import (
 )
 from rljax.config.cluster import ClusterConfig
 from rljax.config.cluster_keys import ClusterKeys
-from rljax.config.speculation import SpeculationConfig
+from rljax.config.speculation import WITHOUT_STEPS, SpeculationConfig
 from rljax.engine.background import CompilerThread
 from rljax.engine.executables import ExecutablePool, enable_compilation_cache
 from rljax.engine.invariance import Invariance
@@ -415,7 +415,7 @@ def _speculation(config: SpeculationConfig, drafter: str | None) -> SpeculationC
         name: {key: value for key, value in args.items() if key not in run_files}
         for name, args in named.items()
     }
-    changes = {"run_ahead_below": 0, "overlap": False}
+    changes = {**WITHOUT_STEPS, "overlap": False}
     if list(named) != config.drafters:
         changes |= {"choice": "expected", "mix": False, "strategies": []}
     first = next(iter(named), None)

@@ -20,6 +20,8 @@ class AheadProposer(DeviceProposer):
     measured where the host waited until drafts were there.
     """
 
+    keeps_choice = True
+
     def propose(
         self,
         state: DecodeState,

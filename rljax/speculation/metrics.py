@@ -6,10 +6,11 @@ from drafters.base import Drafter
 from drafters.validation import usable_metrics
 from rljax.requests import DecodeStatistics
 from rljax.speculation.drafter_calls import drafter_call
+from rljax.speculation.idle_requests import IdleRequests
 
 
 def speculation_metrics(
-    statistics: DecodeStatistics, drafters: Mapping[str, Drafter], runs_ahead: bool
+    statistics: DecodeStatistics, drafters: Mapping[str, Drafter], idle: IdleRequests
 ) -> dict[str, float]:
     """Metrics of speculation in the rollouts of `statistics`, with those that drafters report.
 
@@ -32,14 +33,7 @@ def speculation_metrics(
         metrics["draft_share"] = statistics.draft_seconds / max(waited, 1e-9)
     if any(drafter.training is not None for drafter in drafters.values()):
         metrics["train_share"] = statistics.train_seconds / max(waited, 1e-9)
-    if runs_ahead:
-        metrics["run_ahead_tokens"] = statistics.ahead_tokens
-        metrics["run_ahead_final"] = statistics.ahead_final
-        metrics["run_ahead_offered"] = statistics.ahead_offered
-        metrics["run_ahead_accepted"] = statistics.ahead_accepted
-        metrics["run_ahead_share"] = statistics.ahead_seconds / max(waited, 1e-9)
-        metrics["run_ahead_seconds"] = statistics.ahead_seconds + statistics.ahead_pass_seconds
-        metrics["run_ahead_saved"] = statistics.ahead_saved_seconds
+    metrics |= idle.metrics(statistics, waited)
     for number, (name, drafter) in enumerate(drafters.items()):
         prefix = f"{name}/" if number else ""
         taken = [other.removeprefix(prefix) for other in metrics if other.startswith(prefix)]

@@ -11,8 +11,8 @@ from rljax.engine.background import CompilerThread
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
+from rljax.speculation.idle_requests import IdleRequests
 from rljax.speculation.pass_record import DecisionLog
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.warm_up import has_spare_cores
 
 
@@ -24,7 +24,7 @@ class NoDrafts:
       keeps_lengths: whether `state` has them.
     """
 
-    run_ahead: RunAhead | None = None
+    idle = IdleRequests()
     compiling = 0
     keeps_lengths = False
 

@@ -36,7 +36,7 @@ class Candidates:
       inactive: slots with a current request that this pass leaves out and a plain step would compute.
       draft_seconds: time that drafting took. A sunk cost for a plain step, a recurring cost between passes.
       ahead_weight: the value of a token that is sampled ahead, as a share of a current one's; see
-        `SamplingAhead.weight`.
+        `IdleSlots.weight`.
     """
 
     probability: np.ndarray

@@ -160,11 +160,12 @@ class Proposer:
       on_host: whether it drafts on the host, where drafts of any shape cost next to nothing.
       trees: the shapes of trees that it can draft; empty for any.
       only_chains: whether it drafts chains, of any length.
+      keeps_choice: whether the run's way to choose how much is drafted is also the one for it alone.
     """
 
     on_host = False
     trees: Sequence[DraftStrategy] = ()
-    only_chains = False
+    only_chains = keeps_choice = False
 
     def __init__(self, name: str, drafter: Drafter, engine: DecodeEngine) -> None:
         self.name, self.drafter, self._engine = name, drafter, engine

@@ -9,7 +9,6 @@ from typing import Self
 
 import numpy as np
 
-from drafters.aligned import AlignedDrafter
 from drafters.base import Drafter, Outcome
 from rljax.engine.background import CompilerThread
 from rljax.engine.engine import DecodeEngine
@@ -21,11 +20,11 @@ from rljax.speculation.ahead_proposer import AheadProposer
 from rljax.speculation.device_proposers import DeviceProposer, SelfProposer
 from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.drafter_slots import DrafterSlots
+from rljax.speculation.idle_requests import IdleRequests
 from rljax.speculation.managers.selection import EXPECTED, StrategyChoice
 from rljax.speculation.metrics import speculation_metrics
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.proposals import Proposer
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.saved_state import drafter_states, drafter_weights, load_drafter_states
 from rljax.speculation.speculative_pass import HostProposer, SpeculativeDecoder
 from rljax.speculation.warm_up import warm_up, warm_up_in_background
@@ -35,9 +34,9 @@ class Speculator:
     """Decodes with drafters. `NoDrafts` (`no_drafts.py`) stands in its place where there are none.
 
     Args:
-      drafters: by name. The first one on the host proposes what was sampled ahead, too.
+      drafters: by name.
       max_batch: larger batch buckets decode plainly; no program is compiled to verify them.
-      run_ahead: see `RunAhead`; None never samples ahead.
+      idle: what idle slots decode besides the requests of a rollout; None for nothing.
       times: measured times of passes, added to; speculators of the same engine may share them.
       strategies: choice of the manager, and of its strategies.
 
@@ -60,17 +59,14 @@ class Speculator:
         engine: DecodeEngine,
         drafters: Mapping[str, Drafter],
         max_batch: int,
-        run_ahead: RunAhead | None = None,
+        idle: IdleRequests | None = None,
         times: PassTimes | None = None,
         strategies: StrategyChoice = EXPECTED,
     ) -> None:
-        self.engine, self.max_batch, self.run_ahead = engine, max_batch, run_ahead
-        self.lengths = ResponseLengths() if run_ahead is None else run_ahead.lengths
+        self.engine, self.max_batch, self.idle = engine, max_batch, idle or IdleRequests()
+        self.lengths = ResponseLengths()
         self._times, self._strategies = PassTimes() if times is None else times, strategies
-        drafters = dict(drafters)
-        if run_ahead is not None:
-            name = next(name for name, drafter in drafters.items() if drafter.on_host)
-            drafters[name] = run_ahead.drafter = AlignedDrafter(drafters[name])
+        drafters = self.idle.drafting(drafters, self.lengths)
         self.drafters, self.slots = drafters, DrafterSlots(drafters, engine)
         self.training = {
             name: drafter.training for name, drafter in drafters.items() if drafter.training is not None
@@ -93,17 +89,14 @@ class Speculator:
         return kind(name, drafter, self.engine, self._times, self.slots)
 
     def prefer(self, name: str | None) -> None:
-        """Drafts with one drafter alone from now on; None leaves the choice to the manager again. One that
-        drafts ahead has its own way to choose, which the run's keys name.
-        """
-        proposers = [proposer for proposer in self.proposers if proposer.name == name]
-        if proposers:
-            ahead = isinstance(proposers[0], AheadProposer)
-            self.decoder.manager = (self._strategies if ahead else EXPECTED).manager(
-                proposers, self.engine.buckets, self._times, self.max_batch
-            )
-        else:
-            self.decoder.manager = self.manager
+        """Drafts with one drafter alone from now on; None leaves the choice to the manager again."""
+        self.decoder.manager = self.manager
+        for proposer in self.proposers:
+            if proposer.name == name:
+                choice = self._strategies if proposer.keeps_choice else EXPECTED
+                self.decoder.manager = choice.manager(
+                    [proposer], self.engine.buckets, self._times, self.max_batch
+                )
 
     # -- training of drafters --------------------------------------------------------------------------------
 
@@ -138,15 +131,13 @@ class Speculator:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Returns the newest weights of drafters that are trained here, for frozen ones elsewhere, and what
-        was sampled ahead.
+        idle slots have decoded.
         """
-        return drafter_weights(self.drafters) | ({} if self.run_ahead is None else self.run_ahead.state())
+        return drafter_weights(self.drafters) | self.idle.state()
 
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Loads `weights`, which the next rollout drafts with."""
-        if self.run_ahead is not None:
-            weights = self.run_ahead.load_state(dict(weights))
-        load_drafter_states(self.drafters, weights)
+        load_drafter_states(self.drafters, self.idle.load_state(weights))
 
     # -- a run -----------------------------------------------------------------------------------------------
 
@@ -180,7 +171,7 @@ class Speculator:
             self.engine.buckets.batch[-1] if slots is None else slots,
             prompt_length,
             longest,
-            late_inserts=widens or self.run_ahead is not None,
+            late_inserts=widens or self.idle.late_inserts,
             widens=widens,
         )
 
@@ -224,7 +215,7 @@ class Speculator:
 
     def metrics(self, statistics: DecodeStatistics) -> dict[str, float]:
         """Metrics of speculation in the rollouts of `statistics`, with those that drafters report."""
-        metrics = speculation_metrics(statistics, self.drafters, self.run_ahead is not None)
+        metrics = speculation_metrics(statistics, self.drafters, self.idle)
         if self.decoder.compiler is not None:
             pool = self.engine.pool
             metrics["engine/compiled_in_background"] = pool.background_programs
@@ -237,8 +228,7 @@ class Speculator:
         Args:
           to_share: for another process, see `drafter_states`.
         """
-        state = self._state_of_others | ({} if self.run_ahead is None else self.run_ahead.state())
-        state |= drafter_states(self.drafters, to_share)
+        state = self._state_of_others | self.idle.state() | drafter_states(self.drafters, to_share)
         for proposer in self.proposers:
             state |= proposer.state()
         return state | self.manager.state() | self.lengths.state()
@@ -250,7 +240,5 @@ class Speculator:
         state = self.manager.load_state(self.lengths.load_state(state))
         for proposer in self.proposers:
             state = proposer.load_state(state)
-        if self.run_ahead is not None:
-            state = self.run_ahead.load_state(state)
-        state = load_drafter_states(self.drafters, state)
+        state = load_drafter_states(self.drafters, self.idle.load_state(state))
         self._state_of_others = {key: array for key, array in state.items() if "/" in key}

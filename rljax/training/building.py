@@ -1,6 +1,7 @@
 """Builds a training run from a config: task, policy, what rolls out, what learns, what takes part."""
 
 import dataclasses
+import pkgutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from rljax.assembly.decoding import (
 from rljax.assembly.policy import check_policy, grown_policy, make_policy, turn_end_line
 from rljax.assembly.task import checked_task, make_curriculum
 from rljax.config import ExperimentConfig, with_compute_dtype
+from rljax.config.wing import MECHANISMS
 from rljax.engine.executables import ExecutablePool
 from rljax.environments.use import check_environment
 from rljax.evaluation.judging import check_part, check_success
@@ -47,7 +49,6 @@ from rljax.training.extras import (
     Extra,
     Measured,
     PassRates,
-    PlansAhead,
     Workers,
     lag_metrics,
 )
@@ -197,13 +198,13 @@ def _task(config: ExperimentConfig, progress: Progress) -> Task:
 
 def _extras(run: TrainingRun) -> Iterator[Extra]:
     """Yields what takes part in the steps of a run."""
-    config, state, run_ahead = run.config, run.state, run.speculator.run_ahead
+    config, state = run.config, run.state
     lag = config.rollout.oldest_lag
     yield run.compilation
     yield Drafting(run.speculator)
-    if run_ahead is not None:
-        by_workers = run.cluster is not None
-        yield PlansAhead(run_ahead, config, state, run.prompts, run.collector, by_workers)
+    for mechanism in MECHANISMS.values():
+        if mechanism.extras:
+            yield from pkgutil.resolve_name(mechanism.extras)(run)
     if config.tools is not None:
         yield Measured(lambda rollout: tool_metrics(rollout.statistics))
     if lag:

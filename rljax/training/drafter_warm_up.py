@@ -26,6 +26,7 @@ from drafters.eagle.spot_trainer import BufferSettings, HeadTrainer, head_optimi
 from drafters.eagle.states import StateReader, States
 from rljax.assembly.checkpoint import RunCheckpoints
 from rljax.config import ExperimentConfig, load_config
+from rljax.config.speculation import WITHOUT_STEPS
 from rljax.durable_files import sync_directory, write_durably
 from rljax.engine.executables import enable_compilation_cache
 from rljax.engine.number_type import with_number_type
@@ -222,7 +223,7 @@ def warm_up(config: ExperimentConfig, settings: WarmUp, output: str | Path) -> t
         enable_compilation_cache(config.engine.compilation_cache)
     partial = output.with_name(f"{output.name}.partial")
     # Any drafter gives the same rollouts, and the configured one may be the head that is to be trained.
-    speculation = config.speculation.model_copy(update={"drafter": None, "run_ahead_below": 0})
+    speculation = config.speculation.model_copy(update={"drafter": None, **WITHOUT_STEPS})
     directory = RunDirectory(partial)
     begun = directory.config_path.exists()
     dtype = load_config(directory.config_path).policy.compute_dtype if begun else None

@@ -9,15 +9,12 @@ from typing import Any
 
 from drafters.base import Outcome
 from rljax.cluster.decoder import ClusterDecoder
-from rljax.config import ExperimentConfig
 from rljax.engine.background import BackgroundCompiler
 from rljax.engine.executables import ExecutablePool
 from rljax.evaluation.judging import pass_shares
 from rljax.requests import spans_of
-from rljax.rollout.collector import TRAINING, Collector, Group, Scheduler, WantedGroups
+from rljax.rollout.collector import Group, Scheduler
 from rljax.rollout.metrics import tokens_per_second
-from rljax.rollout.prompts import Prompts
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.tasks.curriculum import Curriculum
 from rljax.training.batches import Rollout
@@ -118,48 +115,6 @@ class Drafting(Extra):
 
     def metrics(self, rollout: Rollout, seconds: float) -> Mapping[str, Any]:
         return self._speculator.metrics(rollout.statistics)
-
-
-class PlansAhead(Extra):
-    """Plans which prompts a rollout may sample ahead, and with which noise: that of a further round of this
-    step where dynamic sampling is likely to need one after this round, else that of the next step.
-
-    Args:
-      by_workers: whether workers decode all that has begun, so that what follows it is sampled ahead.
-    """
-
-    def __init__(
-        self,
-        run_ahead: RunAhead,
-        config: ExperimentConfig,
-        state: RunState,
-        prompts: Prompts,
-        collector: Collector,
-        by_workers: bool = False,
-    ) -> None:
-        self._run_ahead, self._config, self._state = run_ahead, config, state
-        self._prompts, self._collector, self._by_workers = prompts, collector, by_workers
-
-    def before_round(self, round_: int) -> None:
-        config, state = self._config, self._state
-        rounds = config.algorithm.dynamic_sampling_max_rounds if config.algorithm.dynamic_sampling else 1
-        further = round_ + 1 < rounds and self._run_ahead.expects_round(round_)
-        step = state.step if further else state.step + 1
-        while self._by_workers and step in state.begun:
-            step += 1
-        if step in state.begun:  # with staleness
-            self._run_ahead.plan(state.begun[step].requests)
-        elif step < config.training.steps:
-            count, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
-            following, _ = self._prompts.next_problems("train", state.data_position, count)
-            wanted = WantedGroups("train", following, samples, TRAINING, step)
-            self._run_ahead.plan(self._collector.requests(wanted))
-
-    def after_round(self, round_: int, followed: bool) -> None:
-        self._run_ahead.count_round(round_, followed=followed)
-
-    def before_update(self) -> None:
-        self._run_ahead.weights_change()
 
 
 class Workers(Extra):

@@ -30,10 +30,10 @@ from rljax.progress import Progress
 from rljax.requests import Completion, DecodeStatistics, Request, accumulate
 from rljax.rollout.collector import TRAINING, Collector, Group, Scheduler, Timing, WantedGroups, outcomes
 from rljax.run_directory import RunDirectory
+from rljax.speculation.idle_requests import make_idle_requests
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from rljax.training import loop
 from rljax.training.building import make_run
@@ -234,7 +234,7 @@ def make_variant(
             engine,
             drafters,
             speculation.max_batch,
-            RunAhead(below, speculation.run_ahead_share) if below else None,
+            make_idle_requests(speculation),
             times.setdefault((engine.hidden_layers, "decoupled" in keys), PassTimes()),
             StrategyChoice(speculation, config.seed, engine, make),
         )
@@ -315,8 +315,7 @@ def unrewarded(requests: Sequence[Request], completions: Sequence[Completion]) -
 
 def roll_out(run: TrainingRun, variant: Variant, step: int) -> list[Group]:
     """Returns one step's groups by one variant, whose drafters learn from them."""
-    if variant.speculator.run_ahead is not None:
-        variant.speculator.run_ahead.plan(step_requests(run, step + 1))
+    variant.speculator.idle.plan(step_requests(run, step + 1))
     groups, statistics, timing = collect_step(run, variant.collector, step)
     start = time.perf_counter()
     variant.speculator.learn(outcomes(groups))

@@ -29,7 +29,7 @@ def test_loops_on_the_host_are_compiled_while_programs_are(tmp_path, monkeypatch
     monkeypatch.setattr(decoding, "rehearse_drafters", rehearse)
     monkeypatch.setattr(decoding, "PlainPrograms", compile_programs)
     engine = SimpleNamespace(buckets=None, close=lambda: None)
-    speculator = SimpleNamespace(run_ahead=None)
+    speculator = SimpleNamespace(idle=SimpleNamespace(late_inserts=False))
     scheduler = SimpleNamespace(engine=engine, max_slots=4, speculator=speculator, tools=None)
     with pytest.raises(_Reached):
         decoding.warm_up(scheduler, {}, load_config(write_config(tmp_path)))

@@ -1,19 +1,13 @@
 """Runs whose rollouts are decoded with older weights: the same bits, however they came about."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from rljax.assembly.saved_policy import _checkpoints, load_saved_policy
 from rljax.cluster.decoder import ClusterDecoder
-from rljax.config import ExperimentConfig
-from rljax.requests import Request
 from rljax.run_directory import RunDirectory
-from rljax.sampling.noise import request_key
-from rljax.speculation.run_ahead import RunAhead
 from rljax.training import loop
-from rljax.training.extras import PlansAhead
 from rljax.training.learner import Learner
 from tests.cluster.same_run import differences, run
 from tests.cluster.turns import local_run
@@ -36,42 +30,6 @@ def test_with_staleness_a_step_is_sampled_by_the_weights_before(alone, stale_alo
     assert first["reward/mean"] == steps[0]["reward/mean"]
     assert second["reward/mean"] != steps[1]["reward/mean"]
     assert steps[1]["policy/ratio_mean"] != 1.0
-
-
-AHEAD = (
-    "speculation.drafter=srt",
-    "speculation.run_ahead_below=3",
-    "speculation.run_ahead_share=1.0",
-    "speculation.verify_buckets=[16]",
-    "speculation.max_drafts=3",
-)
-
-
-def test_idle_slots_sample_ahead_what_has_begun(world, stale_alone, monkeypatch):
-    """The next step's requests, which have begun with older weights than it will have: they are drafts."""
-    plans, honest = [], PlansAhead.before_round
-
-    def before_round(self, round_):
-        honest(self, round_)
-        plans.append((self._state.step, {request.step for request in self._run_ahead.upcoming}))
-
-    monkeypatch.setattr(PlansAhead, "before_round", before_round)
-    ahead = run(world, "stale_ahead", STALE, *AHEAD, steps=3)
-    assert not differences(stale_alone, ahead)
-    assert plans == [(0, {1}), (1, {2}), (2, set())]
-    assert sum(line["speculation/run_ahead_tokens"] for line in steps_of(ahead)) > 0
-    assert sum(line["speculation/run_ahead_offered"] for line in steps_of(ahead)) > 0
-
-
-def test_what_has_begun_is_planned_with_its_own_requests():
-    """Not those behind it, where the run's position in the data is."""
-    ahead = RunAhead(3, 1.0)
-    requests = [Request((1, 2), request_key(0, 0, 1, 0, sample), 8, step=1) for sample in range(2)]
-    begun = {1: SimpleNamespace(requests=requests)}
-    config = ExperimentConfig.model_construct(algorithm=SimpleNamespace(dynamic_sampling=False))
-    state = SimpleNamespace(step=0, begun=begun, data_position=4)
-    PlansAhead(ahead, config, state, prompts=None, collector=None).before_round(0)
-    assert list(ahead.upcoming) == requests
 
 
 def test_two_workers_decode_while_the_trainer_updates(world, stale_alone, monkeypatch):

@@ -398,14 +398,6 @@ def test_wrong_drafters_and_arguments_are_refused(name, args, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("others", [{}, {"eagle": {}}])
-def test_run_ahead_needs_a_drafter_on_the_host(others):
-    message = r"speculation\.run_ahead_below: must be 0 with speculation\.drafter: quantized, unless"
-    with pytest.raises(ConfigError, match=message):
-        make_drafters(SpeculationConfig(drafter="quantized", others=others, run_ahead_below=2))
-    assert make_drafters(SpeculationConfig(drafter="quantized", others={"srt": {}}, run_ahead_below=2))
-
-
 @pytest.mark.parametrize("name", ["srt", "suffix_decoding", "prompt_lookup"])
 def test_what_was_sampled_ahead_for_one_request_serves_its_group(name):
     """But not requests that are drafted from their own tokens only."""

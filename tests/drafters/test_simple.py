@@ -7,15 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafters.aligned import AlignedDrafter
-from drafters.base import Drafter, DraftRequest, Drafts, Queries, Sampled
+from drafters.base import DraftRequest, Queries, Sampled
 from drafters.registry import make_drafter, make_drafters, rehearse_drafters
 from drafters.simple import SimpleDrafterAdapter
-from drafters.training import Training
 from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError, DrafterError
 from rljax.rollout.collector import Scheduler
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import SLOTS, CheapTimes, assert_same, make_engine
 
@@ -194,37 +191,3 @@ def test_a_drafter_that_cannot_be_loaded_is_one_line(path, args, message, module
 
 
 # -- wrapped -----------------------------------------------------------------------------------------------
-
-
-class Slices(Training):
-    below, trained, slices = 2, False, 0
-
-    def train(self):
-        self.slices += 1
-        self.trained = self.slices == 3
-        return not self.trained
-
-    def freeze(self):
-        self.below = 0
-
-
-class Trained(Drafter):
-    def __init__(self):
-        self.training = Slices()
-
-    def propose(self, queries):
-        shape = (len(queries.requests), queries.nodes)
-        parents, counts = np.full(shape, -1, np.int32), np.zeros(shape[0], np.int32)
-        return Drafts(np.zeros(shape, np.int32), parents, np.zeros(shape, np.float32), counts)
-
-
-def test_a_trained_drafter_is_trained_behind_what_was_sampled_ahead(engine, params, requests, expected):
-    """Wrappers hand out the training."""
-    drafter = Trained()
-    training = AlignedDrafter(drafter).training
-    assert (training.below, training.trained) == (2, False)
-    assert AlignedDrafter(SimpleDrafterAdapter(None)).training is None
-    speculator = Speculator(engine, {"mine": drafter}, SLOTS, run_ahead=RunAhead(1, 0.5), times=CheapTimes())
-    completions, _ = Scheduler(engine, SLOTS, speculator=speculator).run(params, requests)
-    assert_same(completions, expected)
-    assert drafter.training.slices > 0

@@ -13,7 +13,7 @@ from tests.training.tiny_run import write_config
 @pytest.fixture
 def run(tmp_path):
     """A run directory as far as its config."""
-    overrides = ["speculation={drafter: srt, run_ahead_below: 2}", "training.pack_length=112"]
+    overrides = ["speculation.drafter=srt", "training.pack_length=112"]
     config = load_config(write_config(tmp_path), overrides)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
@@ -25,7 +25,7 @@ def test_a_runs_own_config_is_what_it_is_evaluated_with(run):
     for section in ("task", "rollout", "kernels", "mesh", "evaluation", "engine", "policy"):
         assert getattr(config, section) == getattr(run_config, section)
     assert config.seed == run_config.seed and config.run_dir == str(run)
-    assert (config.speculation.drafter, config.speculation.run_ahead_below) == ("srt", 0)
+    assert config.speculation.drafter == "srt"
     assert config.warm_start is None
 
 
@@ -65,7 +65,6 @@ def test_a_hugging_face_directory_takes_the_task_from_a_file_or_the_command_line
 
 def test_drafts_change_nothing_whatever_the_run_did(run):
     text = (run / "config.yaml").read_text().replace("verification: coupled", "verification: rejection")
-    text = text.replace("run_ahead_below: 2", "run_ahead_below: 0")
     (run / "config.yaml").write_text(text)
     assert evaluation_config(run, None, []).engine.verification == "coupled"
 
@@ -76,7 +75,6 @@ policy.path=other -> policy.path: not a key of an evaluation
 rollout.samples_per_prompt=3 -> evaluation.samples says how many
 rollout.prompts_per_step=3 -> evaluation.problems says how many
 engine.verification=rejection -> samples coupled
-speculation.run_ahead_below=1 -> no next step
 evaluation.every=2 -> evaluated once
 evaluation.problems=0 -> evaluation.problems: is 0
 evaluation.samples=2000 -> evaluation.samples

@@ -93,6 +93,7 @@ NEEDS_IT = {
     "cluster.race=2": "cluster.race: unknown key; ",
     "cluster.spot.idle=1": "cluster.spot.idle: unknown key; ",
     "speculation.decoupled.window=3": "speculation.decoupled.window: unknown key; ",
+    "speculation.run_ahead_below=2": "speculation.run_ahead_below: unknown key; ",
 }
 
 

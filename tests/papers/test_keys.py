@@ -5,9 +5,12 @@ import types
 
 import pytest
 
-from rljax.config import check_over_processes, check_with_workers, load_config
+from drafters.registry import make_drafters
+from rljax.config import check_over_processes, check_with_workers, load_config, to_yaml
 from rljax.config.changes import config_changes
+from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError
+from rljax.evaluation.settings import evaluation_config
 from rljax.papers.tlt.spot_driver import make_driver
 from tests.configs import table
 
@@ -54,10 +57,16 @@ SMALL & .overlap=true -> .decoupled.window: is not possible with speculation.ove
 SMALL & .decoupled.devices=[] -> .decoupled.devices:
 SMALL & .decoupled.modes=[always] -> .decoupled.modes.0:
 SMALL & engine.verification=rejection -> .decoupled.window: needs engine.verification: coupled, got rejection
+.run_ahead_below=2 -> .run_ahead_below: needs a drafter to fall back to
+AHEAD & engine.verification=rejection -> .run_ahead_below: needs engine.verification: coupled, got rejection
+rollout.max_staleness=2 & cluster.workers=2 & AHEAD
+    -> rollout.max_staleness: is not possible with speculation.run_ahead_below
+agents={} & AHEAD -> .run_ahead_below: is not supported with agents:
 SMALL & rollout.presence_penalty=0.5 -> .decoupled.window: needs rollout.repetition_penalty 1.0
 """
 """Keys and what is said of them; one that begins with a point is of the section `speculation`."""
 WORDS = {
+    "AHEAD": ".drafter=srt & .run_ahead_below=2",
     "BANDIT": ".drafter=srt & .choice=bandit & .strategies=[STRATEGY]",
     "STRATEGY": "{drafter: srt, depth: 3, top_k: 1, nodes: 3}",
     "SMALL": ".drafter=small_model & .decoupled.window=4",
@@ -92,7 +101,7 @@ def test_where_constants_are_kept_changes_no_number(config_file):
 def test_processes_draft_by_the_clock_of_the_first_but_windows(with_keys):
     head = ("mesh.data=4", "speculation.drafter=eagle")
     more = ("speculation.others={srt: {}, quantized: {}}", "speculation.overlap=true")
-    for choice in ("bandit", "ladder"):
+    for choice in ("expected", "bandit", "ladder"):
         choices = (f"speculation.choice={choice}", "speculation.run_ahead_below=2")
         check_over_processes(with_keys(*head, *more, *choices), 4, 2, {"eagle"})
     with pytest.raises(ConfigError, match=r"speculation.decoupled.window: decides by the clock of one"):
@@ -140,3 +149,23 @@ def test_training_in_idle_time_that_cannot_be(with_keys):
         with pytest.raises(ConfigError, match=r"^cluster.spot.idle: no drafter is trained; set speculation"):
             make_driver(config.cluster, types.SimpleNamespace(training=training), None)
     assert make_driver(with_keys().cluster, None, None) is None
+
+
+@pytest.mark.parametrize("others", [{}, {"eagle": {}}])
+def test_run_ahead_needs_a_drafter_on_the_host(others):
+    message = r"speculation\.run_ahead_below: must be 0 with speculation\.drafter: quantized, unless"
+    with pytest.raises(ConfigError, match=message):
+        make_drafters(SpeculationConfig(drafter="quantized", others=others, run_ahead_below=2))
+    assert make_drafters(SpeculationConfig(drafter="quantized", others={"srt": {}}, run_ahead_below=2))
+
+
+def test_an_evaluation_samples_nothing_ahead(config_file, tmp_path):
+    config = load_config(config_file, ["speculation={drafter: srt, run_ahead_below: 2}"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    speculation = evaluation_config(tmp_path, None, []).speculation
+    assert (speculation.drafter, speculation.run_ahead_below) == ("srt", 0)
+    with pytest.raises(
+        ConfigError, match=r"^speculation.run_ahead_below: .*; there is no next step"
+    ) as error:
+        evaluation_config(tmp_path, None, ["speculation.run_ahead_below=1"])
+    assert "\n" not in str(error.value)

@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from rljax.config import check_with_workers, load_config
+from rljax.config import ExperimentConfig, check_with_workers, load_config
 from rljax.errors import ConfigError
 from rljax.papers.srt.ahead import AheadDriver, AheadWorker, SampleAhead, SampledAhead
+from rljax.papers.srt.plans import PlansAhead
+from rljax.papers.srt.run_ahead import RunAhead
 from rljax.requests import Request
 from rljax.sampling.noise import request_key
-from rljax.speculation.run_ahead import RunAhead
 from rljax.training import loop
-from rljax.training.extras import PlansAhead
 from rljax.training.learner import Learner
-from tests.cluster.same_run import differences
+from tests.cluster.same_run import differences, run
 from tests.cluster.scripted import make_requests
 from tests.cluster.turns import local_run
 from tests.speculation.speculators import make_engine
@@ -61,7 +61,7 @@ def test_with_staleness_they_sample_the_step_behind_the_next(
 
     def before_round(self, round_):
         honest(self, round_)
-        plans.append((self._state.step, {request.step for request in self._run_ahead.upcoming}))
+        plans.append((self._run.state.step, {request.step for request in self._run_ahead.upcoming}))
 
     monkeypatch.setattr(PlansAhead, "before_round", before_round)
     some_are_sampled(decoders, monkeypatch)
@@ -72,6 +72,34 @@ def test_with_staleness_they_sample_the_step_behind_the_next(
     assert counts(ahead, "tokens")[0] > 0
     assert counts(ahead, "offered")[:2] == [0, 0] < counts(ahead, "offered")[2:]
     assert counts(ahead, "accepted")[2] > 0
+
+
+def test_idle_slots_sample_ahead_what_has_begun(world, stale_alone, monkeypatch):
+    """The next step's requests, which have begun with older weights than it will have: they are drafts."""
+    plans, honest = [], PlansAhead.before_round
+
+    def before_round(self, round_):
+        honest(self, round_)
+        plans.append((self._run.state.step, {request.step for request in self._run_ahead.upcoming}))
+
+    monkeypatch.setattr(PlansAhead, "before_round", before_round)
+    keys = ("speculation.run_ahead_below=3", "speculation.run_ahead_share=1.0")
+    ahead = run(world, "stale_ahead", "rollout.staleness=1", *AHEAD, *keys, steps=3)
+    assert not differences(stale_alone, ahead)
+    assert plans == [(0, {1}), (1, {2}), (2, set())]
+    assert sum(counts(ahead, "tokens")) > 0
+    assert sum(counts(ahead, "offered")) > 0
+
+
+def test_what_has_begun_is_planned_with_its_own_requests():
+    """Not those behind it, where the run's position in the data is."""
+    ahead = RunAhead(3, 1.0)
+    requests = [Request((1, 2), request_key(0, 0, 1, 0, sample), 8, step=1) for sample in range(2)]
+    begun = {1: SimpleNamespace(requests=requests)}
+    config = ExperimentConfig.model_construct(algorithm=SimpleNamespace(dynamic_sampling=False))
+    state = SimpleNamespace(step=0, begun=begun, data_position=4)
+    PlansAhead(SimpleNamespace(config=config, state=state, cluster=None), ahead).before_round(0)
+    assert list(ahead.upcoming) == requests
 
 
 # -- the parts ---------------------------------------------------------------------------------------------

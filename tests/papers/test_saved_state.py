@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the papers' managers."""
+"""What a checkpoint keeps of the papers' mechanisms."""
 
 import pytest
 
@@ -17,6 +17,7 @@ KEPT = {
         ("srt", "quantized"),
         {"acceptance_of_quantized", "chains_of_quantized"},
     ),
+    "run-ahead": (strategy_choice("expected", run_ahead_below=1), ("srt",), {"ahead_keys", "ahead_tokens"}),
     "roofline": (toggled(), ("quantized",), {"patience_ladder", "toggle_step"}),
 }
 

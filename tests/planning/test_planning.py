@@ -28,6 +28,7 @@ from rljax.planning.pool import PlanningPool, Program, Recording, program_name
 from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
 from rljax.training.session import run
+from tests.configs import NEEDS_PAPERS
 from tests.scripts import load_script
 from tests.training.tiny_run import HEAD, ONE_PASS, SHRINKING, write_config
 
@@ -81,14 +82,17 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
             *ONE_PASS,
             f"speculation.args={HEAD.replace('depths: [2]', 'depths: [1, 2]')}",
         ],
-        [
-            "speculation.drafter=srt",
-            *ONE_PASS,
-            "speculation.run_ahead_below=1",
-            "engine.batch_buckets=[2,4]",
-            "engine.cache_buckets=[128,256]",
-            f"tools={TOOLS}",
-        ],
+        pytest.param(
+            [
+                "speculation.drafter=srt",
+                *ONE_PASS,
+                "speculation.run_ahead_below=1",
+                "engine.batch_buckets=[2,4]",
+                "engine.cache_buckets=[128,256]",
+                f"tools={TOOLS}",
+            ],
+            marks=NEEDS_PAPERS,
+        ),
         [SHRINKING, MEASURED_LOOP],
         [
             "speculation.drafter=small_model",

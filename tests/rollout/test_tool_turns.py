@@ -14,18 +14,20 @@ import pytest
 from drafters.base import DraftRequest, Sampled
 from drafters.eagle.collecting import FeatureCollector
 from drafters.registry import make_drafter, states_read
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.appending import WIDTH
 from rljax.engine.buckets import Buckets
 from rljax.models.huggingface import save_model
 from rljax.requests import Request
 from rljax.rollout.collector import Scheduler
 from rljax.rollout.stop_strings import StopStrings
-from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.idle_requests import make_idle_requests
 from rljax.speculation.speculator import Speculator
 from rljax.tools.base import ToolError
 from rljax.tools.markup import Markup
 from rljax.tools.use import ToolUse
 from rljax.tools.workers import ToolWorkers
+from tests.configs import NEEDS_PAPERS
 from tests.tiny_policy import (
     ALL_ROWS,
     CONFIG,
@@ -269,10 +271,12 @@ def test_without_a_call_nothing_differs(engine, params, requests):
     assert (same.tokens, same.steps, same.rows) == (statistics.tokens, statistics.steps, statistics.rows)
 
 
+@NEEDS_PAPERS
 def test_what_is_sampled_ahead_ends_at_its_first_call(engine, params, requests, expected):
     """Nobody's tools are called for what is drafts only; the next rollout's tokens are its own."""
     own = [i for i, found in enumerate(expected) if found.calls]
-    ahead = RunAhead(below=SLOTS, max_share=1e9)
+    ahead = make_idle_requests(SpeculationConfig(run_ahead_below=SLOTS))
+    ahead.max_share = 1e9
     times = FavouriteRows([0])
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, ahead, times, times.choice)
     tool = Counter()

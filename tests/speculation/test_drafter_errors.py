@@ -9,13 +9,17 @@ import pytest
 
 from drafters.base import Drafter, Outcome
 from drafters.registry import make_drafter
+from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.errors import DrafterError
 from rljax.numerics.rows import Numerics
 from rljax.requests import DecodeStatistics
-from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.idle_requests import make_idle_requests
 from rljax.speculation.speculator import Speculator
+from tests.configs import NEEDS_PAPERS
 from tests.tiny_policy import make_requests
+
+WITH_AND_WITHOUT = pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=NEEDS_PAPERS)])
 
 
 class Quiet(Drafter):
@@ -38,9 +42,9 @@ class Quiet(Drafter):
 
 def speculator(drafter, ahead=False, name="mine"):
     """One that is never asked to decode: it needs no engine."""
-    run_ahead = RunAhead(1, 0.5) if ahead else None
+    idle = make_idle_requests(SpeculationConfig(run_ahead_below=1)) if ahead else None
     engine = types.SimpleNamespace(buckets=Buckets((4,), (64,)), numerics=Numerics(), mesh=None)
-    speculating = Speculator(engine, {name: drafter}, 4, run_ahead)
+    speculating = Speculator(engine, {name: drafter}, 4, idle)
     if ahead:
         speculating.drafters[name].begin([])
     return speculating
@@ -63,7 +67,7 @@ def error_of(call, *arguments):
 # -- metrics -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@WITH_AND_WITHOUT
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
@@ -88,6 +92,7 @@ def test_metrics_that_are_none(metrics, message, ahead):
     assert error_of(speculator(drafter, ahead).metrics, DecodeStatistics()) == f"metrics returned {message}"
 
 
+@NEEDS_PAPERS
 @pytest.mark.parametrize("name", ["run_ahead_tokens", "ahead_agreed"])
 def test_names_of_run_ahead_are_taken_where_it_runs(name):
     assert f"'{name}', which says" in error_of(speculator(Quiet({name: 1}), True).metrics, DecodeStatistics())
@@ -106,7 +111,7 @@ def test_numbers_of_any_kind_are_metrics(value):
 EXPECTED = "expected a numpy array of numbers or text"
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@WITH_AND_WITHOUT
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -123,6 +128,7 @@ def test_states_that_no_checkpoint_gives_back(state, message, ahead):
     assert error_of(speculator(Quiet(state=state), ahead).state) == f"state returned {message}"
 
 
+@NEEDS_PAPERS
 def test_names_of_a_state_collide_with_nothing(tmp_path):
     """Not with the speculator's own, not with what files of arrays are made of."""
     names = ("lengths_sizes", "ahead_keys", "file", "a/b", "")
@@ -142,7 +148,7 @@ def test_names_of_a_state_collide_with_nothing(tmp_path):
 # -- what is raised ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@WITH_AND_WITHOUT
 @pytest.mark.parametrize("method", ["learn", "state", "load_state", "metrics"])
 def test_what_is_raised_is_one_short_line(method, ahead):
     def raises(*_):
@@ -177,9 +183,10 @@ def test_what_another_drafter_left_is_kept_for_it():
     assert_same_arrays({"x": between.state()["second/x"]}, {"x": np.arange(5)})
 
 
+@NEEDS_PAPERS
 def test_drafts_sampled_ahead_are_not_kept_by_those_who_do_not_run_ahead():
     run_ahead = speculator(Quiet(), ahead=True)
-    run_ahead.run_ahead.keep([(make_requests()[0], [3, 4], None)])
+    run_ahead.idle.keep([(make_requests()[0], [3, 4], None)])
     assert len(run_ahead.state()["ahead_tokens"]) == 2
     without = speculator(Quiet())
     without.load_state(run_ahead.state())

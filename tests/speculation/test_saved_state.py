@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafter, states_read
-from rljax.speculation.run_ahead import RunAhead
+from rljax.speculation.idle_requests import make_idle_requests
 from rljax.speculation.speculator import Speculator
 from tests.speculation.speculators import CHEAP, FEW, learn, make_engine, roll_out
 from tests.tiny_policy import CONFIG, HEAD, SLOTS, strategy_choice
@@ -32,8 +32,6 @@ KEPT = {
             "eagle/buffer.states",
             "eagle/passes",
             "history/",
-            "ahead_keys",
-            "ahead_tokens",
         },
     ),
     "mixed": (
@@ -46,9 +44,8 @@ KEPT = {
 
 def make_speculator(choice, names):
     drafters = {each: make_drafter(each, **(EAGLE if each == "eagle" else {})) for each in names}
-    ahead = RunAhead(1, 0.5) if "eagle" in names else None
-    engine = make_engine(states_read(drafters, CONFIG), FEW)
-    return Speculator(engine, drafters, SLOTS, ahead, times=CHEAP, strategies=choice)
+    engine, idle = make_engine(states_read(drafters, CONFIG), FEW), make_idle_requests(choice.config)
+    return Speculator(engine, drafters, SLOTS, idle, times=CHEAP, strategies=choice)
 
 
 def through_a_file(state):
@@ -81,8 +78,8 @@ def check_checkpoint(params, requests, choice, names, kept):
         requests = [dataclasses.replace(each, step=step) for each in requests]
         completions, _ = roll_out(speculator, params, requests)
         learn(speculator, requests, completions)
-    if speculator.run_ahead is not None:
-        speculator.run_ahead.keep([(requests[0], [5, 6, 7], None)])
+    if choice.config.fills_idle_slots:
+        speculator.idle.keep([(requests[0], [5, 6, 7], None)])
     state = speculator.state()
     saved = through_a_file(state)
     learned = {key for key in saved if key not in fresh or not np.array_equal(saved[key], fresh[key])}

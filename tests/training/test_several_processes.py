@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rljax.run_directory import RunDirectory
+from tests.configs import NEEDS_PAPERS
 from tests.fork_server import Process, shared
 from tests.training.tiny_run import train, write_config
 
@@ -126,6 +127,7 @@ def test_four_processes_go_on_with_the_run_of_two(one, two, tmp_path):
     _agree(RunDirectory(tmp_path / "run").read_metrics(), one)
 
 
+@NEEDS_PAPERS
 @pytest.mark.long
 def test_drafts_change_nothing_over_processes(one, tmp_path, monkeypatch):
     """Each process has a clock of its own, and would ask other drafters for other numbers of rows. The

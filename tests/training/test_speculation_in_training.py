@@ -18,6 +18,7 @@ from rljax.speculation.pass_times import PassTimes
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training import loop
 from rljax.training.learner import Learner
+from tests.configs import NEEDS_PAPERS
 from tests.training.tiny_run import HEAD, ONE_PASS, SHRINKING, train
 
 STEPS, HALF = 8, 4
@@ -193,6 +194,7 @@ LEGS = [  # up to which step, and how drafts come about
 ]
 
 
+@NEEDS_PAPERS
 def test_a_run_may_change_its_drafter_whenever_it_resumes(world, plain):
     """The numbers of the run without; and the history goes on where the last one that keeps it stopped."""
     for steps, drafter, options in LEGS:

@@ -6,7 +6,7 @@
 A worker gets as many requests as it has slots, those likely to be long first, and ends them at once when it
 has something to decode or gets other weights. What it has sampled until then is known to the driver, which
 sends it with the next weights to all workers: who decodes a request finds its tokens by its noise
-(`rljax/speculation/run_ahead.py`). What was lost or came late costs drafts and nothing else.
+(`run_ahead.py`). What was lost or came late costs drafts and nothing else.
 """
 
 import collections
@@ -19,12 +19,12 @@ from rljax.cluster.messages import Command, Event, IdleEvent, IdleOrder
 from rljax.config.cluster_keys import ClusterKeys
 from rljax.engine.engine import DecodeEngine
 from rljax.models.transformer import Params
+from rljax.papers.srt.run_ahead import RunAhead
 from rljax.requests import Completion, Request
 from rljax.rollout.decode_loop import DecodeLoop, LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop, open_slots
 from rljax.speculation.no_drafts import NoDrafts
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 
 _RETRY = 5.0  # seconds without a word, after which a worker gets its requests again
@@ -221,13 +221,12 @@ def make_driver(
     config: ClusterKeys, speculator: Speculator | NoDrafts, put: Callable[[Any], Any]
 ) -> AheadDriver | None:
     """Returns the driver's part; None without `speculation.run_ahead_below`. See `make_idle_work`."""
-    if speculator.run_ahead is None:
-        return None
-    return AheadDriver(speculator.run_ahead, speculator.engine.buckets.batch[-1])
+    idle = speculator.idle
+    return AheadDriver(idle, speculator.engine.buckets.batch[-1]) if isinstance(idle, RunAhead) else None
 
 
 def make_worker(parts: WorkerParts) -> AheadWorker | None:
     """Returns a worker's part; None without `speculation.run_ahead_below`."""
-    if parts.speculator.run_ahead is None:
+    if not isinstance(parts.speculator.idle, RunAhead):
         return None
     return AheadWorker(parts.name, parts.speculator.engine)

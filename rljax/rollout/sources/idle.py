@@ -1,6 +1,6 @@
 """What is decoded in slots that no request of the rollout needs. `IdleSlots` is the default: nothing.
 
-`sampling_ahead.py` decodes requests of the next rollout in them.
+`IdleRequests` (`rljax/speculation/idle_requests.py`) makes those of a rollout, and has what remains of them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Drafts that were sampled ahead of time with the request's own noise.
 
 While slots were idle in the last step's tail, the engine decoded this step's requests with this step's noise
-and last step's weights (`rljax/speculation/run_ahead.py`). An update changes the policy little, so most of
+and last step's weights (`run_ahead.py`). An update changes the policy little, so most of
 these tokens will be sampled again. They are proposed as a chain for as long as the request agrees with them;
 another drafter, the fallback, proposes everywhere else.
 """

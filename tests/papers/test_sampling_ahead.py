@@ -10,13 +10,12 @@ import pytest
 from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.shapes import warm_up_plain
+from rljax.papers.srt.run_ahead import RunAhead, SamplingAhead
 from rljax.requests import DecodeStatistics, Request
 from rljax.rollout.collector import Scheduler
-from rljax.rollout.sources.sampling_ahead import SamplingAhead
 from rljax.sampling.noise import request_key
 from rljax.speculation.pass_choice import Candidates, best_rows
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.run_ahead import RunAhead
 from rljax.speculation.speculator import Speculator
 from tests.tiny_policy import VOCAB, FixedTimes, assert_same, make_engine
 
