@@ -32,6 +32,7 @@ from rljax.requests import Completion, Request
 from rljax.rollout.scheduler import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
 from rollout_benchmarks.equality import Count, EveryPass, take_turns
@@ -171,7 +172,9 @@ def _drafted(
     """Returns the responses with drafts in every second pass."""
     every_pass = EveryPass()
     drafter = SimpleDrafterAdapter(_Known(requests, plain, engine.config.vocab_size))
-    speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=every_pass.choice())
+    speculator = Speculator(
+        engine, {"known": drafter}, len(requests), strategies=StrategyChoice(make=every_pass.make)
+    )
     speculator.warm_up(params, len(requests[0].prompt_ids))
     take_turns(speculator, every_pass, alone=False)
     return Scheduler(engine, len(requests), speculator=speculator).run(params, requests)[0]

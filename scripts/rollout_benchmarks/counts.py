@@ -39,7 +39,6 @@ from rljax.training.compiling import compile_programs
 from rollout_benchmarks.equality import check_equal
 from rollout_benchmarks.variants import (
     PLAIN,
-    Variant,
     make_variant,
     open_run,
     step_requests,
@@ -91,22 +90,19 @@ def configs(file: str, overrides: Sequence[str]) -> Iterator[tuple[str, Experime
 
 
 def _rows(name: str, config: ExperimentConfig) -> list[Row]:
-    nodes, steps = config.speculation.max_drafts, config.training.steps
-    speculation = {}
-    for drafter, kind in _DRAFTERS.items():
-        strategy = {"drafter": kind, "depth": nodes, "top_k": nodes, "nodes": nodes}
-        speculation[drafter] = {"drafter": kind, "choice": "fixed", "strategies": [strategy]}
+    shape = dict.fromkeys(("depth", "top_k", "nodes"), config.speculation.max_drafts)
     with open_run(config) as (run, progress):
         compile_programs(run, wait=True)
-        times, plain = {}, make_variant(run, PLAIN, None, {})
-        variants = [make_variant(run, drafter, keys, times) for drafter, keys in speculation.items()]
+        times, plain, variants = {}, make_variant(run, PLAIN, None, {}), []
+        for drafter, kind in _DRAFTERS.items():
+            keys = {"drafter": kind, "choice": "fixed", "strategies": [{"drafter": kind, **shape}]}
+            variants.append(make_variant(run, drafter, keys, times))
         for _ in trained_steps(run, progress, plain, variants):
             pass
-    epochs = {"first epoch": slice(0, _STEPS_OF_AN_EPOCH)}
-    if steps > _STEPS_OF_AN_EPOCH:
-        epochs["later epochs"] = slice(_STEPS_OF_AN_EPOCH, steps)
-    rows = []
-    for when, which in epochs.items():
+    rows, first = [], _STEPS_OF_AN_EPOCH
+    for when, which in (("first epoch", slice(0, first)), ("later epochs", slice(first, None))):
+        if not plain.seconds[which]:
+            continue
         base = plain.total(which)
         for variant in variants:
             total, label = variant.total(which), f"algorithms/{name}/{when}/{variant.name}"
@@ -142,9 +138,13 @@ def draft_length_rows(config: ExperimentConfig) -> list[Row]:
             for name, each in toggles.items()
         ]
         for metrics in trained_steps(run, progress, plain, variants):
-            accept_length = variants[0].statistics[-1].accept_length
-            now = *_drafted(variants[0]), accept_length, metrics["entropy"]
-            for values, value in zip(steps.values(), now, strict=True):
+            first, state, acceptance = variants[0], variants[0].speculator.state(), part("StepAcceptance")()
+            length = int(state["patience_ladder"][0])
+            acceptance.load_state(state["toggle_acceptance"])
+            share, tokens = acceptance.share(length) or 0.0, first.statistics[-1].accept_length
+            for values, value in zip(
+                steps.values(), (length, share, tokens, metrics["entropy"]), strict=True
+            ):
                 values.append(value)
     ladder, *fixed = (variant.total() for variant in variants)
     more = {f"{name}_by_step": values for name, values in steps.items()} | {"toggle": toggle.model_dump()}
@@ -167,14 +167,6 @@ def always_pays(engine: DecodeEngine, drafter: Drafter) -> Any:
     )
     costs = part("policy_costs")(engine.config, engine.numerics, drafter.policy_weights.format)
     return part("Roofline")(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
-
-
-def _drafted(variant: Variant) -> tuple[int, float]:
-    """The draft length of the last step, and the share of its drafts that was accepted."""
-    state, acceptance = variant.speculator.state(), part("StepAcceptance")()
-    length = int(state["patience_ladder"][0])
-    acceptance.load_state(state["toggle_acceptance"])
-    return length, acceptance.share(length) or 0.0
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

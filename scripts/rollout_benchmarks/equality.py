@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rljax.config import SpeculationConfig
 from rljax.engine.buckets import Buckets
 from rljax.requests import Completion
 from rljax.speculation.managers.expected import ExpectedManager
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_choice import Candidates
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
@@ -71,17 +69,13 @@ class EveryPass:
 
     def __init__(self) -> None:
         self.turns = itertools.count()
+        self.make = functools.partial(ExpectedManager, choose_rows=self)  # of a `StrategyChoice`
 
     def __call__(
         self, candidates: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int
     ) -> int:
         sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
         return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
-
-    def choice(self, mix: bool = False) -> StrategyChoice:
-        """The default manager with these passes; see `speculation.mix`."""
-        keys = SpeculationConfig.model_construct(mix=mix)
-        return StrategyChoice(keys, make=functools.partial(ExpectedManager, choose_rows=self))
 
 
 def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> None:
