@@ -111,11 +111,12 @@ def decode_rows(name: str, plan: dict[int, tuple[int, int]], dtype: str = "float
     rows, kind = [], "" if dtype == "float32" else f"{dtype}/"
     for batch, (new_tokens, repeats) in plan.items():
         prompts = random_prompts(batch, config.vocab_size)
-        sides = {"transformers": functools.partial(reference_decode, model, prompts)}
+        sides: dict[str, Callable[..., object]] = {}
         for on in (True, False):
             engine = make_engine(config, on, batch, PROMPT_TOKENS + new_tokens, dtype=dtype)
             given = engine, engine.load_params(params), prompts
-            sides = {SWITCH[on]: functools.partial(decode, *given, room=new_tokens), **sides}
+            sides[SWITCH[on]] = functools.partial(decode, *given, room=new_tokens)
+        sides["transformers"] = functools.partial(reference_decode, model, prompts)
         actions: dict[str, Callable[[], object]] = {}
         for side, tokens in sides.items():
             tokens(new_tokens=2)  # compiles and allocates

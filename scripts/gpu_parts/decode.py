@@ -49,24 +49,21 @@ def measure(part: Part) -> None:
 
 
 def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: float) -> None:
-    config = config_of(name)
-    pool, numerics = TimedPool(), run_numerics(config, part.quick)
-    length = 128 if part.quick else _LENGTH
-    engines = [make_engine(config, numerics, pool, batch, length, steps=_STEPS) for batch in batches]
-    for engine in engines:
+    config, pool = config_of(name), TimedPool()
+    length, repeats = (128, 1) if part.quick else (_LENGTH, _REPEATS)
+    numerics, params, engines, calls = run_numerics(config, part.quick), None, {}, []
+    for batch in batches:
+        engine = engines[batch] = make_engine(config, numerics, pool, batch, length, steps=_STEPS)
         engine.fixed_gain = math.inf  # both loops are compiled
-    params = engines[0].load_params(random_params(config))
-    shapes = [(engine.buckets.batch[0], length) for engine in engines]
-    pairs = zip(engines, shapes, strict=True)
-    together = compile_together(
-        [functools.partial(engine.compile_plain, params, *shape) for engine, shape in pairs]
-    )
-    for batch, engine, (slots, length) in zip(batches, engines, shapes, strict=True):
+        params = engine.load_params(random_params(config)) if params is None else params
+        calls.append(functools.partial(engine.compile_plain, params, engine.buckets.batch[0], length))
+    together = compile_together(calls)
+    for batch, engine in engines.items():
+        slots = engine.buckets.batch[0]
         for loop, kind in (("", "generate"), ("/fixed loop", "generate fixed")):
             engine.fixed_gain = math.inf if loop else 0.0
             program, compile_seconds = pool.find(kind, slots, length)
             counts = counts_of_loop(text_of(program))
-            repeats = 1 if part.quick else _REPEATS
             seconds = time_passes(engine, params, slots, length, repeats, _STEPS)[0]
             step = statistics.median(seconds)
             size = read_bytes(params) + cache_bytes(config, slots * (length + _STEPS) / 2)
@@ -74,8 +71,8 @@ def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: fl
                 f"{name}/batch {batch}{loop}",
                 1e3 * step,
                 "ms/step",
-                compile_seconds=compile_seconds,
-                repeats=repeats,
+                compile_seconds,
+                repeats,
                 compiled_together_seconds=together,
                 share_of_bandwidth=size / step / bandwidth,
                 bytes=size,

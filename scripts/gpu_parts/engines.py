@@ -74,8 +74,8 @@ def random_params(config: ModelConfig) -> Params:
             return normal(jax.random.key(next(keys)), shape)
         return jnp.full(shape, 1.0 if path[-1].key.endswith("norm") else 0.0, jnp.float32)
 
-    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(make, param_shapes(config), is_leaf=is_shape)
+    shapes = param_shapes(config)
+    return jax.tree_util.tree_map_with_path(make, shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def read_bytes(params: Params) -> int:

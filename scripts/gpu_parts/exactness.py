@@ -49,15 +49,8 @@ _PER_MEASUREMENT = 15.0  # seconds that a run's own measurement takes at least
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is decoded.
-
-    Attributes:
-      slots: requests, all decoded at a time.
-      alone: requests that are decoded one by one, too.
-      prompt, response: tokens of each.
-      cache: positions of a slot.
-      rows: rows of a verifying pass.
-      packed: tokens of a row of the training pass.
+    """What is decoded: requests in `slots`, some of them `alone`, too; tokens of a `prompt` and a `response`;
+    positions of a slot's `cache`, `rows` of a verifying pass, tokens of a `packed` row of the training pass.
     """
 
     slots: int
@@ -127,17 +120,21 @@ def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Siz
     calls = [functools.partial(score.compile, params)]
     for each in (engine, alone):
         slots = each.buckets.batch[0]
+        shape = slots, sizes.cache
         calls += [
             functools.partial(each.compile_prefill, params, slots, length),
-            functools.partial(each.compile_insert, (slots, length), slots, sizes.cache),
-            functools.partial(each.compile_plain, params, slots, sizes.cache),
-        ]
-        calls += [
-            functools.partial(each.compile_verify, params, slots, sizes.cache, *size)
-            for size in each.buckets.passes(slots)
+            functools.partial(each.compile_insert, (slots, length), *shape),
+            functools.partial(each.compile_plain, params, *shape),
+            *(
+                functools.partial(each.compile_verify, params, *shape, *size)
+                for size in each.buckets.passes(slots)
+            ),
         ]
     seconds = compile_together(calls)
-    requests = _requests(config.vocab_size, sizes)
+    prompts = np.random.default_rng(0).integers(config.vocab_size, size=(sizes.slots, sizes.prompt)).tolist()
+    requests = [
+        Request(tuple(prompt), request_key(0, 0, 0, i, 0), sizes.response) for i, prompt in enumerate(prompts)
+    ]
     plain = Scheduler(engine, sizes.slots).run(params, requests)[0]
     lonely = [Scheduler(alone, 1).run(params, [request])[0][0] for request in requests[: sizes.alone]]
     _flip_row(part, "alone", plain[: sizes.alone], lonely, seconds)
@@ -147,23 +144,12 @@ def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Siz
         "the training pass from the rollout",
         float(differences.max()),
         "nats at most",
-        compile_seconds=seconds,
-        repeats=None,
+        seconds,
         mean=float(differences.mean()),
         share_with_other_bits=float((differences > 0).mean()),
         tokens=len(differences),
         mean_logprob=float(np.concatenate([each.logprobs for each in plain]).mean()),
     )
-
-
-def _requests(vocab: int, sizes: Sizes) -> list[Request]:
-    rng = np.random.default_rng(0)
-    return [
-        Request(
-            tuple(rng.integers(vocab, size=sizes.prompt).tolist()), request_key(0, 0, 0, i, 0), sizes.response
-        )
-        for i in range(sizes.slots)
-    ]
 
 
 def _drafted(
@@ -172,9 +158,8 @@ def _drafted(
     """Returns the responses with drafts in every second pass."""
     every_pass = EveryPass()
     drafter = SimpleDrafterAdapter(_Known(requests, plain, engine.config.vocab_size))
-    speculator = Speculator(
-        engine, {"known": drafter}, len(requests), strategies=StrategyChoice(make=every_pass.make)
-    )
+    strategies = StrategyChoice(make=every_pass.make)
+    speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=strategies)
     speculator.warm_up(params, len(requests[0].prompt_ids))
     take_turns(speculator, every_pass, alone=False)
     return Scheduler(engine, len(requests), speculator=speculator).run(params, requests)[0]
@@ -192,8 +177,7 @@ def _flip_row(
         f"flips, {how}",
         1e4 * len(count.flips) / count.tokens,
         "in 10,000 tokens",
-        compile_seconds=compile_seconds,
-        repeats=None,
+        compile_seconds,
         flips=len(count.flips),
         tokens=count.tokens,
         other_logprobs=count.logprobs,
@@ -254,7 +238,7 @@ def _compare_products(part: Part) -> None:
     shapes, rows = (_QUICK_SHAPES, _QUICK_ROWS) if part.quick else (_SHAPES, _ROWS)
     if part.variant != "autotuning":
         error = float32_error(*shapes[0], rows[-1])
-        part.row("float32 product", error, "relative error", compile_seconds=None, repeats=None)
+        part.row("float32 product", error, "relative error")
     on_gpu = {f"Triton {SWITCH[way]}": {"xla_gpu_enable_triton_gemm": way} for way in (True, False)}
     for compiled, options in (on_gpu if jax.default_backend() == "gpu" else {"as compiled": {}}).items():
         exact: dict[str, list[float]] = {}  # by formulation, prices of those that are exact
@@ -265,20 +249,15 @@ def _compare_products(part: Part) -> None:
                 continue
             results, seconds = compare_rows(inputs, outputs, rows, options)
             for formulation, result in results.items():
-                figures = dataclasses.asdict(result)
-                part.row(
-                    f"{name}, {formulation}",
-                    len(figures["differing"]),
-                    "numbers of rows with other bits",
-                    compile_seconds=seconds,
-                    repeats=REPEATS,
-                    **figures,
-                )
+                figures, unit = dataclasses.asdict(result), "numbers of rows with other bits"
+                number = len(result.differing)
+                part.row(f"{name}, {formulation}", number, unit, seconds, REPEATS, **figures)
                 if not result.differing:
                     exact.setdefault(formulation, []).append(result.price[64])
-        everywhere = {name: max(prices) for name, prices in exact.items() if len(prices) == len(shapes)}
         found = ", ".join(
-            f"{name} ({price:.2f} times the time at 64 rows)" for name, price in everywhere.items()
+            f"{name} ({max(prices):.2f} times the time at 64 rows)"
+            for name, prices in exact.items()
+            if len(prices) == len(shapes)
         )
         part.note(f"{compiled}: one kernel for all rows: {found or 'none'}")
 

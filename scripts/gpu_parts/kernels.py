@@ -66,9 +66,7 @@ def measure(part: Part) -> None:
         for row in bench_kernels.case_rows(op, case, [kernel_of(op)], part.quick):
             figures = row.as_json()
             name, value, unit = (figures.pop(key) for key in ("name", "value", "unit"))
-            part.row(
-                f"time/{name}", value, unit, compile_seconds=None, repeats=figures.pop("rounds"), **figures
-            )
+            part.row(f"time/{name}", value, unit, repeats=figures.pop("rounds"), **figures)
 
 
 def write_errors(part: Part, check: Check, case: Case) -> None:
@@ -93,7 +91,7 @@ def write_errors(part: Part, check: Check, case: Case) -> None:
                 float(_error(jax.device_put(got, right.sharding), right))
                 for got, right in zip(jax.tree.leaves(compiled(*arguments)), expected, strict=True)
             ]
-        part.row(name, max(errors), "error", compile_seconds=seconds, repeats=None, errors=errors)
+        part.row(name, max(errors), "error", seconds, errors=errors)
 
 
 def _expected(reference: Callable[..., tuple[Array, ...]], arguments: tuple[Any, ...]) -> tuple[Array, ...]:
@@ -111,10 +109,6 @@ def _error(got: Array, expected: Array) -> Array:
     if expected.dtype != jnp.float64:
         return jnp.mean(got != expected)
     return jnp.linalg.norm(got.astype(jnp.float64) - expected) / jnp.linalg.norm(expected)
-
-
-def _first_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(each[:1] for each in arguments)
 
 
 def _rows_of_one_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -268,7 +262,7 @@ CHECKS = (
     Check("compaction", 0, _compacted),
     Check("gated_product", 0, _gated, _rows_of_one_layer),
     Check("head_products", 0, _heads, _rows_of_one_layer),
-    Check("quantized_product", 0, _product, _first_layer),
+    Check("quantized_product", 0, _product, lambda arguments: tuple(each[:1] for each in arguments)),
     Check("token_logprobs", 0, _scores),
     Check("packed_attention", 0, _packed, quick="interpret_triton"),
     Check("token_logprobs", 1, _gradients),

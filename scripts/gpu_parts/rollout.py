@@ -90,12 +90,8 @@ _QUESTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
-    """What all rollouts share.
-
-    Attributes:
-      part: collects the rows.
-      name: the policy's, for the rows.
-      epochs: requests of every epoch: the same prompts, other noise.
+    """What all rollouts share: the policy and its `name` in the rows, and requests of all `epochs`, the same
+    prompts with other noise.
     """
 
     part: Part
@@ -167,7 +163,13 @@ def _make_bench(part: Part, config: ExperimentConfig, path: str | None, director
     if config.policy.growth is not None:
         policy = grown_policy(policy, config.policy.growth, config.seed)
     if path is not None:
-        prompts = _questions(policy, rollout.prompts_per_step)
+        rng, system = np.random.default_rng(0), "Answer in full sentences."  # short, as prompts are
+        texts = [
+            question.format(a=rng.integers(30, 90), b=rng.integers(3, 9))
+            for question in _QUESTIONS[: rollout.prompts_per_step]
+        ]
+        chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in texts]
+        prompts = [tuple(policy.tokenizer.encode_chat(chat)) for chat in chats]
     else:
         source = Prompts(task, policy.tokenizer, rollout.max_prompt_length, leave_out=True)
         indices, _ = source.next_problems("train", 0, rollout.prompts_per_step)
@@ -183,15 +185,6 @@ def _make_bench(part: Part, config: ExperimentConfig, path: str | None, director
     ]
     name = "tiny" if part.quick else Path(path).name.removesuffix(".gguf") if path else "95M"
     return _Bench(part, name, config, policy, unmeasured_numerics(config, policy.config, None), pool, epochs)
-
-
-def _questions(policy: Policy, count: int) -> list[tuple[int, ...]]:
-    rng = np.random.default_rng(0)
-    texts = [_QUESTIONS[index].format(a=rng.integers(30, 90), b=rng.integers(3, 9)) for index in range(count)]
-    system = {"role": "system", "content": "Answer in full sentences."}  # short, as prompts are
-    return [
-        tuple(policy.tokenizer.encode_chat([system, {"role": "user", "content": text}])) for text in texts
-    ]
 
 
 def _plain(bench: _Bench) -> list[tuple[list[Completion], float]]:
@@ -210,8 +203,8 @@ def _plain(bench: _Bench) -> list[tuple[list[Completion], float]]:
             f"{bench.name}/plain/epoch {epoch}",
             statistics.tokens / seconds,
             "tokens/s",
-            compile_seconds=compile_seconds,
-            repeats=len(taken),
+            compile_seconds,
+            len(taken),
             seconds=seconds,
             **_counts(statistics, completions),
             busy_slots=statistics.tokens / (statistics.steps * len(requests)),
@@ -238,8 +231,8 @@ def _drafted(
             f"{bench.name}/{name}/epoch {epoch}",
             statistics.tokens / seconds,
             "tokens/s",
-            compile_seconds=compile_seconds,
-            repeats=1,
+            compile_seconds,
+            1,
             plain_tokens_per_second=plain_rate,
             ratio=statistics.tokens / seconds / plain_rate,
             accept_length=statistics.accept_length,
