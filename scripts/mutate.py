@@ -33,15 +33,9 @@ _FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkd
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A mechanism, and how to break it.
-
-    Attributes:
-      name: what is wrong in the broken code.
-      file: the file, from the repository's root.
-      replace: text that occurs in it once.
-      by: text in its place.
-      tests: as pytest takes them, one of which should notice: the test where that is known, else a file or
-        folder.
+    """A mechanism, and how to break it: `name` says what is wrong in the broken code, where `by` takes the
+    place of the text to `replace`, which occurs once in the `file`, a path from the repository's root. One of
+    `tests` should notice: the test where that is known, else a file or folder, as pytest takes them.
     """
 
     name: str
@@ -64,24 +58,9 @@ def read_mutations() -> list[Mutation]:
     return [Mutation(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def noticing_test(copy: Path, mutation: Mutation, limit: float) -> str | None:
-    """Returns the first test of a mutation that fails on the broken code, None if all pass; `copy` is left
-    as it was.
-    """
-    path = copy / mutation.file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(mutation.applied(text), encoding="utf-8")
-    try:
-        return first_failure(copy, mutation.tests, limit)
-    finally:
-        path.write_text(text, encoding="utf-8")
-
-
 def first_failure(copy: Path, tests: Sequence[str], limit: float) -> str | None:
-    """Returns the first test that fails in a copy of the repository, None if all pass.
-
-    Args:
-      limit: seconds after which they count as failed.
+    """Returns the first test that fails in a copy of the repository within `limit` seconds, after which they
+    count as failed; None if all pass.
     """
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={cache}", *tests]
@@ -172,7 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, mutation in enumerate(mutations, 1):
             start = time.monotonic()
             if mutation.name not in findings.failed:
-                findings.add(mutation.name, noticing_test(copy, mutation, arguments.limit))
+                path = copy / mutation.file
+                text = path.read_text(encoding="utf-8")
+                path.write_text(mutation.applied(text), encoding="utf-8")
+                findings.add(mutation.name, first_failure(copy, mutation.tests, arguments.limit))
+                path.write_text(text, encoding="utf-8")
             noticed = findings.failed[mutation.name]
             if noticed and noticed not in findings.failed:
                 tests = (noticed,) if "::" in noticed else mutation.tests

@@ -16,7 +16,6 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from drafters.simple import SimpleDrafterAdapter
 from gpu_parts.engines import TimedPool, compile_together, make_engine, random_params, run_numerics
 from gpu_parts.part import Part, run
 from kernel_benchmarks.products import REPEATS, compare_rows, float32_error
@@ -35,7 +34,7 @@ from rljax.sampling.noise import request_key
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
-from rollout_benchmarks.equality import Count, EveryPass, take_turns
+from rollout_benchmarks.equality import Count, EveryPass, Knowing, take_turns
 from workloads import SWITCH, config_of
 
 _SHAPES = ((6144, 2048), (2048, 151_936), (2048, 1024))  # down, the LM head, and keys: few outputs
@@ -85,24 +84,6 @@ def measure(part: Part) -> None:
 
 
 # -- decoding ----------------------------------------------------------------------------------------------
-
-
-class _Known:
-    """Drafts that are known to be right, but for some: the responses of plain decoding."""
-
-    def __init__(self, requests: Sequence[Request], completions: Sequence[Completion], vocab: int) -> None:
-        rng = np.random.default_rng(0)
-        self._drafts: dict[tuple[int, ...], np.ndarray] = {}
-        for request, completion in zip(requests, completions, strict=True):
-            right = completion.response_ids
-            wrong = (right + 1 + rng.integers(vocab - 1, size=len(right))) % vocab
-            self._drafts[request.prompt_ids] = np.where(rng.random(len(right)) < _WRONG, wrong, right)
-        self._prompt = len(requests[0].prompt_ids)
-
-    def propose(self, tokens: np.ndarray, limit: int) -> np.ndarray:
-        """See `SimpleDrafter`."""
-        drafts = self._drafts[tuple(tokens[: self._prompt].tolist())]
-        return drafts[len(tokens) - self._prompt :][:limit]
 
 
 def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Sizes) -> None:
@@ -157,7 +138,8 @@ def _drafted(
 ) -> list[Completion]:
     """Returns the responses with drafts in every second pass."""
     every_pass = EveryPass()
-    drafter = SimpleDrafterAdapter(_Known(requests, plain, engine.config.vocab_size))
+    rng = np.random.default_rng(0)
+    drafter = Knowing([rng.random(len(each.response_ids)) >= _WRONG for each in plain], plain)
     strategies = StrategyChoice(make=every_pass.make)
     speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=strategies)
     speculator.warm_up(params, len(requests[0].prompt_ids))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.base import Drafter, Drafts, Queries
+from drafters.base import Drafter
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig, SpeculationConfig, load_config
 from rljax.config.wing import part
@@ -36,7 +36,7 @@ from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
 from rljax.training.compiling import compile_programs
-from rollout_benchmarks.equality import check_equal
+from rollout_benchmarks.equality import Knowing, check_equal
 from rollout_benchmarks.variants import (
     PLAIN,
     make_variant,
@@ -205,31 +205,6 @@ _GOOD, _BAD = 0.9, 0.15  # share of the tokens that a drafter is right about
 _PLAIN_ROWS = 64  # a pass of so many rows takes twice as long as a plain step
 
 
-class _Knowing(Drafter):
-    """Proposes the recorded responses, with mistakes where a request's `right`, bool [tokens], is False."""
-
-    def __init__(self, right: Sequence[np.ndarray], completions: Sequence[Completion]) -> None:
-        self._right, self._completions = right, completions
-
-    def begin(self, requests: Sequence[Any]) -> None:
-        self._prompts = [len(request.prompt_ids) for request in requests]
-
-    def observe(self, sampled: Any) -> None:
-        """Does nothing: the responses are known."""
-
-    def propose(self, queries: Queries) -> Drafts:
-        shape = (len(queries.requests), queries.nodes)
-        tokens, counts = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
-        for row, request in enumerate(queries.requests):
-            first = queries.positions[row] - self._prompts[request]
-            known = self._completions[request].response_ids[first:][: queries.budgets[row]]
-            right = self._right[request][first:][: len(known)]
-            counts[row] = len(known)
-            tokens[row, : len(known)] = np.where(right, known, known ^ 1)  # another token of the vocabulary
-        parents = np.broadcast_to(np.arange(-1, shape[1] - 1, dtype=np.int32), shape)
-        return Drafts(tokens, parents, np.zeros(shape, np.float32), counts)
-
-
 class _MadeUpTimes(PassTimes):
     """Times by the number of rows, whatever is measured."""
 
@@ -265,7 +240,7 @@ def race_rows(config: ExperimentConfig, seeds: int = 4) -> list[Row]:
         for seed in range(seeds):
             right = _draw(completions, np.random.default_rng(seed))
             for name, (known, choice) in ways.items():
-                drafters = {each: _Knowing(right[each], completions) for each in known}
+                drafters = {each: Knowing(right[each], completions) for each in known}
                 chosen = StrategyChoice(SpeculationConfig(choice=choice))
                 speculator = Speculator(engine, drafters, slots, times=_MadeUpTimes(), strategies=chosen)
                 scheduler = Scheduler(engine, slots, None, speculator)
