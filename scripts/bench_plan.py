@@ -129,12 +129,11 @@ def decoding_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
         for timed in (*plan.decoding, *plan.verifying):
             if timed.slots != slots:
                 continue
-            plain = timed.rows == slots
-            kind, more = ("decode step", "") if plain else ("verifying pass", f", {timed.rows} tokens")
-            seconds = statistics.median(measured[0 if plain else timed.rows])
-            shape = {"slots": slots, "rows": timed.rows}
-            name = f"{kind}, {slots} slots{more}"
-            rows.append(_compared(name, 1e3 * timed.seconds, 1e3 * seconds, "ms", **shape))
+            name, key = f"verifying pass, {slots} slots, {timed.rows} tokens", timed.rows
+            if timed.rows == slots:
+                name, key = f"decode step, {slots} slots", 0
+            both = 1e3 * timed.seconds, 1e3 * statistics.median(measured[key])
+            rows.append(_compared(name, *both, "ms", slots=slots, rows=timed.rows))
     return rows
 
 
@@ -150,11 +149,10 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
     state = trainer.init(init_params(run.model, 0))
     rows, length = training.rows_per_microbatch, training.pack_length
     batch = equal_batch(rows, length, 8, run.model.vocab_size, length)
-    holder = [state]
-    del state
 
-    def update():
-        holder[0], _ = trainer.update(holder[0], [batch])
+    def update() -> None:
+        nonlocal state
+        state, _ = trainer.update(state, [batch])
 
     (seconds,) = interleave({"update": update}, repeats=3).values()
     roofline = Roofline(run, plan.hardware)

@@ -45,18 +45,17 @@ def qwen3(
     vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any
 ) -> ModelConfig:
     """A Qwen3 of this size, with tied embeddings and heads of 64 unless `more` says otherwise."""
-    sizes = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": 64,
-        "mlp_size": mlp,
-        "max_positions": 4096,
-    }
-    kind = {"architecture": "qwen3", "tie_embeddings": True, "qk_norm": True}
-    return ModelConfig(**(kind | sizes | more))
+    options = {"architecture": "qwen3", "head_dim": 64, "max_positions": 4096}
+    options |= {"tie_embeddings": True, "qk_norm": True} | more
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        mlp_size=mlp,
+        **options,
+    )
 
 
 _PUBLISHED = {"head_dim": 128, "rope_theta": 1e6, "max_positions": 32_768}
@@ -128,10 +127,7 @@ def begun(
 
 
 def measured_numerics(
-    config: ModelConfig,
-    numerics: Numerics,
-    buckets: Buckets,
-    others: Sequence[int] = (),
+    config: ModelConfig, numerics: Numerics, buckets: Buckets, others: Sequence[int] = ()
 ) -> tuple[Numerics, str]:
     """Returns numerics with the form of products that is measured on this device, and a line about it."""
     measurement = measured(config, numerics, row_counts(buckets, others), None)
