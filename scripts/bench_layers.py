@@ -2,16 +2,11 @@
 
     python scripts/bench_layers.py --compiled-for h100:1    # needs pip install -e '.[compilers]'
 
-A decode step of all slots, and a verifying pass, are compiled for two small depths; a layer is what the
-deeper one adds, and a whole policy is extrapolated. `bytes` are what the kernels read and write, of a loop
-within a pass one turn where the text does not say how many; `least_bytes` are the weights of a layer and the
-cache of its slots, which every pass has to read. On a TPU operations count as kernels. Nothing runs: no times
-are measured.
-
-`--update` compiles a micro-batch of one packed row in their place, whose gradients are added to those
-before. It counts loops: before every turn of one whose turns the text does not count, a GPU's host
-waits for the device. It also reads off the bytes that a layer adds to what the program needs, and those that
-its kernels read and write.
+Two small depths are compiled; a layer is what the deeper one adds, and a whole policy is extrapolated.
+`bytes` are what the kernels read and write, of a loop one turn where the text does not say how many;
+`least_bytes` are the weights of a layer and the cache of its slots. `--update` compiles a micro-batch of
+one packed row in the place of passes, whose gradients are added to those before: before every turn of a
+loop whose turns the text does not count, a GPU's host waits for the device. docs/gpu.md explains the rows.
 """
 
 import argparse

@@ -1,11 +1,5 @@
 """What ways to train have learned: `python scripts/bench_learning.py [--only SECTIONS] [key=value ...]`.
 
-`algorithms`: every algorithm of `rljax/algorithms/registry.py`. `staleness`: responses of the step's own
-weights, of those of the step before, and in the order of arrival with bounded lag, which workers decode;
-`time`: steps of the first two, with workers. `curriculum`: problems that come back, asked in order and by
-each rule. `distillation`: a policy that a larger one teaches, and the same by reward. `lora`: an adapter, and
-all weights. `agents`: responses that agents sample through HTTP, and those of the run itself.
-
 The config is SmolLM2's where a section's ways do not change the task or the policy's shape, else
 configs/bench_algorithms.yaml. All start from one warm start a seed, or from the published weights. The runs
 stay in `run_dir`, which is runs/learning unless the key is set: started again, it goes on where it was

@@ -1,14 +1,12 @@
 """Compare plans with runs on this CPU: `python scripts/bench_plan.py [--config FILE] [key=value ...]`.
 
 `passes` times decode steps and verifying passes, `update` the gradients of a micro-batch and its memory,
-`run` the memory of a whole run of one step: rollout, update and checkpoint. The config is SmolLM2's unless
-another is named, and weights that are not here are random. Figures of the CPU are measured right before
-(`rljax/planning/hardware.py`).
+`run` the memory of a whole run of one step: rollout, update and checkpoint. Weights that are not here are
+random. Figures of the CPU are measured right before (`rljax/planning/hardware.py`).
 
-`--break-even FILE` draws what drafts must bring and measures nothing: `--results` names what `--only passes`
-and `plan.py --json` wrote. A pass pays if the tokens that a slot gets from it take less time than decode
-steps: tokens a slot > seconds of the pass / seconds of a decode step over the same slots. Drafting itself
-comes on top.
+`--break-even FILE` draws what drafts must bring, of files that `--only passes` and `plan.py --json` wrote:
+a pass pays if it takes less time for the tokens of a slot than decode steps over the same slots. Drafting
+itself comes on top.
 """
 
 import functools

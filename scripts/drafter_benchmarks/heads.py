@@ -1,12 +1,9 @@
-"""Heads that are trained on a policy's rollouts, and what they are worth on held-out ones, all else being
-equal.
+"""Heads that are trained on a policy's rollouts, and what they are worth on held-out ones.
 
 `training`: objectives after equal numbers of slices, and the cost of a slice (TLT, Tables 7 and 8). `losses`:
-losses by the drafts that are accepted under shared noise: every head begins with the same weights and is
-trained by as many slices, on the same rollouts in the same order, at temperature 1; what counts is the chance
-that the token that was sampled is drafted under the request's noise, multiplied along the response
-(`losses.coupled_at`). `packing`: packed against padded batches on the lengths of real rollouts (TLT, Figure
-17b).
+the chance that the token that was sampled is drafted under the request's noise, multiplied along the response
+(`losses.coupled_at`), where heads differ in the loss alone. `packing`: packed against padded batches on the
+lengths of real rollouts (TLT, Figure 17b).
 """
 
 import dataclasses

@@ -1,10 +1,8 @@
-"""Drafters while the policy is trained, step by step, on held-out rollouts of the policy as it then is.
+"""Drafters while the policy is trained, on held-out rollouts of the policy as it then is.
 
 The policy in fewer bits: tokens per pass as the policy's entropy falls (EfficientRollout's block efficiency).
-A head: the accuracy lost by an update of the policy, and regained by training on that step's rollouts, beside
-the same head as it was before RL (TLT, Table 6 and Figure 16).
-
-Computed from hidden states, without decoding: see `drafters/eagle/evaluation.py`.
+A head: the accuracy lost by an update of the policy, and regained by training on that step's rollouts (TLT,
+Table 6 and Figure 16). Computed from hidden states: see `drafters/eagle/evaluation.py`.
 """
 
 import dataclasses

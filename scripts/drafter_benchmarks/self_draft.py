@@ -1,13 +1,9 @@
 """The policy in fewer bits drafts for itself: tokens a pass by format and quantizer, and bytes that it reads.
 
-Real drafting: chains drafted under the requests' own noise on the policy's cache, a verifying pass behind
-each, until every response has ended. All drafters draft for the same responses, so they differ in passes
-alone.
-
-EfficientRollout (appendix C.4) compares rounding to nearest with activation-aware quantization (AWQ, Lin et
-al., arXiv 2306.00978, section 3.2), from activations of the training step before. AWQ folds its scales into
-the layer before, so that projections with the same input share them; here each has its own, which can only be
-closer, and costs no bytes in the rows.
+Real drafting, with a verifying pass behind each chain. All draft for the same responses, so they differ in
+passes alone. EfficientRollout (appendix C.4) compares rounding to nearest with activation-aware quantization
+(AWQ, Lin et al., arXiv 2306.00978, section 3.2), from activations of the training step before. AWQ shares
+scales among projections with the same input; here each has its own, which can only be closer.
 """
 
 import dataclasses

@@ -1,9 +1,7 @@
 """Part `exactness`: whether a token depends on what is computed beside it, and what it costs if it does not.
 
-First a policy with the widths of Qwen3-1.7B decodes the same requests in a batch, alone, and with drafts, and
-the training pass scores what it decoded. A response is compared up to its first difference. Then products
-with the policy's weights over numbers of rows, in several formulations, on a GPU with Triton's products and
-without. There both happen without autotuning first, and then with it: two variants of this part.
+A policy with the widths of Qwen3-1.7B decodes the same requests in a batch, alone, and with drafts, and the
+training pass scores what it decoded. Then products with the policy's weights over numbers of rows.
 """
 
 import dataclasses

@@ -1,20 +1,11 @@
 """Papers' figures in tokens of a pass: they follow from the tokens alone, and not from a machine's times.
 
-`algorithms`: SRT by algorithm (Table 1 of its paper) and by responses to a prompt (Table 3). Every case is
-the workload with the algorithm of its name, rolled out plainly and with the paper's three drafters while the
-policy trains; prompts return in every second step. Prompts and responses of a step have about the proportions
-of its Table 2: an algorithm with a critic has one response to a prompt. The paper's four are PPO, GRPO, DAPO
-and ReTool, which is PPO with tools: here that is the calculator's task. Whatever a drafter has is verified,
-up to so many nodes: on a small policy the default manager would rightly verify nothing.
-
-`draft_lengths`: does EfficientRollout's draft length follow what the policy accepts, as it trains? Every step
-is rolled out plainly, with the draft length of the patience ladder, and with its shortest and its longest one
-throughout (section 4.3 and Figure 4 of the paper). The roofline is made up: by it drafting always pays, so
-that the length alone decides.
-
-`races`: the draft ladder with its races, where how good a drafter is varies from request to request. Made-up
-drafters know the responses, and each is right about most tokens of some requests and few of the others.
-Passes take made-up times, so that the choices follow from the requests and the seed.
+`algorithms`: SRT by algorithm (Table 1 of its paper) and by responses to a prompt (Table 3), in about the
+proportions of its Table 2; ReTool is PPO with the calculator's task. Whatever a drafter has is verified, up
+to so many nodes: on a small policy the default manager would rightly verify nothing. `draft_lengths`:
+EfficientRollout's patience ladder (section 4.3 and Figure 4), under a made-up roofline by which drafting
+always pays, so that the length alone decides. `races`: the draft ladder (TLT), with made-up drafters, each
+of which knows most of some responses and little of the others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
