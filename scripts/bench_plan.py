@@ -165,7 +165,7 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
 
 # --- a whole run -----------------------------------------------------------------------------------------
 
-_PROBLEMS = 64
+_SUMS = {f"What is {i} plus {i % 7}?": i + i % 7 for i in range(64)}
 
 
 def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
@@ -182,9 +182,19 @@ def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
         if loaded.policy.path is not None:
             source = local_directory(loaded.policy.path, weights=False)
             if not any(source.glob("*.safetensors")):
-                keys.append(f"policy.path={_random_policy(source, directory)}")
+                model, tokenizer = load_model_config(source), directory / "tokenizer"
+                train_tokenizer(list(_SUMS), 512, tokenizer)
+                save_model(directory / "policy", model, init_params(model, 0), "bfloat16", tokenizer)
+                keys.append(f"policy.path={directory / 'policy'}")
         if loaded.task.name == "dataset":
-            keys.append(f"task.args.path={_sums(loaded.task.args, directory)}")
+            columns, file = loaded.task.args, directory / "problems.jsonl"
+            marker = columns.get("answer_marker", "")
+            problems = [
+                {columns["prompt"]: text, columns["answer"]: f"{marker} {answer}"}
+                for text, answer in _SUMS.items()
+            ]
+            file.write_text("".join(json.dumps(each) + "\n" for each in problems), encoding="utf-8")
+            keys.append(f"task.args.path={file}")
         (*_, metrics), peak = train(config, directory / "run", *keys)
     planned = {phase: size for phase, (size, _) in plan.memory.peaks.items()}
     details = {
@@ -195,25 +205,6 @@ def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
     }
     most = max(planned.values()) / 2**20
     return [_compared("memory of a run", most, peak / 2**20, "MiB", **details)]
-
-
-def _random_policy(path: Path, directory: Path) -> Path:
-    """A directory with random weights of the architecture in `path`, and a tokenizer."""
-    source, written = directory / "source", directory / "policy"
-    train_tokenizer([f"What is {i} plus {i % 7}?" for i in range(_PROBLEMS)], 512, source)
-    model = load_model_config(path)
-    save_model(written, model, init_params(model, 0), "bfloat16", tokenizer_source=source)
-    return written
-
-
-def _sums(columns: dict[str, str], directory: Path) -> Path:
-    """A data set with the config's columns."""
-    file, marker = directory / "problems.jsonl", columns.get("answer_marker", "")
-    texts = [(f"What is {i} plus {i % 7}?", f"{marker} {i + i % 7}") for i in range(_PROBLEMS)]
-    names = columns["prompt"], columns["answer"]
-    lines = [json.dumps(dict(zip(names, each, strict=True))) + "\n" for each in texts]
-    file.write_text("".join(lines), encoding="utf-8")
-    return file
 
 
 # --- the command line ------------------------------------------------------------------------------------
