@@ -79,14 +79,9 @@ def read_plainly(file: Path, template: TrainState) -> TrainState:
 
 
 def save_with_orbax(directory: Path, state: TrainState, compression: bool) -> None:
-    """Saves by Orbax as `RunCheckpoints` does, with or without zstd."""
+    """As `RunCheckpoints` does, with or without zstd."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=compression)) as checkpointer:
         checkpointer.save(directory, args=ocp.args.PyTreeSave(state), force=True)
-
-
-def bytes_in(directory: Path) -> int:
-    """Size of all files below a directory."""
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 Round = dict[tuple[str, str], tuple[float, float]]
@@ -139,7 +134,10 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
                 }
             )
         checkpoints.close()
-        disk_bytes, zstd_bytes = bytes_in(checkpoints.directory), bytes_in(path / "zstd")
+        disk_bytes, zstd_bytes = (
+            sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+            for directory in (checkpoints.directory, path / "zstd")
+        )
 
     details = {"params": num_params(config_of(name)), "state_bytes": state_bytes}
     sizes, label = (disk_bytes / 1e6, state_bytes / 1e6), f"checkpoint/{name}/on disk"

@@ -186,10 +186,8 @@ def _moved(
     if operation.kind in _SLICES:
         return 2 * result
     if operation.kind.endswith("-start"):  # (to, from, ...) of a copy; ((operands), result, ...) of others
-        first, second, *_ = _arrays(operation.shape)
-        if operation.kind == "copy-start":
-            return first.in_memory + second.in_memory
-        return second.bytes + second.in_memory
+        (_, first), (size, second), *_ = _arrays(operation.shape)
+        return first + second if operation.kind == "copy-start" else size + second
     if operation.kind in _WRITES:
         return 2 * sizes.get(operands[_WRITES[operation.kind]], 0)
     taken = [sizes.get(name, 0) for name in operands]
@@ -246,25 +244,17 @@ def _spared(inside: list[Operation]) -> list[int]:
     return spared
 
 
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """Bytes of an array, and how many of them are in the device's memory: on a TPU it may be in the core's,
-    `S(1)`.
+def _arrays(shape: str) -> list[tuple[int, int]]:
+    """Returns, for each array of a type's text, its bytes and how many of them are in the device's memory: on
+    a TPU it may be in the core's, `S(1)`.
     """
-
-    bytes: int
-    in_memory: int
-
-
-def _arrays(shape: str) -> list[_Array]:
-    """Returns the arrays of a type's text."""
     arrays = []
     for kind, sizes, layout in _SHAPE.findall(shape):
         item = 1 if kind == "pred" else int(re.search(r"\d+", kind)[0]) / 8
         size = int(item * math.prod(int(extent) for extent in sizes.split(",") if extent))
-        arrays.append(_Array(size, 0 if "S(1)" in layout else size))
+        arrays.append((size, 0 if "S(1)" in layout else size))
     return arrays
 
 
 def _bytes(shape: str) -> int:
-    return sum(array.in_memory for array in _arrays(shape))
+    return sum(in_memory for _, in_memory in _arrays(shape))

@@ -46,8 +46,6 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
     with open_run(config) as (run, progress):
         compile_programs(run, wait=True)
         plain, *variants = make_variants(run, names)
-        baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
-        same: dict[str, list[float]] = {variant.name: [] for variant in variants}  # share of the responses
         plain_statistics: list[DecodeStatistics] = []
         lengths: list[list[int]] = []
         updates: list[float] = []  # seconds
@@ -69,10 +67,10 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
             for first in range(0, len(order), _BETWEEN):
                 between = order[first : first + _BETWEEN]
                 for variant in between:
-                    same[variant.name].append(check_same(expected, timed(variant, step), variant.name))
+                    variant.same.append(check_same(expected, timed(variant, step), variant.name))
                 check_same(expected, timed(plain, step), plain.name)
                 for variant in between:
-                    baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
+                    variant.baseline.append(sum(plain.seconds[-2:]) / 2)
             start = time.perf_counter()
             loop.learn(run, expected)
             jax.block_until_ready(run.state.trained)
@@ -90,8 +88,8 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
             "update_seconds": sum(updates[steps]),
         }
         for variant in variants:
-            workload["same_responses"] = float(np.mean(same[variant.name][steps]))
-            rows.append(_row(when, variant, baselines[variant.name][steps], steps, workload))
+            workload["same_responses"] = float(np.mean(variant.same[steps]))
+            rows.append(_row(when, variant, steps, workload))
     return rows
 
 
@@ -105,18 +103,13 @@ def stretches(config: ExperimentConfig) -> dict[str, slice]:
     return {f"epoch {number}": slice(first, first + per_epoch) for number, first in enumerate(firsts, 1)}
 
 
-def _row(
-    when: str, variant: Variant, baseline: Sequence[float], steps: slice, workload: dict[str, Any]
-) -> Row:
-    """The row of a variant over some steps; `baseline` has the seconds of plain decoding in each."""
-    seconds, learning, update = (
-        variant.seconds[steps],
-        sum(variant.learning[steps]),
-        workload["update_seconds"],
-    )
+def _row(when: str, variant: Variant, steps: slice, workload: dict[str, Any]) -> Row:
+    """The row of a variant over some steps."""
+    seconds, baseline, update = variant.seconds[steps], variant.baseline[steps], workload["update_seconds"]
+    learning, spent, saved = sum(variant.learning[steps]), sum(seconds), sum(baseline)
     total = variant.total(steps)
     ratios = [b / a for a, b in zip(seconds, baseline, strict=True)]
-    host, device, spent, saved = total.host_seconds, total.device_seconds, sum(seconds), sum(baseline)
+    host, device = total.host_seconds, total.device_seconds
     details = {
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),

@@ -109,6 +109,8 @@ class Variant:
       seconds: seconds of decoding, per step.
       learning: seconds in which drafters learned after the rollout, per step.
       windows: metrics of drafts ahead, per step; none where nothing is decoupled.
+      baseline: seconds of plain decoding just before and after, per step.
+      same: share of the responses that are those of plain decoding, per step.
     """
 
     name: str
@@ -118,6 +120,8 @@ class Variant:
     learning: list[float] = dataclasses.field(default_factory=list)
     statistics: list[DecodeStatistics] = dataclasses.field(default_factory=list)
     windows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    baseline: list[float] = dataclasses.field(default_factory=list)
+    same: list[float] = dataclasses.field(default_factory=list)
 
     def total(self, steps: slice = slice(None)) -> DecodeStatistics:
         """The sum of the statistics of some steps, all by default."""
