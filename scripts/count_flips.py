@@ -169,6 +169,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+_CONFIG = "configs/quickstart.yaml"
 # A policy that is cheap to decode, sure of some tokens and unsure of others.
 _OVERRIDES = (
     "policy.shape.hidden_size=96", "policy.shape.num_layers=2", "policy.shape.num_heads=3",
@@ -183,7 +184,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 1 if a token or a logprob differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for option, default, what in (
-        ("--config", "configs/quickstart.yaml", "the workload"),
         ("--tokens", 10_000_000, "tokens to compare in all"),
         ("--steps", 4, "rollouts of a mechanism in one part"),
         ("--dtypes", "float32,bfloat16", "number types, separated by commas"),
@@ -199,8 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in MECHANISMS:
             raise UserError(f"--mechanisms: {name!r} is not one; they are {'; '.join(MECHANISMS)}")
-    config = load_config(arguments.config, overrides)
-    workload = {"config": arguments.config, "overrides": overrides, "steps": arguments.steps}
+    config = load_config(_CONFIG, overrides)
+    workload = {"config": _CONFIG, "overrides": overrides, "steps": arguments.steps}
     arguments.parts.parent.mkdir(parents=True, exist_ok=True)
     file = PartsFile(arguments.parts, workload)
     for block, mix, dtype in itertools.product(range(1_000_000), BUCKET_MIXES, arguments.dtypes.split(",")):

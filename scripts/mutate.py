@@ -27,6 +27,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 MUTATIONS = "mutations.yaml"
+_LIMIT = 300.0  # seconds of a mutation's tests
 _COPIED = ("rljax", "drafters", "scripts", "configs", "tests", "colab", "docs", "benchmarks")
 _FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml")
 
@@ -135,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="texts, separated by commas; one of them is in name, file or tests")
-    parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a mutation's tests")
     parser.add_argument(
         "--findings", type=Path, default=Path("cache/mutations.json"), help="what was found so far"
     )
@@ -154,12 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 path = copy / mutation.file
                 text = path.read_text(encoding="utf-8")
                 path.write_text(mutation.applied(text), encoding="utf-8")
-                findings.add(mutation.name, first_failure(copy, mutation.tests, arguments.limit))
+                findings.add(mutation.name, first_failure(copy, mutation.tests, _LIMIT))
                 path.write_text(text, encoding="utf-8")
             noticed = findings.failed[mutation.name]
             if noticed and noticed not in findings.failed:
                 tests = (noticed,) if "::" in noticed else mutation.tests
-                findings.add(noticed, first_failure(copy, tests, 4 * arguments.limit))
+                findings.add(noticed, first_failure(copy, tests, 4 * _LIMIT))
             outcome = f"noticed by {noticed}" if noticed else "SURVIVES"
             if noticed and findings.failed[noticed]:
                 outcome = f"FAILS ON THE CODE AS IT IS: {findings.failed[noticed]}"
