@@ -249,11 +249,6 @@ def begin_rows(prompts: int, count: int, length: int, repeats: int) -> list[Row]
     return [timed_row(name, timing, against, "ms", 1e3, tokens=tokens, **counts)]
 
 
-def announce(_: Sequence[str]) -> None:
-    if SuffixTree is None:
-        print("arctic-inference is not installed: rows that compare with it carry our values alone")
-
-
 BENCHMARK = Benchmark(
     name="suffix_cache",
     description=__doc__,
@@ -264,7 +259,6 @@ BENCHMARK = Benchmark(
         Measurement("begin", "64 prompts x 16 x 512", begin_rows, (64, 16, 512, 5)),
     ),
     packages=("numba", "numpy", "arctic-inference"),
-    prepare=announce,
 )
 
 if __name__ == "__main__":
