@@ -168,23 +168,14 @@ def agent_rows(found: Found) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Ways to train that are compared.
+    """Ways to train that are compared."""
 
-    Attributes:
-      ways: keys of the config by way.
-      rows: makes rows of finished runs.
-      file: the config.
-      keys: keys of the config, for all ways.
-      seeds: of every way, by default.
-      steps: of every run; None for the config's.
-    """
-
-    ways: Mapping[str, Sequence[str]]
-    rows: Callable[[Found], list[Row]]
+    ways: Mapping[str, Sequence[str]]  # keys of the config by way
+    rows: Callable[[Found], list[Row]]  # of finished runs
     file: str = "configs/bench_algorithms.yaml"
-    keys: Sequence[str] = ()
-    seeds: int = 1
-    steps: int | None = None
+    keys: Sequence[str] = ()  # of the config, for all ways
+    seeds: int = 1  # of every way, by default
+    steps: int | None = None  # of every run; None for the config's
 
 
 _EXACT = "task.rewards=[{name: exact, args: {answer_in: marker, marker: '#'}}]"

@@ -54,11 +54,7 @@ Lines = Mapping[int, Sequence[tuple[float, float]]]
 
 
 def break_even(passes: Sequence[Mapping[str, Any]]) -> Lines:
-    """Returns the break-even line of every number of slots.
-
-    Args:
-      passes: decode steps and verifying passes, with "slots", "rows" and "seconds".
-    """
+    """Returns the break-even line of every number of slots, by "slots", "rows" and "seconds" of passes."""
     steps = {row["slots"]: row["seconds"] for row in passes if row["rows"] == row["slots"]}
     lines: dict[int, list[tuple[float, float]]] = {slots: [(1.0, 1.0)] for slots in steps}
     for row in sorted(passes, key=lambda row: row["rows"]):

@@ -41,19 +41,12 @@ _DTYPE = "bfloat16"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a compiled program says of one of its sums of products.
+    """What a compiled program says of one of its sums of products."""
 
-    Attributes:
-      by: the compiler's emitter or library.
-      pieces: how it splits the sum: the same pieces are added up in the same order.
-      tiles: how it splits the results, which does not matter for their bits.
-      unknown: why the order is not known, or empty.
-    """
-
-    by: str
-    pieces: str
-    tiles: str = ""
-    unknown: str = ""
+    by: str  # the compiler's emitter or library
+    pieces: str  # how it splits the sum: the same pieces are added up in the same order
+    tiles: str = ""  # how it splits the results, which does not matter for their bits
+    unknown: str = ""  # why the order is not known, or empty
 
 
 # -- formulations ------------------------------------------------------------------------------------------

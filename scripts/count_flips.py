@@ -124,9 +124,7 @@ def _count(
 
 class PartsFile:
     """The lines of finished parts, written durably; a count that is started again continues after them.
-
-    Raises:
-      UserError: the file belongs to another processor, JAX version, or workload.
+    Raises a UserError if the file belongs to another processor, JAX version, or workload.
     """
 
     def __init__(self, path: Path, workload: Mapping[str, Any]) -> None:

@@ -40,30 +40,21 @@ _ASK_JAX = "import jax; print(jax.devices()[0].device_kind)"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One start of a part, which is told the name, empty for the only one. `flags` are added to `XLA_FLAGS`,
-    and are for GPUs; `share` is of the part's time, in relation to the other variants.
-    """
+    """One start of a part."""
 
-    name: str = ""
-    flags: str = ""
-    share: float = 1.0
+    name: str = ""  # which the part is told; empty for the only one
+    flags: str = ""  # added to `XLA_FLAGS`, for GPUs
+    share: float = 1.0  # of the part's time, in relation to the other variants
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of the report, or one of its native tests.
+    """One part of the report, or one of its native tests."""
 
-    Attributes:
-      name: of the module in `scripts/gpu_parts/`, and of the file; for tests, of the file of tests.
-      seconds: share of the budget; of the default budget about this many.
-      variants: starts, one after another.
-      tests: whether it is `tests/kernels/test_NAME.py`.
-    """
-
-    name: str
-    seconds: float
-    variants: tuple[Variant, ...] = (Variant(),)
-    tests: bool = False
+    name: str  # of the module in `scripts/gpu_parts/`, and of the file
+    seconds: float  # share of the budget; of the default budget about this many
+    variants: tuple[Variant, ...] = (Variant(),)  # starts, one after another
+    tests: bool = False  # whether it is `tests/kernels/test_NAME.py`
 
 
 _TUNING = Variant("no autotuning", "--xla_gpu_autotune_level=0", 0.45), Variant("autotuning", "", 0.55)
@@ -179,11 +170,7 @@ class Log:
 
 
 def run_process(command: Sequence[str], environment: dict[str, str], seconds: float, log: Log) -> str:
-    """Runs a command in a process group of its own, and ends all of the group.
-
-    Returns:
-      "complete", or why it is not.
-    """
+    """Runs a command in a process group of its own, and ends the group: "complete", or why it is not."""
     process = subprocess.Popen(
         command,
         cwd=_ROOT,

@@ -144,11 +144,8 @@ def make_engine(
     dtype: str = "float32",
     **buckets: Any,
 ) -> DecodeEngine:
-    """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
-
-    Args:
-      row_invariant: whether `dtype` is, in the form that is measured here.
-      buckets: further arguments of `make_buckets`.
+    """Returns an engine without an end-of-sequence token, so that all responses have the requested length, in
+    the form of products that is measured here; `buckets` are further arguments of `make_buckets`.
     """
     made = make_buckets(slots, length, row_invariant, **buckets)
     numerics, _ = measured_numerics(config, Numerics(row_invariant, dtype), made)

@@ -146,16 +146,9 @@ them instead.
 def acceptance_rows(
     config: ExperimentConfig, settings: WarmUp, unrolled: int, names: Sequence[str], work: Path
 ) -> list[Row]:
-    """Measures drafts that are accepted, by loss.
-
-    Args:
-      settings: of the heads; `variant` and `training` are ignored. A block has `depth` positions.
-      unrolled: times that an EAGLE-3 head is applied in training.
-      names: some of `LOSSES`.
-      work: directory for the rollouts and what each head is worth: what is there is not computed again.
-
-    Raises:
-      UserError: an unknown name.
+    """Measures drafts that are accepted, by some of `LOSSES`. An EAGLE-3 head is `unrolled` so many times in
+    training, a block has `settings.depth` positions. Rollouts, and what each head is worth, are kept in
+    `work`: what is there is not computed again. Raises a UserError for an unknown name.
     """
     for name in names:
         if name not in LOSSES:

@@ -117,11 +117,7 @@ def make_engine(
 
 
 class TimedPool(ExecutablePool):
-    """Compiled programs, and the seconds that each took.
-
-    Attributes:
-      by_key: (program, seconds) by key: the kind, such as "generate", and then sizes.
-    """
+    """Compiled programs, with their seconds in `by_key`. A key begins with a kind such as "generate"."""
 
     def __init__(self) -> None:
         super().__init__()

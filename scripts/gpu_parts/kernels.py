@@ -34,21 +34,15 @@ _EPSILON = ModelConfig.norm_epsilon
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A kernel at one of its benchmark's cases.
-
-    Attributes:
-      number: of the case.
-      reference: expected results from the case's arguments, computed with float64 switched on: float64 where
-        results are compared by their size, else of the result's type.
-      prepare: changes the case's arguments.
-      quick: implementation that a look at a CPU computes beside plain JAX.
+    """A kernel at one of its benchmark's cases. The reference, computed from the case's arguments with
+    float64 switched on, is float64 where results are compared by their size, else of the result's type.
     """
 
     op: str
-    number: int
+    number: int  # of the case
     reference: Callable[..., tuple[Array, ...]]
-    prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments
-    quick: str = ""
+    prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments  # changes them
+    quick: str = ""  # implementation that a look at a CPU computes beside plain JAX
 
 
 def measure(part: Part) -> None:

@@ -328,10 +328,8 @@ def trained_steps(
 
 
 def check_same(plain: Sequence[Group], other: Sequence[Group], name: str) -> float:
-    """Returns the share of responses with equal tokens.
-
-    Raises:
-      UserError: on a CPU, for any response whose tokens or logprobs' bits differ.
+    """Returns the share of responses with equal tokens. On a CPU it raises a UserError for any response whose
+    tokens or logprobs' bits differ.
     """
     on_cpu, same, count = jax.default_backend() == "cpu", 0, 0
     for ours, theirs in zip(other, plain, strict=True):
