@@ -52,17 +52,17 @@ Line = tuple[dict[str, Any], str]
 
 
 class _Compiled(ExecutablePool):
-    """Compiles and runs nothing; `last` is the program that was asked for last."""
+    """Compiles and runs nothing; `by_kind` has the last program of each kind."""
 
     def __init__(self, compile_: Compile) -> None:
         super().__init__()
-        self._compile_for = compile_
+        self._compile_for, self.by_kind = compile_, {}
 
     def get(
         self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
     ) -> Any:
-        self.last = self._compile_for(function, *args, donate_argnums=donate_argnums)
-        return self.last
+        self.by_kind[key[0]] = self._compile_for(function, *args, donate_argnums=donate_argnums)
+        return self.by_kind[key[0]]
 
 
 def _param_shapes(config: ModelConfig, dtype: Any) -> Params:
@@ -108,11 +108,11 @@ def pass_counts(config: ModelConfig, numerics: Numerics, compile_: Compile, kind
     pool, slots, params = _Compiled(compile_), SLOTS[kind], _param_shapes(config, numerics.dtype)
     if kind == "decode":
         make_engine(config, numerics, pool, slots, LENGTH).compile_plain(params, slots, LENGTH)
-        counts = counts_of_loop(text_of(pool.last))
+        counts = counts_of_loop(text_of(pool.by_kind["generate"]))
     else:
         engine = make_engine(config, numerics, pool, slots, LENGTH, (ROWS,))
         engine.compile_verify(params, slots, LENGTH, ROWS, ROWS // slots - 1)
-        counts = counts_of_program(text_of(pool.last))
+        counts = counts_of_program(text_of(pool.by_kind["verify"]))
     return counts.kernels, counts.bytes
 
 
