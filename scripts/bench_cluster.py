@@ -24,7 +24,7 @@ from rljax.benchmark_runs import Benchmark, Measurement
 from rljax.benchmarking import Row, counted_row, speed_row
 from rljax.cluster.coordinator import Coordinator, Limits
 from rljax.cluster.messages import Arrived, Begin, Decode, Facts, Piece, Pieces, Status, Tick
-from rljax.cluster.weights import WeightChannel, fetch_parts, make_channel
+from rljax.cluster.weights import fetch_parts, make_channel
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError, UserError
 from rljax.models.host_params import Part, digest_of
@@ -94,11 +94,10 @@ def coordinator_rows(sizes: list[tuple[int, int, int]], repeats: int) -> list[Ro
     for workers, slots, requests in sizes:
         runs = [simulate(workers, slots, requests) for _ in range(repeats)]
         rate, events = float(np.median([events / seconds for events, seconds in runs])), runs[-1][0]
-        name = f"{workers:,} workers of {slots} slots"
+        name, needed = f"coordinator/{workers:,} workers of {slots} slots", workers / _SYNC_SECONDS
         baseline = f"a host sync every {_SYNC_SECONDS:g} s of each"
         details = {"events": events, "requests": requests, "tokens_per_second": rate * slots * _TOKENS}
-        needed = workers / _SYNC_SECONDS
-        rows.append(counted_row(f"coordinator/{name}", rate, needed, "events/s", baseline, **details))
+        rows.append(counted_row(name, rate, needed, "events/s", baseline, **details))
     return rows
 
 
@@ -118,12 +117,11 @@ def rollouts_of(file: str, *overrides: str, cores: int | None = None) -> tuple[l
     return tokens, seconds
 
 
-def compared(
-    name: str,
-    ours: tuple[Sequence[int], Sequence[float]],
-    baseline: str,
-    theirs: tuple[Sequence[int], Sequence[float]],
-) -> list[Row]:
+Rollouts = tuple[Sequence[int], Sequence[float]]
+"""Tokens and seconds of each."""
+
+
+def compared(name: str, ours: Rollouts, baseline: str, theirs: Rollouts) -> list[Row]:
     """The row of two runs with the same tokens: their rollouts are compared one by one."""
     (tokens, seconds), (their_tokens, their_seconds) = ours, theirs
     if list(tokens) != list(their_tokens):
@@ -133,16 +131,17 @@ def compared(
     return [dataclasses.replace(row, value=rates[0], baseline_value=rates[1])]
 
 
-def overhead_rows(file: str, keys: Sequence[str]) -> list[Row]:
-    """Compares one worker on Ray with decoding in the process itself, in tokens per second."""
-    one, none = rollouts_of(file, *keys, "cluster.workers=1"), rollouts_of(file, *keys)
-    return compared("overhead/one worker", one, "no worker", none)
+_RUNS = {  # by section: workers of ours, the baseline, and its cores
+    "overhead": ("one worker", 1, "no worker", None),
+    "cores": ("two workers, a core each", 2, "one process, two cores", 2),
+}
 
 
-def core_rows(file: str, keys: Sequence[str]) -> list[Row]:
-    """Compares two workers with one core each with one process with two."""
-    two, none = rollouts_of(file, *keys, "cluster.workers=2"), rollouts_of(file, *keys, cores=2)
-    return compared("cores/two workers, a core each", two, "one process, two cores", none)
+def run_rows(section: str, file: str, keys: Sequence[str]) -> list[Row]:
+    """Compares workers on Ray with one process, in tokens per second."""
+    name, workers, baseline, cores = _RUNS[section]
+    ours = rollouts_of(file, *keys, f"cluster.workers={workers}")
+    return compared(f"{section}/{name}", ours, baseline, rollouts_of(file, *keys, cores=cores))
 
 
 def recovery_rows(file: str, keys: Sequence[str]) -> list[Row]:
@@ -204,14 +203,12 @@ def weights_rows(megabytes: list[int]) -> list[Row]:
             assert digest_of(parts) == weights.digest
             return got, time.perf_counter() - start
 
-    rows = []
-    channels: dict[str, WeightChannel] = {
-        name: make_channel(ClusterConfig(weights=name), ray.put) for name in ("object_store", "files")
-    }
-    try:
-        channels["jax_transfer"] = make_channel(ClusterConfig(weights="jax_transfer"), ray.put)
-    except ClusterError as error:
-        print(f"left out: {error}")
+    rows, channels = [], {}
+    for name in ("object_store", "files", "jax_transfer"):
+        try:
+            channels[name] = make_channel(ClusterConfig(weights=name), ray.put)
+        except ClusterError as error:
+            print(f"left out: {error}")
     try:
         other = Other.remote()
         for size in megabytes:
@@ -248,11 +245,9 @@ _COUNTED = (  # the section, what measures it, and its arguments
 
 
 def _plan(arguments: Namespace) -> list[Measurement]:
-    of_runs = ("overhead", overhead_rows), ("cores", core_rows), ("recovery", recovery_rows)
-    runs = [
-        Measurement(section, arguments.file, rows, (arguments.file, arguments.overrides))
-        for section, rows in of_runs
-    ]
+    given = arguments.file, arguments.overrides
+    runs = [Measurement(section, arguments.file, run_rows, (section, *given)) for section in _RUNS]
+    runs.append(Measurement("recovery", arguments.file, recovery_rows, given))
     return runs + [Measurement(section, "without a config", rows, given) for section, rows, given in _COUNTED]
 
 

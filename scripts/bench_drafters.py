@@ -20,6 +20,7 @@ from rljax.training.drafter_warm_up import WarmUp
 from workloads import REAL, REAL_CONFIG
 
 _SLICES = 15  # of a head, in a step
+_DRAFTED = 4096  # tokens that the heads of losses draft
 
 
 def _plan(arguments: Namespace) -> list[Measurement]:
@@ -28,7 +29,7 @@ def _plan(arguments: Namespace) -> list[Measurement]:
         if (value := getattr(arguments, name)) <= 0:
             raise UserError(f"--{name}: {value} is not above 0")
     settings = WarmUp("eagle", steps=slices, slices_per_round=max(slices // 2, 1))
-    losses = dataclasses.replace(settings, draft_vocabulary=arguments.draft_vocabulary, depth=4)
+    losses = dataclasses.replace(settings, draft_vocabulary=_DRAFTED, depth=4)
     losses = config, losses, 3, arguments.losses.split(","), arguments.work
     rl = config, settings, arguments.updates, _SLICES
     return [
@@ -55,7 +56,6 @@ BENCHMARK = Benchmark(
     options={
         "--slices": {"default": 60, "help": "of each head's training"},
         "--losses": {"default": ",".join(LOSSES), "help": "in losses, the baseline first"},
-        "--draft-vocabulary": {"default": 4096, "help": "tokens that the heads of losses draft"},
         "--work": {
             "default": Path("cache/losses"),
             "help": "where losses keeps rollouts and results, so that the same command goes on",

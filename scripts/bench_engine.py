@@ -9,16 +9,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
+from engine_benchmarks import steps
 from engine_benchmarks.decode import decode_rows
 from engine_benchmarks.rows import row_invariance_rows
-from engine_benchmarks.steps import (
-    block_rows,
-    companion_rows,
-    loop_rows,
-    price_rows,
-    sampling_rows,
-    self_draft_rows,
-)
 from engine_benchmarks.update import shared_prompt_rows, update_rows
 from rljax.benchmark_runs import Benchmark, Measurement
 from workloads import POLICY_OPTION, import_reference, policies_of
@@ -36,12 +29,12 @@ _CASES = (  # the section, what measures it, and its arguments after the policy
     ("bfloat16", decode_rows, ({1: (128, 3), 8: (128, 3), 32: (128, 3)}, "bfloat16")),
     ("update", update_rows, (3,)),
     ("update", shared_prompt_rows, (3,)),
-    ("self_draft", self_draft_rows, ((1, 8), 5)),
-    ("companion", companion_rows, (2, (2, 8), 9)),
-    ("price", price_rows, (7, 8)),
-    ("blocks", block_rows, (9,)),
-    ("loops", loop_rows, (16, 9)),
-    ("sampling", sampling_rows, (8, 16, 10)),
+    ("self_draft", steps.self_draft_rows, ((1, 8), 5)),
+    ("companion", steps.companion_rows, (2, (2, 8), 9)),
+    ("price", steps.price_rows, (7, 8)),
+    ("blocks", steps.block_rows, (9,)),
+    ("loops", steps.loop_rows, (16, 9)),
+    ("sampling", steps.sampling_rows, (8, 16, 10)),
 )
 
 

@@ -35,8 +35,25 @@ def case_rows(op: str, case: Case, implementations: Sequence[str], quick: bool) 
         print(f"{op}, {case.name}: {name} left out: {refusal}")
     if "xla" not in seconds:
         return []
-    names = [name for name in seconds if name != "xla"] or ["xla"]
-    return [_row(op, case, name, timed, seconds, *_ceilings(quick)) for name in names]
+    rows, (bandwidth, rate) = [], _ceilings(quick)
+    for name in [name for name in seconds if name != "xla"] or ["xla"]:
+        side = compare(seconds[name], seconds["xla"])
+        bytes_per_second, base = case.bytes / side.seconds, side.baseline_seconds
+        details = {"sizes": list(case.sizes), "gigabytes_per_second": bytes_per_second / 1e9}
+        if timed.cold:
+            details["bandwidth_share"] = bytes_per_second / bandwidth
+            details["xla_bandwidth_share"] = case.bytes / base / bandwidth
+        details |= {
+            "teraflops": case.flops / side.seconds / 1e12,
+            "matrix_share": case.flops / side.seconds / rate,
+            "xla_matrix_share": case.flops / base / rate,
+            "temporary_megabytes": timed.temporary_bytes(name) / 1e6,
+            "xla_temporary_megabytes": timed.temporary_bytes("xla") / 1e6,
+            "copy_gigabytes_per_second": bandwidth / 1e9,
+            "matrix_teraflops": rate / 1e12,
+        }
+        rows.append(timed_row(f"{op}/{case.name}/{name}", side, "xla", "µs", 1e6, **details))
+    return rows
 
 
 def op_rows(op: str, implementations: Sequence[str], quick: bool, cases: int | None = None) -> list[Row]:
@@ -49,41 +66,6 @@ def op_rows(op: str, implementations: Sequence[str], quick: bool, cases: int | N
 def _ceilings(quick: bool) -> tuple[float, float]:
     """Returns the device's bytes and floating-point operations per second."""
     return copy_bandwidth(8 if quick else 2048), matrix_rate(128 if quick else 8192)
-
-
-def _row(
-    op: str,
-    case: Case,
-    name: str,
-    timed: Timed,
-    seconds: dict[str, list[float]],
-    bandwidth: float,
-    rate: float,
-) -> Row:
-    side = compare(seconds[name], seconds["xla"])
-    bytes_per_second, flops = case.bytes / side.seconds, case.flops / side.seconds
-    base = side.baseline_seconds
-    shares = {
-        "bandwidth_share": bytes_per_second / bandwidth,
-        "xla_bandwidth_share": case.bytes / base / bandwidth,
-    }
-    return timed_row(
-        f"{op}/{case.name}/{name}",
-        side,
-        "xla",
-        "µs",
-        1e6,
-        sizes=list(case.sizes),
-        gigabytes_per_second=bytes_per_second / 1e9,
-        **(shares if timed.cold else {}),
-        teraflops=flops / 1e12,
-        matrix_share=flops / rate,
-        xla_matrix_share=case.flops / base / rate,
-        temporary_megabytes=timed.temporary_bytes(name) / 1e6,
-        xla_temporary_megabytes=timed.temporary_bytes("xla") / 1e6,
-        copy_gigabytes_per_second=bandwidth / 1e9,
-        matrix_teraflops=rate / 1e12,
-    )
 
 
 def _plan(arguments: Namespace) -> list[Measurement]:

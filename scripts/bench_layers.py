@@ -2,16 +2,11 @@
 
     python scripts/bench_layers.py --compiled-for h100:1    # needs pip install -e '.[compilers]'
 
-A decode step of all slots, and a verifying pass with 64 rows, are compiled for two small depths; a layer is
-what the deeper one adds, and a whole policy is extrapolated. `bytes` are what the kernels read and write, of
-a loop within a pass one turn where the text does not say how many; `least_bytes` are the weights of a layer
-and the cache of its slots, which every pass has to read. On a TPU operations count as kernels. Nothing runs:
-no times are measured.
-
-`--update` compiles a micro-batch of one packed row in their place, whose gradients are added to those
-before. It counts loops: before every turn of one whose turns the text does not count, a GPU's host
-waits for the device. It also reads off the bytes that a layer adds to what the program needs, and those that
-its kernels read and write.
+Two small depths are compiled; a layer is what the deeper one adds, and a whole policy is extrapolated.
+`bytes` are what the kernels read and write, of a loop one turn where the text does not say how many;
+`least_bytes` are the weights of a layer and the cache of its slots. `--update` compiles a micro-batch of
+one packed row in the place of passes, whose gradients are added to those before: before every turn of a
+loop whose turns the text does not count, a GPU's host waits for the device. docs/gpu.md explains the rows.
 """
 
 import argparse
@@ -25,12 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from compiled_programs import Counts, counts_of_loop, counts_of_program, loops_of_program, text_of
+from compiled_programs import compiling_for, counts_of_loop, counts_of_program, loops_of_program, text_of
 from engine_benchmarks.update import GRPO, equal_batch
 from gpu_parts.engines import cache_bytes, kernel_of, make_engine, run_numerics
-from rljax import target
 from rljax.config import TrainingConfig
 from rljax.engine.executables import ExecutablePool
 from rljax.errors import exit_status
@@ -39,43 +32,59 @@ from rljax.models.rope import rope_table
 from rljax.models.transformer import Params, num_params, param_shapes
 from rljax.numerics import products
 from rljax.numerics.rows import Numerics
-from rljax.planning.topologies import compile_devices, parse_topology, platform_of
 from rljax.provenance import command_line, write_figures
 from rljax.sampling.distribution import SamplingParams
 from rljax.training.objectives import gradients, policy_objective
 from rljax.training.scoring import score_packed
 from rljax.training.weight_copies import weight_copies, with_copies
-from workloads import REAL, SHAPES, config_of
+from workloads import REAL, RESULTS, SHAPES, config_of
 
-DEPTHS = (4, 8)
-UPDATE_DEPTHS = (2, 4)
-ROWS = 64  # of a verifying pass
+DEPTHS, UPDATE_DEPTHS = (4, 8), (2, 4)
+SLOTS = {"decode": 64, "verify": 8}
+ROWS = 64  # of either pass
+LENGTH = 2048  # positions of a slot's cache
 UPDATE_TOKENS = 4096
-_RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+Compile = Callable[..., Any]
+"""What `compiling_for` yields."""
+Line = tuple[dict[str, Any], str]
+"""A row, and what is printed of it."""
 
 
 class _Compiled(ExecutablePool):
-    """Compiles for a device of a topology, and runs nothing.
+    """Compiles and runs nothing; `by_kind` has the last program of each kind."""
 
-    Attributes:
-      by_kind: the last program of each kind.
-    """
-
-    def __init__(self, device: Any) -> None:
+    def __init__(self, compile_: Compile) -> None:
         super().__init__()
-        self._placed = SingleDeviceSharding(device)
-        self.by_kind: dict[str, Any] = {}
+        self._compile_for, self.by_kind = compile_, {}
 
     def get(
         self, key: Hashable, function: Callable[..., Any], args: tuple, donate_argnums: tuple[int, ...] = ()
     ) -> Any:
-        shapes = jax.tree.map(self._abstract, args)
-        program = jax.jit(function, donate_argnums=donate_argnums).lower(*shapes).compile()
-        self.by_kind[key[0]] = program
-        return program
+        self.by_kind[key[0]] = self._compile_for(function, *args, donate_argnums=donate_argnums)
+        return self.by_kind[key[0]]
 
-    def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf), sharding=self._placed)
+
+def _param_shapes(config: ModelConfig, dtype: Any) -> Params:
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32),
+        param_shapes(config),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def extrapolated(
+    config: ModelConfig, depths: tuple[int, int], counts_of: Callable[[ModelConfig], Sequence[int]]
+) -> tuple[list[float], list[float]]:
+    """Returns counts of a layer and of the whole policy, from those of two depths."""
+    shallow, deep = (
+        np.asarray(counts_of(dataclasses.replace(config, num_layers=depth)), float) for depth in depths
+    )
+    of_layer = (deep - shallow) / (depths[1] - depths[0])
+    return of_layer.tolist(), (shallow + (config.num_layers - depths[0]) * of_layer).tolist()
+
+
+# --- passes ----------------------------------------------------------------------------------------------
 
 
 def variants(numerics: Numerics) -> Iterator[tuple[str, Numerics]]:
@@ -94,64 +103,49 @@ def variants(numerics: Numerics) -> Iterator[tuple[str, Numerics]]:
         yield name, dataclasses.replace(numerics, measured_form=form)
 
 
-def measure(
-    config: ModelConfig, numerics: Numerics, device: Any, slots: int, verified: int, length: int
-) -> dict[str, Counts]:
-    """Compiles a decode step of `slots` and a verifying pass of `verified` slots; counts by pass."""
-    pool = _Compiled(device)
-    params = _param_shapes(config, numerics.dtype)
-    make_engine(config, numerics, pool, slots, length).compile_plain(params, slots, length)
-    few = make_engine(config, numerics, pool, verified, length, (ROWS,))
-    few.compile_verify(params, verified, length, ROWS, ROWS // verified - 1)
-    return {
-        "decode": counts_of_loop(text_of(pool.by_kind["generate"])),
-        "verify": counts_of_program(text_of(pool.by_kind["verify"])),
-    }
+def pass_counts(config: ModelConfig, numerics: Numerics, compile_: Compile, kind: str) -> tuple[int, int]:
+    """Kernels and bytes of a pass, "decode" or "verify"."""
+    pool, slots, params = _Compiled(compile_), SLOTS[kind], _param_shapes(config, numerics.dtype)
+    if kind == "decode":
+        make_engine(config, numerics, pool, slots, LENGTH).compile_plain(params, slots, LENGTH)
+        counts = counts_of_loop(text_of(pool.by_kind["generate"]))
+    else:
+        engine = make_engine(config, numerics, pool, slots, LENGTH, (ROWS,))
+        engine.compile_verify(params, slots, LENGTH, ROWS, ROWS // slots - 1)
+        counts = counts_of_program(text_of(pool.by_kind["verify"]))
+    return counts.kernels, counts.bytes
 
 
-def _param_shapes(config: ModelConfig, dtype: Any) -> Params:
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else jnp.float32),
-        param_shapes(config),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
-
-
-def layer_bytes(config: ModelConfig, slots: int, length: int) -> float:
-    """Returns the bytes that a layer has to read: its weights in bfloat16, and the cache of its slots."""
-    one, two = (num_params(dataclasses.replace(config, num_layers=layers)) for layers in (1, 2))
-    return 2.0 * (two - one) + cache_bytes(dataclasses.replace(config, num_layers=1), slots * length)
-
-
-def rows_of(policy: str, name: str, slots: int, verified: int, length: int) -> Iterator[dict[str, Any]]:
+def pass_rows(policy: str, device: str, compile_: Compile) -> Iterator[Line]:
     """Yields a row for every variant and pass."""
-    topology, config = parse_topology(name), config_of(policy)
-    device = compile_devices(topology)[0]
-    with target.tracing_for(device, 1, platform_of(topology)):
-        for variant, numerics in variants(run_numerics(config, quick=False)):
-            shallow, deep = (
-                measure(
-                    dataclasses.replace(config, num_layers=depth), numerics, device, slots, verified, length
-                )
-                for depth in DEPTHS
+    config = config_of(policy)
+    one, two = (num_params(dataclasses.replace(config, num_layers=layers)) for layers in (1, 2))
+    for variant, numerics in variants(run_numerics(config, quick=False)):
+        for kind, slots in SLOTS.items():
+            counts = functools.partial(pass_counts, numerics=numerics, compile_=compile_, kind=kind)
+            (kernels, moved), (of_pass, moved_of_pass) = extrapolated(config, DEPTHS, counts)
+            cache = cache_bytes(dataclasses.replace(config, num_layers=1), slots * LENGTH)
+            least = 2.0 * (two - one) + cache  # weights in bfloat16
+            row = {
+                "name": f"{device}/{policy}/{kind}/{variant}",
+                "value": kernels,
+                "unit": "kernels a layer",
+                "slots": slots,
+                "rows": ROWS,
+                "cache_positions": LENGTH,
+                "kernels_of_pass": round(of_pass),
+                "bytes_of_layer": moved,
+                "least_bytes_of_layer": least,
+                "bytes_of_pass": moved_of_pass,
+            }
+            yield (
+                row,
+                f"{kernels:.1f} kernels a layer, {round(of_pass)} a pass; {moved / 1e6:.1f} MB a layer,"
+                f" {moved / least:.2f} times the least",
             )
-            added = DEPTHS[1] - DEPTHS[0]
-            for kind, batch in (("decode", slots), ("verify", verified)):
-                kernels = (deep[kind].kernels - shallow[kind].kernels) / added
-                accessed = (deep[kind].bytes - shallow[kind].bytes) / added
-                more = config.num_layers - DEPTHS[0]
-                yield {
-                    "name": f"{name.split(':')[0]}/{policy}/{kind}/{variant}",
-                    "value": kernels,
-                    "unit": "kernels a layer",
-                    "slots": batch,
-                    "rows": slots if kind == "decode" else ROWS,
-                    "cache_positions": length,
-                    "kernels_of_pass": round(shallow[kind].kernels + more * kernels),
-                    "bytes_of_layer": accessed,
-                    "least_bytes_of_layer": layer_bytes(config, batch, length),
-                    "bytes_of_pass": shallow[kind].bytes + more * accessed,
-                }
+
+
+# --- updates ---------------------------------------------------------------------------------------------
 
 
 def update_variants(exact: Numerics) -> Iterator[tuple[str, Numerics, TrainingConfig]]:
@@ -173,10 +167,13 @@ def update_variants(exact: Numerics) -> Iterator[tuple[str, Numerics, TrainingCo
             yield f"{name}{more}", dataclasses.replace(flash, measured_form=form), training
 
 
-def update_program(
-    config: ModelConfig, numerics: Numerics, device: Any, sequences: int, training: TrainingConfig
-) -> Any:
-    """Returns a micro-batch of a row of equal sequences, compiled for float32 weights and their copies."""
+def update_counts(
+    config: ModelConfig, numerics: Numerics, compile_: Compile, sequences: int, training: TrainingConfig
+) -> tuple[int, ...]:
+    """Compiles a micro-batch of a row of equal sequences, for float32 weights and their copies. Returns its
+    loops, those of unknown turns, kernels, the bytes that these move, and the bytes of arguments and
+    temporaries.
+    """
 
     def step(params: Params, copies: tuple[Params, ...], sums: Params, batch: Any, rope: jax.Array) -> Any:
         def score(params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -191,50 +188,39 @@ def update_program(
     batch = equal_batch(sequences, length, length // 8, config.vocab_size, UPDATE_TOKENS)
     params, rope = _param_shapes(config, jnp.float32), rope_table(config, UPDATE_TOKENS)
     copies = jax.eval_shape(lambda params: weight_copies(params, numerics, training), params)
-    arguments = (params, copies, params, batch, rope)
-    return _Compiled(device).get(("gradients",), step, arguments, donate_argnums=(2,))
+    program = compile_(step, params, copies, params, batch, rope, donate_argnums=(2,))
+    text, memory = text_of(program), program.memory_analysis()
+    work = counts_of_program(text)
+    sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return *loops_of_program(text), work.kernels, work.bytes, *sizes
 
 
-def update_rows(policy: str, name: str, sequences: int) -> Iterator[dict[str, Any]]:
+def update_rows(policy: str, device: str, compile_: Compile, sequences: int) -> Iterator[Line]:
     """Yields a row for every variant."""
-    topology, config = parse_topology(name), config_of(policy)
-    device = compile_devices(topology)[0]
-    with target.tracing_for(device, 1, platform_of(topology)):
-        for variant, numerics, training in update_variants(run_numerics(config, quick=False)):
-            counts = []
-            for depth in UPDATE_DEPTHS:
-                short = dataclasses.replace(config, num_layers=depth)
-                program = update_program(short, numerics, device, sequences, training)
-                text, memory = text_of(program), program.memory_analysis()
-                arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-                work = counts_of_program(text)
-                counts.append((*loops_of_program(text), work.kernels, work.bytes, arguments, temporaries))
-            loops, unknown, kernels, moved, _, temporaries = (
-                _extrapolated(each, config) for each in zip(*counts, strict=True)
-            )
-            *_, moved_of_layer, arguments_of_layer, temporaries_of_layer = (
-                (deep - shallow) / (UPDATE_DEPTHS[1] - UPDATE_DEPTHS[0])
-                for shallow, deep in zip(*counts, strict=True)
-            )
-            yield {
-                "name": f"{name.split(':')[0]}/{policy}/update of {sequences} sequences/{variant}",
-                "value": unknown,
-                "unit": "loops of unknown turns",
-                "loops": loops,
-                "kernels": kernels,
-                "bytes_of_layer": moved_of_layer,
-                "bytes": moved,
-                "argument_bytes_of_layer": arguments_of_layer,
-                "temporary_bytes_of_layer": temporaries_of_layer,
-                "temporary_bytes": temporaries,
-                "tokens": UPDATE_TOKENS,
-            }
-
-
-def _extrapolated(counts: Sequence[int], config: ModelConfig) -> int:
-    """Returns a whole policy's count from those of `UPDATE_DEPTHS`."""
-    shallow, deep = UPDATE_DEPTHS
-    return counts[0] + (config.num_layers - shallow) * (counts[1] - counts[0]) // (deep - shallow)
+    config = config_of(policy)
+    for variant, numerics, training in update_variants(run_numerics(config, quick=False)):
+        given = {"numerics": numerics, "compile_": compile_, "sequences": sequences, "training": training}
+        of_layer, whole = extrapolated(config, UPDATE_DEPTHS, functools.partial(update_counts, **given))
+        loops, unknown, kernels, moved, _, temporaries = map(int, whole)
+        row = {
+            "name": f"{device}/{policy}/update of {sequences} sequences/{variant}",
+            "value": unknown,
+            "unit": "loops of unknown turns",
+            "loops": loops,
+            "kernels": kernels,
+            "bytes_of_layer": of_layer[3],
+            "bytes": moved,
+            "argument_bytes_of_layer": of_layer[4],
+            "temporary_bytes_of_layer": of_layer[5],
+            "temporary_bytes": temporaries,
+            "tokens": UPDATE_TOKENS,
+        }
+        yield (
+            row,
+            f"{loops} loops, {unknown} of them of unknown turns; {kernels} kernels;"
+            f" {of_layer[5] / 1e6:.1f} MB a layer, {temporaries / 1e6:.0f} in all, beside weights and"
+            " gradients",
+        )
 
 
 @exit_status()
@@ -245,38 +231,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--policy", nargs="+", choices=[REAL, *SHAPES], default=[REAL, "Qwen3-1.7B", "Qwen3-8B"]
     )
-    parser.add_argument("--slots", type=int, default=64, help="of a decode step")
-    parser.add_argument("--verified", type=int, default=8, help=f"slots of a verifying pass of {ROWS} rows")
-    parser.add_argument("--length", type=int, default=2048, help="positions of a slot's cache")
     parser.add_argument(
         "--update", type=int, metavar="N", help=f"of a row of {UPDATE_TOKENS} tokens in N sequences"
     )
     parser.add_argument("--output", type=Path, help="default: layers.json, or update-layers.json")
     arguments = parser.parse_args(argv)
-    jax.config.update("jax_enable_compilation_cache", False)  # a device that is not there reads nothing back
-    found = []
+    sequences, found = arguments.update, []
+    rows_of = functools.partial(update_rows, sequences=sequences) if sequences else pass_rows
     for name in arguments.compiled_for:
-        if arguments.update:
+        with compiling_for(name) as compile_:
             for policy in arguments.policy:
-                for row in update_rows(policy, name, arguments.update):
+                for row, line in rows_of(policy, name.split(":")[0], compile_):
                     found.append(row)
-                    print(
-                        f"{row['name']}: {row['loops']} loops, {row['value']} of them of unknown turns;"
-                        f" {row['kernels']} kernels; {row['temporary_bytes_of_layer'] / 1e6:.1f} MB a layer,"
-                        f" {row['temporary_bytes'] / 1e6:.0f} in all, beside weights and gradients",
-                        flush=True,
-                    )
-            continue
-        for policy in arguments.policy:
-            for row in rows_of(policy, name, arguments.slots, arguments.verified, arguments.length):
-                found.append(row)
-                over = row["bytes_of_layer"] / row["least_bytes_of_layer"]
-                print(
-                    f"{row['name']}: {row['value']:.1f} kernels a layer, {row['kernels_of_pass']} a pass;"
-                    f" {row['bytes_of_layer'] / 1e6:.1f} MB a layer, {over:.2f} times the least",
-                    flush=True,
-                )
-    output = arguments.output or _RESULTS / ("update-layers.json" if arguments.update else "layers.json")
+                    print(f"{row['name']}: {line}", flush=True)
+    output = arguments.output or RESULTS / ("update-layers.json" if sequences else "layers.json")
     write_figures(output, {"rows": found}, command_line())
     print(f"wrote {output}")
 

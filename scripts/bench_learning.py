@@ -1,11 +1,5 @@
 """What ways to train have learned: `python scripts/bench_learning.py [--only SECTIONS] [key=value ...]`.
 
-`algorithms`: every algorithm of `rljax/algorithms/registry.py`. `staleness`: responses of the step's own
-weights, of those of the step before, and in the order of arrival with bounded lag, which workers decode;
-`time`: steps of the first two, with workers. `curriculum`: problems that come back, asked in order and by
-each rule. `distillation`: a policy that a larger one teaches, and the same by reward. `lora`: an adapter, and
-all weights. `agents`: responses that agents sample through HTTP, and those of the run itself.
-
 The config is SmolLM2's where a section's ways do not change the task or the policy's shape, else
 configs/bench_algorithms.yaml. All start from one warm start a seed, or from the published weights. The runs
 stay in `run_dir`, which is runs/learning unless the key is set: started again, it goes on where it was
@@ -13,6 +7,7 @@ stopped. `rljax report` draws them. docs/benchmarks.md says where results are.
 """
 
 import dataclasses
+import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -45,20 +40,17 @@ def train_to_end(config: ExperimentConfig) -> RunData:
 
 # --- rows ------------------------------------------------------------------------------------------------
 
-_MEANS = {  # details of a row where its runs have the metric, by seed: the mean over steps
-    "rollout_kl": "policy/rollout_kl",
-    "lag_mean": "rollout/lag_mean",
-    "passed_over_a_step": "curriculum/passed_over",
+_DETAILS: dict[str, tuple[str, Callable[[np.ndarray], Any]]] = {
+    "rollout_kl": ("policy/rollout_kl", np.nanmean),
+    "lag_mean": ("rollout/lag_mean", np.nanmean),
+    "passed_over_a_step": ("curriculum/passed_over", np.nanmean),
+    "pass_rate_at_last": ("curriculum/pass_rate", lambda column: column[-1]),
+    "explained_variance_at_last": ("critic/explained_variance", lambda column: column[-1]),
+    "groups_sampled": ("rollout/groups_sampled", np.nansum),
+    "accepted_drafts": ("speculation/accepted", np.nansum),
+    "seconds_of_updates": ("time/update", np.nansum),
 }
-_LAST = {
-    "pass_rate_at_last": "curriculum/pass_rate",
-    "explained_variance_at_last": "critic/explained_variance",
-}
-_SUMS = {
-    "groups_sampled": "rollout/groups_sampled",
-    "accepted_drafts": "speculation/accepted",
-    "seconds_of_updates": "time/update",
-}
+"""Of a row whose runs have the metric: a number a seed, from those of all steps."""
 
 
 def learning_row(name: str, runs: Sequence[RunData], **details: Any) -> Row:
@@ -79,24 +71,18 @@ def learning_row(name: str, runs: Sequence[RunData], **details: Any) -> Row:
         "mismatch_logprob_abs_max": max(float(run.column("mismatch/logprob_abs_max").max()) for run in runs),
         "commits": sorted({result["commit"] or "unknown" for run in runs for result in run.sessions}),
     }
-    for metrics, of in (
-        (_MEANS, lambda column: np.nanmean(column)),
-        (_LAST, lambda column: column[-1]),
-        (_SUMS, lambda column: np.nansum(column)),
-    ):
-        present = {detail: metric for detail, metric in metrics.items() if runs[0].has(metric)}
-        shared |= {
-            detail: [float(of(run.column(metric))) for run in runs] for detail, metric in present.items()
-        }
+    for detail, (metric, of) in _DETAILS.items():
+        if runs[0].has(metric):
+            shared[detail] = [float(of(run.column(metric))) for run in runs]
     if "lag_mean" in shared:
         shared["lag_max"] = max(float(run.column("rollout/lag_max").max()) for run in runs)
     means = float(np.mean(after)), float(np.mean(before))
     return counted_row(name, *means, "reward", "before RL", **(shared | details))
 
 
-def _held_out_rows(section: str) -> Callable[[Found], list[Row]]:
-    """Returns what makes a row of each way."""
-    return lambda found: [learning_row(f"{section}/{way}", runs) for way, runs in found.items()]
+def heldout_rows(name: str, found: Found, **details: Any) -> list[Row]:
+    """Returns a row of each way, of this name with the way's in it."""
+    return [learning_row(name.format(way), runs, **details) for way, runs in found.items()]
 
 
 def time_rows(found: Found) -> list[Row]:
@@ -119,7 +105,7 @@ def curriculum_rows(found: Found) -> list[Row]:
     """The rows of what was learned by each rule, and of the share of sampled tokens that are learned from
     (those with an advantage, from the second epoch on, when pass rates are known), against asking in order.
     """
-    rows = [learning_row(f"curriculum/{rule}/held-out", runs) for rule, runs in found.items()]
+    rows = heldout_rows("curriculum/{}/held-out", found)
     taught = {}
     for rule, runs in found.items():
         epoch = [_PROBLEMS // run.keys["rollout.prompts_per_step"] for run in runs]  # steps
@@ -141,7 +127,7 @@ def distillation_rows(found: Found) -> list[Row]:
     """
     best = {"teachers_heldout": found["the teacher"][0].evaluations[0]["evaluation/reward"]}
     ways = {way: runs for way, runs in found.items() if way != "the teacher"}
-    rows = [learning_row(f"distillation/{way}/held-out", runs, **best) for way, runs in ways.items()]
+    rows = heldout_rows("distillation/{}/held-out", ways, **best)
     by_step = [run.column("teacher/kl").tolist() for run in ways["teacher"]]
     last, first = (sum(kl[step] for kl in by_step) / len(by_step) for step in (-1, 0))
     name = "distillation/teacher/KL to the teacher"
@@ -182,30 +168,21 @@ def agent_rows(found: Found) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Ways to train that are compared.
+    """Ways to train that are compared."""
 
-    Attributes:
-      ways: keys of the config by way.
-      rows: makes rows of finished runs.
-      file: the config.
-      keys: keys of the config, for all ways.
-      seeds: of every way, by default.
-      steps: of every run, by default; None for the config's.
-    """
-
-    ways: Mapping[str, Sequence[str]]
-    rows: Callable[[Found], list[Row]]
+    ways: Mapping[str, Sequence[str]]  # keys of the config by way
+    rows: Callable[[Found], list[Row]]  # of finished runs
     file: str = "configs/bench_algorithms.yaml"
-    keys: Sequence[str] = ()
-    seeds: int = 1
-    steps: int | None = None
+    keys: Sequence[str] = ()  # of the config, for all ways
+    seeds: int = 1  # of every way, by default
+    steps: int | None = None  # of every run; None for the config's
 
 
 _EXACT = "task.rewards=[{name: exact, args: {answer_in: marker, marker: '#'}}]"
 EXPERIMENTS = {
     "algorithms": Experiment(
         {name: (f"algorithm.name={name}",) for name in ALGORITHMS if name not in NEED_TEACHER},
-        _held_out_rows("algorithms"),
+        functools.partial(heldout_rows, "algorithms/{}"),
         REAL_CONFIG,
         seeds=3,
     ),
@@ -215,7 +192,7 @@ EXPERIMENTS = {
             "1": ("rollout.staleness=1",),
             "at-most-2": ("rollout.max_staleness=2", "cluster.workers=2"),
         },
-        _held_out_rows("staleness"),
+        functools.partial(heldout_rows, "staleness/{}"),
         REAL_CONFIG,
         seeds=3,
     ),
@@ -277,15 +254,12 @@ EXPERIMENTS = {
 }
 
 
-def config_of(
-    section: str, way: str, seed: int, file: str, overrides: Sequence[str], steps: int | None = None
-) -> ExperimentConfig:
+def config_of(section: str, way: str, seed: int, file: str, overrides: Sequence[str]) -> ExperimentConfig:
     """Returns the config of one run: `file` with keys of the experiment and the way, then `overrides`."""
     experiment = EXPERIMENTS[section]
-    steps = steps or experiment.steps
     base = load_config(file, ["run_dir=runs/learning", *overrides]).run_dir
     keys = [*experiment.keys, f"seed={seed}", "tracking.report=false"]
-    keys += [] if steps is None else [f"training.steps={steps}"]
+    keys += [] if experiment.steps is None else [f"training.steps={experiment.steps}"]
     keys += [key.replace("{run_dir}", base) for key in experiment.ways[way]]
     config = load_config(file, [*keys, *overrides])
     return config.model_copy(update={"run_dir": f"{base}/{section}-{way.replace(' ', '-')}-seed{seed}"})
@@ -308,17 +282,15 @@ def _rows(section: str, arguments: Namespace) -> list[Row]:
     for way in ways:
         if way not in experiment.ways:
             raise UserError(f"--ways: {way!r} is not one; {known_names(way, experiment.ways)}")
-    for name in ("steps", "seeds"):
-        if (number := getattr(arguments, name)) is not None and number < 1:
-            raise UserError(f"--{name}: {number} is not at least 1")
+    if arguments.seeds is not None and arguments.seeds < 1:
+        raise UserError(f"--seeds: {arguments.seeds} is not at least 1")
     file, found = arguments.config or experiment.file, {way: [] for way in ways}
     for seed in range(arguments.seeds or experiment.seeds):
         for way, runs in found.items():
             if way == "the teacher" and seed:
                 continue
             try:
-                config = config_of(section, way, seed, file, arguments.overrides, arguments.steps)
-                runs.append(train_to_end(config))
+                runs.append(train_to_end(config_of(section, way, seed, file, arguments.overrides)))
             except Interrupted as interrupted:
                 raise KeyboardInterrupt from interrupted
     return experiment.rows(found)
@@ -332,7 +304,6 @@ BENCHMARK = Benchmark(
     options={
         "--config": {"metavar": "FILE", "help": "of all runs (default: the section's)"},
         "overrides": {"nargs": "*", "metavar": "key=value", "help": "set keys of the config"},
-        "--steps": {"type": int, "metavar": "N", "help": "of each run; default: the section's"},
         "--seeds": {"type": int, "metavar": "N", "help": "of each way; default: the section's"},
         "--ways": {"metavar": "NAMES", "help": "of the section, separated by commas (default: all)"},
     },

@@ -67,9 +67,8 @@ def _step_rows(arguments: Namespace) -> list[Row]:
             f"--micro-batch: {micro_batch} is not a number of whole groups of {group} sequences"
             f" that divides the {size} of a step"
         )
-    python = _interpreter(arguments.environment, arguments.python)
     settings = [*_OVERRIDES, *arguments.overrides, f"policy.compute_dtype={config.policy.compute_dtype}"]
-    return rows_of(config, settings, python, arguments.file, micro_batch)
+    return rows_of(config, settings, _interpreter(), arguments.file, micro_batch)
 
 
 BENCHMARK = Benchmark(
@@ -79,31 +78,26 @@ BENCHMARK = Benchmark(
     config=REAL_CONFIG,
     settings=_OVERRIDES,
     options={
-        "--environment": {
-            "default": Path("cache/peers/trl"),
-            "metavar": "DIR",
-            "help": "where TRL is installed at the first use",
-        },
         "--micro-batch": {
             "type": int,
             "metavar": "N",
             "help": "sequences that TRL updates with at a time, where memory does not do for all of a step"
             " (default: all)",
         },
-        "--python": {"metavar": "FILE", "help": "the interpreter to make the environment with"},
     },
 )
 
 
-def _interpreter(directory: Path, python: str | None) -> Path:
-    """The Python of TRL's environment, which is made with this interpreter, or this process's for None."""
+def _interpreter() -> Path:
+    """The Python of TRL's environment, which is made at the first use."""
+    directory = Path("cache/peers/trl")
     executable = directory / "bin" / "python"
     if executable.exists():
         return executable
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        subprocess.run([python or sys.executable, "-m", "venv", os.fspath(partial)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", os.fspath(partial)], check=True)
         subprocess.run([partial / "bin" / "python", "-m", "pip", "install", "-q", *_REQUIREMENTS], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"trl: its environment cannot be made: {error}") from error
@@ -192,9 +186,11 @@ def _ours(file: str | Path, settings: Sequence[str], job: Path) -> list[_Step]:
     """Trains the job's policy with `scripts/train.py`."""
     policy = f"policy.path={job / 'policy'}", "policy.shape=null", "policy.growth=null", "warm_start=null"
     lines, _ = train(file, Path(tempfile.mkdtemp(dir=job)) / "run", *settings, *policy)
-    metrics = [line for line in lines if "time/step" in line]
-    steps = [_Step(line["time/step"], line["rollout/tokens"], line["reward/mean"]) for line in metrics]
-    return steps[_WARM_STEPS:]
+    return [
+        _Step(line["time/step"], line["rollout/tokens"], line["reward/mean"])
+        for line in lines
+        if "time/step" in line
+    ][_WARM_STEPS:]
 
 
 if __name__ == "__main__":

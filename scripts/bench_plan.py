@@ -1,14 +1,12 @@
 """Compare plans with runs on this CPU: `python scripts/bench_plan.py [--config FILE] [key=value ...]`.
 
 `passes` times decode steps and verifying passes, `update` the gradients of a micro-batch and its memory,
-`run` the memory of a whole run of one step: rollout, update and checkpoint. The config is SmolLM2's unless
-another is named, and weights that are not here are random. Figures of the CPU are measured right before
-(`rljax/planning/hardware.py`).
+`run` the memory of a whole run of one step: rollout, update and checkpoint. Weights that are not here are
+random. Figures of the CPU are measured right before (`rljax/planning/hardware.py`).
 
-`--break-even FILE` draws what drafts must bring and measures nothing: `--results` names what `--only passes`
-and `plan.py --json` wrote. A pass pays if the tokens that a slot gets from it take less time than decode
-steps: tokens a slot > seconds of the pass / seconds of a decode step over the same slots. Drafting itself
-comes on top.
+`--break-even FILE` draws what drafts must bring, of files that `--only passes` and `plan.py --json` wrote:
+a pass pays if it takes less time for the tokens of a slot than decode steps over the same slots. Drafting
+itself comes on top.
 """
 
 import functools
@@ -56,11 +54,7 @@ Lines = Mapping[int, Sequence[tuple[float, float]]]
 
 
 def break_even(passes: Sequence[Mapping[str, Any]]) -> Lines:
-    """Returns the break-even line of every number of slots.
-
-    Args:
-      passes: decode steps and verifying passes, with "slots", "rows" and "seconds".
-    """
+    """Returns the break-even line of every number of slots, by "slots", "rows" and "seconds" of passes."""
     steps = {row["slots"]: row["seconds"] for row in passes if row["rows"] == row["slots"]}
     lines: dict[int, list[tuple[float, float]]] = {slots: [(1.0, 1.0)] for slots in steps}
     for row in sorted(passes, key=lambda row: row["rows"]):
@@ -129,12 +123,11 @@ def decoding_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
         for timed in (*plan.decoding, *plan.verifying):
             if timed.slots != slots:
                 continue
-            plain = timed.rows == slots
-            kind, more = ("decode step", "") if plain else ("verifying pass", f", {timed.rows} tokens")
-            seconds = statistics.median(measured[0 if plain else timed.rows])
-            shape = {"slots": slots, "rows": timed.rows}
-            name = f"{kind}, {slots} slots{more}"
-            rows.append(_compared(name, 1e3 * timed.seconds, 1e3 * seconds, "ms", **shape))
+            name, key = f"verifying pass, {slots} slots, {timed.rows} tokens", timed.rows
+            if timed.rows == slots:
+                name, key = f"decode step, {slots} slots", 0
+            both = 1e3 * timed.seconds, 1e3 * statistics.median(measured[key])
+            rows.append(_compared(name, *both, "ms", slots=slots, rows=timed.rows))
     return rows
 
 
@@ -150,11 +143,10 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
     state = trainer.init(init_params(run.model, 0))
     rows, length = training.rows_per_microbatch, training.pack_length
     batch = equal_batch(rows, length, 8, run.model.vocab_size, length)
-    holder = [state]
-    del state
 
-    def update():
-        holder[0], _ = trainer.update(holder[0], [batch])
+    def update() -> None:
+        nonlocal state
+        state, _ = trainer.update(state, [batch])
 
     (seconds,) = interleave({"update": update}, repeats=3).values()
     roofline = Roofline(run, plan.hardware)
@@ -169,7 +161,7 @@ def update_rows(config: ExperimentConfig, plan: Plan) -> list[Row]:
 
 # --- a whole run -----------------------------------------------------------------------------------------
 
-_PROBLEMS = 64
+_SUMS = {f"What is {i} plus {i % 7}?": i + i % 7 for i in range(64)}
 
 
 def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
@@ -186,9 +178,19 @@ def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
         if loaded.policy.path is not None:
             source = local_directory(loaded.policy.path, weights=False)
             if not any(source.glob("*.safetensors")):
-                keys.append(f"policy.path={_random_policy(source, directory)}")
+                model, tokenizer = load_model_config(source), directory / "tokenizer"
+                train_tokenizer(list(_SUMS), 512, tokenizer)
+                save_model(directory / "policy", model, init_params(model, 0), "bfloat16", tokenizer)
+                keys.append(f"policy.path={directory / 'policy'}")
         if loaded.task.name == "dataset":
-            keys.append(f"task.args.path={_sums(loaded.task.args, directory)}")
+            columns, file = loaded.task.args, directory / "problems.jsonl"
+            marker = columns.get("answer_marker", "")
+            problems = [
+                {columns["prompt"]: text, columns["answer"]: f"{marker} {answer}"}
+                for text, answer in _SUMS.items()
+            ]
+            file.write_text("".join(json.dumps(each) + "\n" for each in problems), encoding="utf-8")
+            keys.append(f"task.args.path={file}")
         (*_, metrics), peak = train(config, directory / "run", *keys)
     planned = {phase: size for phase, (size, _) in plan.memory.peaks.items()}
     details = {
@@ -199,25 +201,6 @@ def run_rows(config: str, overrides: Sequence[str], plan: Plan) -> list[Row]:
     }
     most = max(planned.values()) / 2**20
     return [_compared("memory of a run", most, peak / 2**20, "MiB", **details)]
-
-
-def _random_policy(path: Path, directory: Path) -> Path:
-    """A directory with random weights of the architecture in `path`, and a tokenizer."""
-    source, written = directory / "source", directory / "policy"
-    train_tokenizer([f"What is {i} plus {i % 7}?" for i in range(_PROBLEMS)], 512, source)
-    model = load_model_config(path)
-    save_model(written, model, init_params(model, 0), "bfloat16", tokenizer_source=source)
-    return written
-
-
-def _sums(columns: dict[str, str], directory: Path) -> Path:
-    """A data set with the config's columns."""
-    file, marker = directory / "problems.jsonl", columns.get("answer_marker", "")
-    texts = [(f"What is {i} plus {i % 7}?", f"{marker} {i + i % 7}") for i in range(_PROBLEMS)]
-    names = columns["prompt"], columns["answer"]
-    lines = [json.dumps(dict(zip(names, each, strict=True))) + "\n" for each in texts]
-    file.write_text("".join(lines), encoding="utf-8")
-    return file
 
 
 # --- the command line ------------------------------------------------------------------------------------

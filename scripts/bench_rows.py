@@ -19,9 +19,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
-from compiled_programs import Operation, parsed, text_of
+from compiled_programs import Operation, compiling_for, parsed, text_of
 from rljax import target
 from rljax.engine import kv_cache
 from rljax.errors import exit_status
@@ -29,89 +28,72 @@ from rljax.kernels.tree_attention import decode_attention, tree_attention
 from rljax.models.config import ModelConfig
 from rljax.numerics import products
 from rljax.numerics.rows import KEY_CHUNK, Numerics, row_sum
-from rljax.planning.topologies import compile_devices, parse_topology, platform_of
 from rljax.provenance import command_line, write_figures
-from workloads import REAL, SHAPES, config_of
+from workloads import REAL, RESULTS, SHAPES, config_of
 
 ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
 _NODES = (2, 8, 16)  # of a verifying pass, in each of 8 slots
 _CACHE = 1024  # positions
 _PIECE = 2048  # inputs of a product whose pieces are added in order; no policy does that yet
 _WIDEST = 16_384  # outputs of an LM head
-_RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+_DTYPE = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a compiled program says of one of its sums of products.
+    """What a compiled program says of one of its sums of products."""
 
-    Attributes:
-      by: the compiler's emitter or library.
-      pieces: how it splits the sum: the same pieces are added up in the same order.
-      tiles: how it splits the results, which does not matter for their bits.
-      unknown: why the order is not known, or empty.
-    """
-
-    by: str
-    pieces: str
-    tiles: str = ""
-    unknown: str = ""
+    by: str  # the compiler's emitter or library
+    pieces: str  # how it splits the sum: the same pieces are added up in the same order
+    tiles: str = ""  # how it splits the results, which does not matter for their bits
+    unknown: str = ""  # why the order is not known, or empty
 
 
 # -- formulations ------------------------------------------------------------------------------------------
 
 
-def formulations(config: ModelConfig, dtype: str) -> Iterator[tuple[str, Callable[..., Any], Callable]]:
+def formulations(config: ModelConfig) -> Iterator[tuple[str, Callable[..., Any], Callable]]:
     """Yields name, function, and argument shapes for a number of rows, of everything that a policy sums."""
-    numerics = Numerics(True, dtype)
+    numerics = Numerics(True, _DTYPE)
     d, f = config.hidden_size, config.mlp_size
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     shapes = {(d, heads * dim), (d, kv_heads * dim), (heads * dim, d), (d, f), (f, d)}
     shapes |= {(d, min(config.vocab_size, _WIDEST))}
 
-    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: Any = _DTYPE) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    padded = [form for form in products.forms(dtype) if not form.float32 and not form.slabs]
+    padded = [form for form in products.forms(_DTYPE) if not form.float32 and not form.slabs]
     slabs = [products.ProductForm(size, size, slabs=True) for size in products.SLABS]
     for form in (padded[0], padded[-1], *slabs):
         for inputs, outputs in sorted(shapes):
-            multiply = functools.partial(products.padded_dot, form=form)
-
-            def args(rows: int, i: int = inputs, o: int = outputs) -> tuple:
-                return array(rows, i, dtype=dtype), array(o, i, dtype=dtype)
-
-            yield f"product [{inputs} -> {outputs}], {form}", multiply, args
+            name, sides = f"product [{inputs} -> {outputs}]", (inputs, array(outputs, inputs))
+            args = lambda rows, sides=sides: (array(rows, sides[0]), sides[1])  # noqa: E731
+            yield f"{name}, {form}", functools.partial(products.padded_dot, form=form), args
             if form is padded[0] and inputs > _PIECE:
-                name = f"product [{inputs} -> {outputs}] in pieces of {_PIECE} inputs"
-                yield name, functools.partial(_in_pieces, form=form), args
+                in_pieces = functools.partial(_in_pieces, form=form)
+                yield f"{name} in pieces of {_PIECE} inputs", in_pieces, args
     for width, ordered in ((d, False), (KEY_CHUNK, True)):
         add = functools.partial(row_sum, numerics=numerics, ordered=ordered)
-        yield f"sum of {width}{', in order' if ordered else ''}", add, lambda rows, w=width: (array(rows, w),)
+        args = lambda rows, width=width: (array(rows, width, dtype=jnp.float32),)  # noqa: E731
+        yield f"sum of {width}{', in order' if ordered else ''}", add, args
 
-    cache_dtype = jnp.dtype(dtype)
     keys = (kv_heads, _CACHE // kv_cache.KEY_BLOCK, dim, kv_cache.KEY_BLOCK)
 
-    def decoding(slots: int) -> tuple:
-        new = array(slots, 1, kv_heads, dim, dtype=cache_dtype)
-        queries, values = array(slots, 1, heads, dim, dtype=dtype), (slots, kv_heads, _CACHE, dim)
-        cache = array(slots, *keys, dtype=cache_dtype), array(*values, dtype=cache_dtype)
+    def decoding(slots: int, nodes: int = 1) -> tuple:
+        queries, new = array(slots, nodes, heads, dim), array(slots, nodes, kv_heads, dim)
+        cache = array(slots, *keys), array(slots, kv_heads, _CACHE, dim)
         return queries, *cache, array(slots, dtype=jnp.int32), new, new
 
-    yield "attention of a token in each slot", _plainly(decode_attention, numerics), decoding
-
     def verifying(nodes: int) -> tuple:
-        q, cached_keys, cached_values, lengths, _, _ = decoding(8)
-        new = array(8, nodes, kv_heads, dim, dtype=cache_dtype)
-        q = array(8, nodes, heads, dim, dtype=dtype)
         tree = array(8, nodes, nodes, dtype=bool), array(8, nodes, dtype=jnp.int32)
-        return q, cached_keys, cached_values, lengths, new, new, *tree
+        return *decoding(8, nodes), *tree
 
-    yield "attention of draft nodes in 8 slots", _plainly(tree_attention, numerics), verifying
-
-
-def _plainly(attention: Callable[..., Any], numerics: Numerics) -> Callable[..., Any]:
-    return lambda *args: attention(*args, numerics, "xla")
+    for name, attention, args in (
+        ("attention of a token in each slot", decode_attention, decoding),
+        ("attention of draft nodes in 8 slots", tree_attention, verifying),
+    ):
+        yield name, lambda *given, attention=attention: attention(*given, numerics, "xla"), args
 
 
 def _in_pieces(rows: jax.Array, weight: jax.Array, form: products.ProductForm) -> jax.Array:
@@ -184,24 +166,15 @@ def _split_of(dot: Operation, inside: Sequence[Operation]) -> int:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-def compiled(name: str, config: ModelConfig, dtype: str, rows: Sequence[int]) -> dict[str, Any]:
+def compiled(name: str, config: ModelConfig) -> dict[str, Any]:
     """Returns, by formulation, the kernels that a device of a topology computes numbers of rows with."""
-    topology = parse_topology(name)
-    device = compile_devices(topology)[0]
-    placed = SingleDeviceSharding(device)
-    jax.config.update("jax_enable_compilation_cache", False)
     found: dict[str, Any] = {}
-    with target.tracing_for(device, 1, platform_of(topology)):
-        for formulation, function, arguments in formulations(config, dtype):
-            of_attention = "nodes" in formulation
-            by_rows = {}
-            for count in _NODES if of_attention else rows:
-                shapes = jax.tree.map(
-                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed),
-                    arguments(count),
-                )
-                text = text_of(jax.jit(function).lower(*shapes).compile())
-                by_rows[count] = kernels_of(text, platform_of(topology))
+    with compiling_for(name) as compile_:
+        for formulation, function, arguments in formulations(config):
+            by_rows = {
+                count: kernels_of(text_of(compile_(function, *arguments(count))), target.platform())
+                for count in (_NODES if "nodes" in formulation else ROWS)
+            }
             found[formulation] = {
                 str(count): [dataclasses.asdict(kernel) for kernel in kernels]
                 for count, kernels in by_rows.items()
@@ -231,19 +204,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench_rows.py", description=__doc__.splitlines()[0])
     parser.add_argument("--compiled-for", required=True, metavar="DEVICES", help="v5e:1x1, v6e:1x1, h100:1")
     parser.add_argument("--policy", choices=[REAL, *SHAPES], default="Qwen2.5-1.5B")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--output", type=Path, help="default: in benchmarks/results, named after the device")
     arguments = parser.parse_args(argv)
-    of_policy = config_of(arguments.policy), arguments.dtype, arguments.rows
-    result = {
-        "policy": arguments.policy,
-        "dtype": arguments.dtype,
-        "compiled_for": arguments.compiled_for,
-        "formulations": compiled(arguments.compiled_for, *of_policy),
-    }
-    name = arguments.compiled_for.split(":")[0]
-    output = arguments.output or _RESULTS / f"rows-{name}-{arguments.dtype}.json"
+    device, policy = arguments.compiled_for, arguments.policy
+    result = {"policy": policy, "dtype": _DTYPE, "compiled_for": device}
+    result["formulations"] = compiled(device, config_of(policy))
+    output = arguments.output or RESULTS / f"rows-{device.split(':')[0]}-{_DTYPE}.json"
     write_figures(output, result, command_line())
     print(f"wrote {output}")
 

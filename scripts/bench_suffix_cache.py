@@ -155,15 +155,22 @@ def timed_rows(
     return [timed_row(name, timing, baseline, "us", 1e6 / amount, amount=amount, **details)]
 
 
+def traces(count: int, length: int, prompts: int) -> dict[str, list[np.ndarray]]:
+    """One prompt's long responses, and eight short ones of each of many prompts, by name."""
+    return {
+        f"{count} x {length}": [rl_like_responses(0, count, length)],
+        f"{prompts} prompts x 8 x 256": [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
+    }
+
+
 def insert_rows(count: int, length: int, prompts: int, repeats: int) -> list[Row]:
     """Measures microseconds per token: whole responses, token by token, and many prompts."""
-    responses = rl_like_responses(0, count, length)
-    small = [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)]
+    (one, long), (many, small) = traces(count, length, prompts).items()
     rows = []
     for name, groups, stepwise in (
-        (f"{count} x {length}/whole responses", [responses], False),
-        (f"{count} x {length}/a token of each at a time", [responses], True),
-        (f"{prompts} prompts x 8 x 256/whole", small, False),
+        (f"{one}/whole responses", long, False),
+        (f"{one}/a token of each at a time", long, True),
+        (f"{many}/whole", small, False),
     ):
         actions = {"ours": functools.partial(insert, groups, stepwise)}
         if SuffixTree is not None:
@@ -180,13 +187,12 @@ def query_rows(count: int, length: int, repeats: int) -> list[Row]:
     forest, rows = insert([stored]), []
     for tree in (False, True):
         actions = {"ours": functools.partial(queries.ask_ours, forest, tree)}
-        details = dict(
-            zip(("draft_tokens", "accepted"), queries.quality(nodes_of(actions["ours"]())), strict=True)
-        )
+        ours, names = queries.quality(nodes_of(actions["ours"]())), ("draft_tokens", "accepted")
+        details = dict(zip(names, ours, strict=True))
         if SuffixTree is not None:
             actions[TREE] = functools.partial(queries.ask_tree, *arctic_trees([stored]), tree)
             theirs = queries.quality((each.token_ids, each.parents) for each in actions[TREE]())
-            details |= zip(("baseline_draft_tokens", "baseline_accepted"), theirs, strict=True)
+            details |= {f"baseline_{name}": each for name, each in zip(names, theirs, strict=True)}
         name = f"query/{count} x {length}/{'tree' if tree else 'chain'} of {BUDGET}"
         rows += timed_rows(name, actions, len(queries), repeats, **details)
     return rows
@@ -204,21 +210,15 @@ def nodes_of(drafts: Iterable[Proposals]) -> list[Nodes]:
 def memory_rows(count: int, length: int, prompts: int) -> list[Row]:
     """Measures the allocated bytes per token."""
     rows = []
-    for size, traces in (
-        (f"{count} x {length}", [rl_like_responses(0, count, length)]),
-        (
-            f"{prompts} prompts x 8 x 256",
-            [rl_like_responses(1 + prompt, 8, 256) for prompt in range(prompts)],
-        ),
-    ):
-        forest, tokens = insert(traces), sum(trace.size for trace in traces)
-        value = theirs = forest.nbytes / tokens
+    for size, groups in traces(count, length, prompts).items():
+        forest, tokens = insert(groups), sum(group.size for group in groups)
+        baseline, value = MISSING, forest.nbytes / tokens
+        theirs, used = value, forest.used_bytes / tokens
         if SuffixTree is not None:
-            theirs = sum(tree.estimate_memory() for tree in arctic_trees(traces)) / tokens
-        baseline, used = MISSING if SuffixTree is None else TREE, forest.used_bytes / tokens
-        rows.append(
-            counted_row(f"memory/{size}", value, theirs, "bytes/token", baseline, less=True, used=used)
-        )
+            baseline = TREE
+            theirs = sum(tree.estimate_memory() for tree in arctic_trees(groups)) / tokens
+        both = value, theirs
+        rows.append(counted_row(f"memory/{size}", *both, "bytes/token", baseline, less=True, used=used))
     return rows
 
 
@@ -233,10 +233,8 @@ def begin_rows(prompts: int, count: int, length: int, repeats: int) -> list[Row]
     ]
     requests = [DraftRequest((prompt,), None) for prompt in range(prompts)]
     tokens = prompts * count * length
-    drafters = {
-        workers: make_drafter("histospec", history_workers=workers, indexed_tokens=tokens)
-        for workers in (1, 0)
-    }
+    limits = {"indexed_tokens": tokens}
+    drafters = {n: make_drafter("histospec", history_workers=n, **limits) for n in (1, 0)}
     seconds: dict[int, list[float]] = {workers: [] for workers in drafters}
     for _ in range(1 + repeats):  # the first round warms up
         for workers, drafter in drafters.items():
@@ -251,12 +249,6 @@ def begin_rows(prompts: int, count: int, length: int, repeats: int) -> list[Row]
     return [timed_row(name, timing, against, "ms", 1e3, tokens=tokens, **counts)]
 
 
-def announce(sections: Sequence[str]) -> None:
-    """Prints a line about a missing baseline, before minutes of measurements."""
-    if SuffixTree is None:
-        print("arctic-inference is not installed: rows that compare with it carry our values alone")
-
-
 BENCHMARK = Benchmark(
     name="suffix_cache",
     description=__doc__,
@@ -267,7 +259,6 @@ BENCHMARK = Benchmark(
         Measurement("begin", "64 prompts x 16 x 512", begin_rows, (64, 16, 512, 5)),
     ),
     packages=("numba", "numpy", "arctic-inference"),
-    prepare=announce,
 )
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +79,18 @@ def read_plainly(file: Path, template: TrainState) -> TrainState:
 
 
 def save_with_orbax(directory: Path, state: TrainState, compression: bool) -> None:
-    """Saves by Orbax as `RunCheckpoints` does, with or without zstd."""
+    """As `RunCheckpoints` does, with or without zstd."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=compression)) as checkpointer:
         checkpointer.save(directory, args=ocp.args.PyTreeSave(state), force=True)
 
 
-def bytes_in(directory: Path) -> int:
-    """Size of all files below a directory."""
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+Round = dict[tuple[str, str], tuple[float, float]]
+"""Figures by action and name of the baseline, ours and the baseline's; a first round is for warming up."""
 
 
-Rounds = dict[str, tuple[list[float], list[float]]]
-"""Figures of every round by action, ours and the baseline's; the first round is for warming up."""
-
-
-def note(rounds: Rounds, **figures: tuple[float, float]) -> None:
-    """Adds a round's figures of actions, ours and the baseline's."""
-    for name, pair in figures.items():
-        for side, figure in zip(rounds.setdefault(name, ([], [])), pair, strict=True):
-            side.append(figure)
+def columns(rounds: Sequence[Round], key: tuple[str, str]) -> tuple[list[float], list[float]]:
+    """Returns an action's figures of the rounds that count."""
+    return [each[key][0] for each in rounds[1:]], [each[key][1] for each in rounds[1:]]
 
 
 def checkpoint_rows(name: str, repeats: int) -> list[Row]:
@@ -109,7 +102,8 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
     template, state_bytes = jax.eval_shape(lambda: state), _bytes(state)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     apply = jax.jit(functools.partial(apply_gradients, optimizer=optimizer), donate_argnums=0)
-    rounds: Rounds = {}
+    rounds: list[Round] = []
+    write, read, zstd = "numpy write and fsync", "numpy read", "Orbax with zstd"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         checkpoints = RunCheckpoints(path / "run", keep=1)
@@ -121,7 +115,7 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
             complete, busy = time.perf_counter() - start, time.process_time() - processor
             written, writing, _ = timed(write_plainly, path / "plain", state)
             restored, *_ = timed(checkpoints.restore, template)
-            read, *_ = timed(read_plainly, path / "plain", template)
+            reading, *_ = timed(read_plainly, path / "plain", template)
             _, fast, _ = timed(save_with_orbax, path / "raw", state, False)
             _, slow, _ = timed(save_with_orbax, path / "zstd", state, True)
             # Each step consumes the state and makes the next one.
@@ -129,25 +123,30 @@ def checkpoint_rows(name: str, repeats: int) -> list[Row]:
             checkpoints.save(step + 1, state, {})
             meanwhile, _, (state, _) = timed(apply, state, zeros)
             checkpoints.wait()
-            note(rounds, blocked=(blocked, written), complete=(complete, written), restore=(restored, read))
-            note(rounds, processor=(busy, writing), raw=(fast, slow), step=(meanwhile, alone))
+            rounds.append(
+                {
+                    ("save blocks", write): (blocked, written),
+                    ("save complete", write): (complete, written),
+                    ("save, processor time", write): (busy, writing),
+                    ("restore", read): (restored, reading),
+                    ("optimizer step during a save", "no save"): (meanwhile, alone),
+                    ("Orbax uncompressed, processor time", zstd): (fast, slow),
+                }
+            )
         checkpoints.close()
-        disk_bytes, zstd_bytes = bytes_in(checkpoints.directory), bytes_in(path / "zstd")
+        disk_bytes, zstd_bytes = (
+            sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+            for directory in (checkpoints.directory, path / "zstd")
+        )
 
     details = {"params": num_params(config_of(name)), "state_bytes": state_bytes}
     sizes, label = (disk_bytes / 1e6, state_bytes / 1e6), f"checkpoint/{name}/on disk"
     rows = [counted_row(label, *sizes, "MB", "the arrays' bytes", less=True, **details)]
-    write, read, zstd = "numpy write and fsync", "numpy read", {"baseline_bytes": zstd_bytes}
-    for what, of, baseline, more in (
-        ("save blocks", "blocked", write, {}),
-        ("save complete", "complete", write, {}),
-        ("save, processor time", "processor", write, {}),
-        ("restore", "restore", read, {}),
-        ("optimizer step during a save", "step", "no save", {}),
-        ("Orbax uncompressed, processor time", "raw", "Orbax with zstd", zstd),
-    ):
-        ours, theirs = (side[1:] for side in rounds[of])
-        label, more = f"checkpoint/{name}/{what}", more | {"low": min(ours), "high": max(ours)}
+    for what, baseline in rounds[0]:
+        ours, theirs = columns(rounds, (what, baseline))
+        more = {"baseline_bytes": zstd_bytes} if baseline == zstd else {}
+        more |= {"low": min(ours), "high": max(ours)}
+        label = f"checkpoint/{name}/{what}"
         rows.append(timed_row(label, compare(ours, theirs), baseline, **details, **more))
     return rows
 
@@ -172,7 +171,8 @@ def saving_rows(name: str, repeats: int) -> list[Row]:
     params = jax.tree.map(random, head_shapes(config), is_leaf=lambda x: isinstance(x, tuple))
     state = init_state(params, head_optimizer(1e-3))
     everything = jax.block_until_ready({"state": state, "shared": shared})
-    rounds: Rounds = {}
+    rounds: list[Round] = []
+    baseline = "head, optimizer, embeddings and LM head in place"
     with tempfile.TemporaryDirectory() as directory:
         saver, whole = AsyncHeadSaver(Path(directory) / "head"), Path(directory) / "whole"
         for step in range(repeats + 1):
@@ -184,12 +184,11 @@ def saving_rows(name: str, repeats: int) -> list[Row]:
             saver.wait()
             on_disk = time.perf_counter() - start
             figures = {"held up": held, "head alone, in place": alone, "on disk": on_disk}
-            note(rounds, **{what: (seconds, full) for what, seconds in figures.items()})
+            rounds.append({(what, baseline): (seconds, full) for what, seconds in figures.items()})
     sizes = {"bytes": _bytes(state.params), "baseline_bytes": _bytes(everything)}
-    baseline = "head, optimizer, embeddings and LM head in place"
     return [
-        timed_row(f"checkpoint/{name}/{what}", compare(ours[1:], theirs[1:]), baseline, **sizes)
-        for what, (ours, theirs) in rounds.items()
+        timed_row(f"checkpoint/{name}/{what}", compare(*columns(rounds, (what, baseline))), baseline, **sizes)
+        for what, _ in rounds[0]
     ]
 
 

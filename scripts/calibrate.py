@@ -20,7 +20,17 @@ _OUTPUT = Path("benchmarks/results/calibration.json")
 @exit_status("interrupted")
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the constants unless they are cached; prints and writes the results."""
-    arguments = _parser().parse_intermixed_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="calibrate.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    again = "measure although speculation.calibration_dir has constants"
+    parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
+    parser.add_argument("--again", action="store_true", help=again)
+    parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="FILE", help=f"default: {_OUTPUT}")
+    parser.add_argument("--rounds", type=int, default=3, help="sweeps over all shapes")
+    parser.add_argument("--repeats", type=int, default=3, help="passes of a shape in a sweep")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
+    arguments = parser.parse_intermixed_args(argv)
     config, calibrate_run = load_config(arguments.config, arguments.overrides), part("calibrate_run")
     for name in ("rounds", "repeats"):
         if getattr(arguments, name) < 1:
@@ -28,31 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Times depend neither on the values of the weights, so none are trained first, nor on the drafter; and
     # `choice: roofline` would need the constants that are measured here.
     bare = config.model_copy(update={"warm_start": None, "speculation": SpeculationConfig()})
+    given = arguments.rounds, arguments.repeats, arguments.output, arguments.again
     with open_run(bare) as (run, progress):
-        calibrate_run(
-            run,
-            config,
-            arguments.rounds,
-            arguments.repeats,
-            arguments.output,
-            arguments.again,
-            progress.message,
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="calibrate.py", description=__doc__.splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
-    parser.add_argument(
-        "--again", action="store_true", help="measure although speculation.calibration_dir has constants"
-    )
-    parser.add_argument("--output", type=Path, default=_OUTPUT, metavar="FILE", help=f"default: {_OUTPUT}")
-    parser.add_argument("--rounds", type=int, default=3, help="sweeps over all shapes")
-    parser.add_argument("--repeats", type=int, default=3, help="passes of a shape in a sweep")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
-    return parser
+        calibrate_run(run, config, *given, progress.message)
 
 
 if __name__ == "__main__":

@@ -135,21 +135,12 @@ _HEAD = (
 _SMALL = ModelConfig("qwen3", 320, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_norm=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftedRun:
-    """A run with a drafter on the device: metrics of every step, and turns of the rollouts, by step."""
-
-    metrics: list[dict[str, Any]]
-    turns: list[int]
-
-    @property
-    def accept_lengths(self) -> list[float]:
-        """Tokens that a verifying pass yields per response, by step."""
-        return [line["speculation/accept_length"] for line in self.metrics]
-
-
-def drafted_run(steps: int, drafter: str, arguments: str, *overrides: str) -> DraftedRun:
-    """Runs three workers in turns with a drafter, its arguments, and keys of the config."""
+def drafted_run(
+    steps: int, drafter: str, arguments: str, *overrides: str
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Runs three workers in turns with a drafter on the device, its arguments and keys of the config. Returns
+    the metrics of every step and the turns of its rollout.
+    """
     turns: list[int] = []
 
     class Counting(ClusterDecoder):
@@ -159,18 +150,15 @@ def drafted_run(steps: int, drafter: str, arguments: str, *overrides: str) -> Dr
             turns.append(self._fabric.turns - begun)
             return finished
 
-    places = (
-        (session, "cluster_of", in_turns(Counting)),
-        (expected_manager, "best_rows", most_rows),
-        (WorthStarting, "allows", lambda *_: True),
-        (DeviceProposer, "expected_rate", lambda *_: 1e9),
-        (small_model, "_LENGTHS", (4,)),  # as deep as the head
-    )
     keys = f"speculation.drafter={drafter}", f"speculation.args={{{arguments}}}", f"training.steps={steps}"
-    with contextlib.ExitStack() as parts:
-        for place in places:
-            parts.enter_context(mock.patch.object(*place))
-        return DraftedRun(step_metrics(*_RUN, *keys, *overrides), turns)
+    with (
+        mock.patch.object(session, "cluster_of", in_turns(Counting)),
+        mock.patch.object(expected_manager, "best_rows", most_rows),
+        mock.patch.object(WorthStarting, "allows", lambda *_: True),
+        mock.patch.object(DeviceProposer, "expected_rate", lambda *_: 1e9),
+        mock.patch.object(small_model, "_LENGTHS", (4,)),  # as deep as the head
+    ):
+        return step_metrics(*_RUN, *keys, *overrides), turns
 
 
 def spot_rows(steps: int, updates: int) -> list[Row]:
@@ -196,26 +184,26 @@ def _compared(
     steps: int, section: str, drafter: str, not_trained: str, trained: str, joiners: list[str]
 ) -> list[Row]:
     """Compares a drafter that is not trained with one that is; in idle time by each kind of joiners."""
-    frozen = drafted_run(steps, drafter, not_trained)
+    name = "speculation/accept_length"  # tokens that a verifying pass yields per response
+    frozen, frozen_turns = drafted_run(steps, drafter, not_trained)
+    frozen_lengths = [line[name] for line in frozen]
     runs = {"trained behind rollouts": drafted_run(steps, drafter, trained)}
     for kind in joiners:
-        name = "trained in idle time" + ", joiners train" * (kind == "train")
+        way = "trained in idle time" + ", joiners train" * (kind == "train")
         keys = f"cluster.spot={{idle: 1, save_every: 4, joiners: {kind}}}"
-        runs[name] = drafted_run(steps, drafter, trained, keys)
+        runs[way] = drafted_run(steps, drafter, trained, keys)
     rows, half = [], slice(steps // 2, None)
-    base = float(np.mean(frozen.accept_lengths[half]))
-    for name, run in runs.items():
-        value = float(np.mean(run.accept_lengths[half]))
+    for way, (metrics, turns) in runs.items():
+        lengths = [line[name] for line in metrics]
         details: dict[str, Any] = {
-            "accept_lengths": run.accept_lengths,
-            "accept_lengths_not_trained": frozen.accept_lengths,
-            "turns": run.turns,
-            "turns_not_trained": frozen.turns,
+            "accept_lengths": lengths,
+            "accept_lengths_not_trained": frozen_lengths,
+            "turns": turns,
+            "turns_not_trained": frozen_turns,
         }
-        if "idle" in name:
-            details |= {
-                each: float(sum(line[f"cluster/spot_{each}"] for line in run.metrics))
-                for each in ("sessions", "updates", "samples", "joined")
-            }
-        rows.append(counted_row(f"{section}/{name}", value, base, "tokens a pass", "not trained", **details))
+        if "idle" in way:
+            for each in ("sessions", "updates", "samples", "joined"):
+                details[each] = float(sum(line[f"cluster/spot_{each}"] for line in metrics))
+        both = [float(np.mean(each[half])) for each in (lengths, frozen_lengths)]
+        rows.append(counted_row(f"{section}/{way}", *both, "tokens a pass", "not trained", **details))
     return rows

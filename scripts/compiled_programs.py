@@ -1,12 +1,20 @@
-"""What a compiled program for an accelerator starts and moves, read off its text."""
+"""Compiles for accelerators that are not here, and reads off a program's text what it starts and moves."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from rljax import target
+from rljax.planning.topologies import compile_devices, parse_topology, platform_of
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -63,6 +71,27 @@ class Operation:
 
 
 _Computations = dict[str, list[Operation]]
+
+
+@contextlib.contextmanager
+def compiling_for(name: str) -> Iterator[Callable[..., Any]]:
+    """Yields what compiles a function of arguments, or of their shapes, for a device of the topology of this
+    name; nothing runs.
+    """
+    topology = parse_topology(name)
+    device = compile_devices(topology)[0]
+    jax.config.update("jax_enable_compilation_cache", False)  # a device that is not there reads nothing back
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            np.shape(leaf), jnp.result_type(leaf), sharding=SingleDeviceSharding(device)
+        )
+
+    def compiled(function: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] = ()) -> Any:
+        return jax.jit(function, donate_argnums=donate_argnums).lower(*jax.tree.map(placed, args)).compile()
+
+    with target.tracing_for(device, 1, platform_of(topology)):
+        yield compiled
 
 
 def text_of(program: Any) -> str:
@@ -157,10 +186,8 @@ def _moved(
     if operation.kind in _SLICES:
         return 2 * result
     if operation.kind.endswith("-start"):  # (to, from, ...) of a copy; ((operands), result, ...) of others
-        first, second, *_ = _arrays(operation.shape)
-        if operation.kind == "copy-start":
-            return first.in_memory + second.in_memory
-        return second.bytes + second.in_memory
+        (_, first), (size, second), *_ = _arrays(operation.shape)
+        return first + second if operation.kind == "copy-start" else size + second
     if operation.kind in _WRITES:
         return 2 * sizes.get(operands[_WRITES[operation.kind]], 0)
     taken = [sizes.get(name, 0) for name in operands]
@@ -217,25 +244,17 @@ def _spared(inside: list[Operation]) -> list[int]:
     return spared
 
 
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """Bytes of an array, and how many of them are in the device's memory: on a TPU it may be in the core's,
-    `S(1)`.
+def _arrays(shape: str) -> list[tuple[int, int]]:
+    """Returns, for each array of a type's text, its bytes and how many of them are in the device's memory: on
+    a TPU it may be in the core's, `S(1)`.
     """
-
-    bytes: int
-    in_memory: int
-
-
-def _arrays(shape: str) -> list[_Array]:
-    """Returns the arrays of a type's text."""
     arrays = []
     for kind, sizes, layout in _SHAPE.findall(shape):
         item = 1 if kind == "pred" else int(re.search(r"\d+", kind)[0]) / 8
         size = int(item * math.prod(int(extent) for extent in sizes.split(",") if extent))
-        arrays.append(_Array(size, 0 if "S(1)" in layout else size))
+        arrays.append((size, 0 if "S(1)" in layout else size))
     return arrays
 
 
 def _bytes(shape: str) -> int:
-    return sum(array.in_memory for array in _arrays(shape))
+    return sum(in_memory for _, in_memory in _arrays(shape))

@@ -19,63 +19,46 @@ from typing import Any
 
 import jax
 
-from drafters.registry import make_drafter, states_read
 from rljax.benchmarking import results_console
-from rljax.config import ExperimentConfig, SpeculationConfig, load_config
+from rljax.config import ExperimentConfig, load_config
 from rljax.durable_files import write_durably
 from rljax.errors import UserError, exit_status
 from rljax.provenance import command_line, machine_facts, write_figures
 from rljax.requests import Completion
 from rljax.rollout.collector import Scheduler
-from rljax.speculation.idle_requests import make_idle_requests
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.speculator import Speculator
 from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.equality import Count, EveryPass, take_turns
 from rollout_benchmarks.variants import (
+    ALL_SLOTS,
+    make_variant,
     open_run,
-    small_model,
     step_requests,
     unrewarded,
     with_hidden_layers,
     with_keys,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Mechanism:
-    """One way to draft.
-
-    Attributes:
-      drafters: names of drafters in the registry.
-      choice: the manager; "every pass" asks all drafters and verifies passes of all sizes in turn.
-      mix: see `speculation.mix`.
-      run_ahead: whether idle slots decode requests of the next step.
-    """
-
-    drafters: tuple[str, ...]
-    choice: str = "every pass"
-    mix: bool = False
-    run_ahead: bool = False
-
-
-MECHANISMS = {
-    "prompt lookup": Mechanism(("prompt_lookup",)),
-    "suffix decoding": Mechanism(("suffix_decoding",)),
-    "HistoSpec": Mechanism(("histospec",)),
-    "SRT": Mechanism(("srt",)),
-    "SRT with run-ahead": Mechanism(("srt",), run_ahead=True),
-    "quantized": Mechanism(("quantized",)),
-    "small model": Mechanism(("small_model",)),
-    "EAGLE-3": Mechanism(("eagle",)),
-    "all, one in turn": Mechanism(("srt", "quantized", "eagle")),
-    "all, mixed trees": Mechanism(("srt", "quantized", "eagle"), mix=True),
-    "all, default manager": Mechanism(("srt", "quantized", "eagle"), "expected"),
-    "all, bandit": Mechanism(("srt", "quantized", "eagle"), "bandit"),
-    "all, draft ladder": Mechanism(("srt", "quantized", "eagle"), "ladder"),
+_EAGLE = {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}
+_ALL: dict[str, Any] = {"drafter": "srt", "others": {"quantized": {}, "eagle": _EAGLE}}
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "prompt lookup": {"drafter": "prompt_lookup"},
+    "suffix decoding": {"drafter": "suffix_decoding"},
+    "HistoSpec": {"drafter": "histospec"},
+    "SRT": {"drafter": "srt"},
+    "SRT with run-ahead": {"drafter": "srt", "run_ahead_below": ALL_SLOTS},
+    "quantized": {"drafter": "quantized"},
+    "small model": {"drafter": "small_model"},
+    "EAGLE-3": {"drafter": "eagle", "args": _EAGLE},
+    "all, one in turn": _ALL,
+    "all, mixed trees": _ALL | {"mix": True},
+    "all, default manager": _ALL | {"choice": "expected"},
+    "all, bandit": _ALL | {"choice": "bandit"},
+    "all, draft ladder": _ALL | {"choice": "ladder"},
 }
-_ARGUMENTS = {"eagle": {"depths": [1, 3], "slices": 2, "learning_rate": 3e-3}}
+"""Keys of the section `speculation`. Without `choice` all drafters are asked, and passes of
+all sizes are made in turn.
+"""
 BUCKET_MIXES = {
     "a": ((2, 6, 24, 64), (16, 32, 64, 128), (6, 24)),
     "b": ((3, 17, 64), (24, 33, 66, 96), (17, 64)),
@@ -92,24 +75,21 @@ def count_part(
     them.
     """
     batches, rows, slots = BUCKET_MIXES[part["buckets"]]
+    passes = {"verify_buckets": rows, "max_drafts": 15, "max_batch": batches[-1]}
     config = with_keys(
         config.model_copy(update={"seed": config.seed + part["block"]}),
         policy={"compute_dtype": part["dtype"]},
         engine={"max_slots": batches[-1], "batch_buckets": batches},
-        speculation={"drafter": "srt", "verify_buckets": rows, "max_drafts": 15, "max_batch": batches[-1]},
+        speculation={"drafter": "srt", "run_ahead_share": 1.0, **passes},
     )
     with open_run(config) as (run, progress):
         progress.stage("count", len(names))
         params = run.engine.load_params(run.state.params)
-        plain = []
-        for step in range(steps):
-            requests = step_requests(run, step)
-            plain.append(
-                Scheduler(with_hidden_layers(run.engine, None), batches[-1]).run(params, requests)[0]
-            )
+        scheduler = Scheduler(with_hidden_layers(run.engine, None), batches[-1])
+        plain = [scheduler.run(params, step_requests(run, step))[0] for step in range(steps)]
         times: dict[Any, PassTimes] = {}
         for number, name in enumerate(names):
-            count = _count(run, MECHANISMS[name], plain, slots, times)
+            count = _count(run, name, plain, slots, times)
             fingerprint = None if run.invariance is None else run.invariance.fingerprint
             yield {**part, "mechanism": name, "numerics": fingerprint} | dataclasses.asdict(count)
             progress.step(number + 1, {"tokens_per_second": 0.0})
@@ -117,32 +97,21 @@ def count_part(
 
 def _count(
     run: TrainingRun,
-    mechanism: Mechanism,
+    name: str,
     plain: Sequence[Sequence[Completion]],
     slots: Sequence[int],
     times: dict[Any, PassTimes],
 ) -> Count:
-    params = run.engine.load_params(run.state.params)
-    arguments = dict(_ARGUMENTS)
-    if "small_model" in mechanism.drafters:
-        arguments["small_model"] = {"path": str(small_model(run))}
-    drafters = {name: make_drafter(name, **arguments.get(name, {})) for name in mechanism.drafters}
-    engine = with_hidden_layers(run.engine, states_read(drafters, run.engine.config))
-    ahead = {"run_ahead_below": 64, "run_ahead_share": 1.0} if mechanism.run_ahead else {}
-    idle = make_idle_requests(SpeculationConfig(drafter="srt", **ahead))
-    shared = times.setdefault(engine.hidden_layers, PassTimes())
-    every_pass = EveryPass() if mechanism.choice == "every pass" else None
-    keys = SpeculationConfig(choice=mechanism.choice) if every_pass is None else None
-    choice = StrategyChoice(keys) if keys else every_pass.choice(mechanism.mix)
-    speculator = Speculator(engine, drafters, run.config.engine.max_slots, idle, shared, choice)
-    speculator.warm_up(params, run.config.rollout.max_prompt_length)
+    params, keys = run.engine.load_params(run.state.params), MECHANISMS[name]
+    every_pass = None if "choice" in keys else EveryPass()
+    speculator = make_variant(run, name, keys, times, make=every_pass and every_pass.make).speculator
     if every_pass is not None:
-        take_turns(speculator, every_pass, alone=len(drafters) > 1 and not mechanism.mix)
+        take_turns(speculator, every_pass, alone="others" in keys and "mix" not in keys)
     count = Count()
     for step, expected in enumerate(plain):
         requests = step_requests(run, step)
-        idle.plan(step_requests(run, step + 1))
-        scheduler = Scheduler(engine, slots[step % 2], None, speculator, overlap=step % 3 == 2)
+        speculator.idle.plan(step_requests(run, step + 1))
+        scheduler = Scheduler(speculator.engine, slots[step % 2], None, speculator, overlap=step % 3 == 2)
         drafted, statistics = scheduler.run(params, requests)
         count.drafted += statistics.drafted
         count.accepted += statistics.accepted
@@ -154,9 +123,7 @@ def _count(
 
 class PartsFile:
     """The lines of finished parts, written durably; a count that is started again continues after them.
-
-    Raises:
-      UserError: the file belongs to another processor, JAX version, or workload.
+    Raises a UserError if the file belongs to another processor, JAX version, or workload.
     """
 
     def __init__(self, path: Path, workload: Mapping[str, Any]) -> None:
@@ -184,11 +151,6 @@ class PartsFile:
         content = "".join(json.dumps(each) + "\n" for each in (self.header, *self.lines))
         write_durably(self.path, content.encode())
 
-    @property
-    def tokens(self) -> int:
-        """Tokens compared so far."""
-        return sum(line["tokens"] for line in self.lines)
-
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Sums tokens, drafted and accepted tokens, flips, and differing logprobs by number type and
@@ -197,14 +159,14 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for dtype, mechanism in sorted({(line["dtype"], line["mechanism"]) for line in lines}):
         chosen = [line for line in lines if (line["dtype"], line["mechanism"]) == (dtype, mechanism)]
-        sums = {
-            name: sum(line[name] for line in chosen) for name in ("tokens", "drafted", "accepted", "logprobs")
-        }
+        counted = "tokens", "drafted", "accepted", "logprobs"
+        sums = {name: sum(line[name] for line in chosen) for name in counted}
         flips = [flip for line in chosen for flip in line["flips"]]
         rows.append({"dtype": dtype, "mechanism": mechanism, **sums, "flips": len(flips), "shown": flips[:5]})
     return rows
 
 
+_CONFIG = "configs/quickstart.yaml"
 # A policy that is cheap to decode, sure of some tokens and unsure of others.
 _OVERRIDES = (
     "policy.shape.hidden_size=96", "policy.shape.num_layers=2", "policy.shape.num_heads=3",
@@ -218,19 +180,15 @@ _OVERRIDES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 1 if a token or a logprob differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--config", default="configs/quickstart.yaml", help="the workload (default: %(default)s)"
-    )
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="tokens to compare in all")
-    parser.add_argument("--steps", type=int, default=4, help="rollouts of a mechanism in one part")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="number types, separated by commas")
-    parser.add_argument("--mechanisms", default=";".join(MECHANISMS), help="separated by semicolons")
-    parser.add_argument(
-        "--parts", type=Path, default=Path("cache/flips.jsonl"), help="what was counted so far"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results/flips.json"), help="the summary"
-    )
+    for option, default, what in (
+        ("--tokens", 10_000_000, "tokens to compare in all"),
+        ("--steps", 4, "rollouts of a mechanism in one part"),
+        ("--dtypes", "float32,bfloat16", "number types, separated by commas"),
+        ("--mechanisms", ";".join(MECHANISMS), "separated by semicolons"),
+        ("--parts", Path("cache/flips.jsonl"), "what was counted so far"),
+        ("--output", Path("benchmarks/results/flips.json"), "the summary"),
+    ):
+        parser.add_argument(option, type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="set keys of the config")
     arguments = parser.parse_intermixed_args(argv)
     names = arguments.mechanisms.split(";")
@@ -238,12 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in MECHANISMS:
             raise UserError(f"--mechanisms: {name!r} is not one; they are {'; '.join(MECHANISMS)}")
-    config = load_config(arguments.config, overrides)
-    workload = {"config": arguments.config, "overrides": overrides, "steps": arguments.steps}
+    config = load_config(_CONFIG, overrides)
+    workload = {"config": _CONFIG, "overrides": overrides, "steps": arguments.steps}
     arguments.parts.parent.mkdir(parents=True, exist_ok=True)
     file = PartsFile(arguments.parts, workload)
     for block, mix, dtype in itertools.product(range(1_000_000), BUCKET_MIXES, arguments.dtypes.split(",")):
-        if file.tokens >= arguments.tokens:
+        if sum(line["tokens"] for line in file.lines) >= arguments.tokens:
             break
         part = {"dtype": dtype, "buckets": mix, "block": block}
         if missing := file.missing(part, names):
@@ -256,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = results_console()
     facts = machine_facts()
     where = f"{facts['cpu']} ({facts['vectors']}), {os.cpu_count()} cores, JAX {jax.__version__}"
-    console.print(f"{file.tokens:,} tokens compared on {where}")
+    tokens = sum(line["tokens"] for line in file.lines)
+    console.print(f"{tokens:,} tokens compared on {where}")
     for row in rows:
         console.print(
             f"{row['dtype']:9} {row['mechanism']:22} {row['tokens']:10,} tokens, {row['accepted']:9,} of"

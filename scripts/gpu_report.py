@@ -40,52 +40,30 @@ _ASK_JAX = "import jax; print(jax.devices()[0].device_kind)"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One start of a part.
+    """One start of a part."""
 
-    Attributes:
-      name: its name, which the part is told; empty for the only one.
-      flags: added to `XLA_FLAGS`. They are for GPUs.
-      share: of the part's time, in relation to the other variants.
-    """
-
-    name: str = ""
-    flags: str = ""
-    share: float = 1.0
+    name: str = ""  # which the part is told; empty for the only one
+    flags: str = ""  # added to `XLA_FLAGS`, for GPUs
+    share: float = 1.0  # of the part's time, in relation to the other variants
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of the report, or one of its native tests.
+    """One part of the report, or one of its native tests."""
 
-    Attributes:
-      name: of the module in `scripts/gpu_parts/`, and of the file; for tests, of the file of tests.
-      seconds: share of the budget; of the default budget about this many.
-      variants: starts, one after another.
-      tests: whether it is `tests/kernels/test_NAME.py`.
-    """
-
-    name: str
-    seconds: float
-    variants: tuple[Variant, ...] = (Variant(),)
-    tests: bool = False
+    name: str  # of the module in `scripts/gpu_parts/`, and of the file
+    seconds: float  # share of the budget; of the default budget about this many
+    variants: tuple[Variant, ...] = (Variant(),)  # starts, one after another
+    tests: bool = False  # whether it is `tests/kernels/test_NAME.py`
 
 
+_TUNING = Variant("no autotuning", "--xla_gpu_autotune_level=0", 0.45), Variant("autotuning", "", 0.55)
+_BUFFERS = Variant("command buffers", "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL", 0.4)
 PARTS = (
     Part("ceilings", 20),
     Part("kernels", 60),
-    Part(
-        "exactness",
-        75,
-        (Variant("no autotuning", "--xla_gpu_autotune_level=0", 0.45), Variant("autotuning", "", 0.55)),
-    ),
-    Part(
-        "decode",
-        90,
-        (
-            Variant("", "", 0.6),
-            Variant("command buffers", "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL", 0.4),
-        ),
-    ),
+    Part("exactness", 75, _TUNING),
+    Part("decode", 90, (Variant("", "", 0.6), _BUFFERS)),
     Part("verify", 45),
     Part("rollout", 110),
     Part("update", 70),
@@ -192,11 +170,7 @@ class Log:
 
 
 def run_process(command: Sequence[str], environment: dict[str, str], seconds: float, log: Log) -> str:
-    """Runs a command in a process group of its own, and ends all of the group.
-
-    Returns:
-      "complete", or why it is not.
-    """
+    """Runs a command in a process group of its own, and ends the group: "complete", or why it is not."""
     process = subprocess.Popen(
         command,
         cwd=_ROOT,
@@ -223,17 +197,16 @@ def run_process(command: Sequence[str], environment: dict[str, str], seconds: fl
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
+    def signal_group(number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
     if process.poll() is None:
-        _signal_group(process, signal.SIGTERM)
+        signal_group(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_TO_STOP)
-    _signal_group(process, signal.SIGKILL)  # whatever is left of it
+    signal_group(signal.SIGKILL)  # whatever is left of it
     process.wait()
-
-
-def _signal_group(process: subprocess.Popen[str], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
 
 
 def environment_of(platforms: str | None) -> dict[str, str]:
@@ -258,11 +231,7 @@ def environment_of(platforms: str | None) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Runs parts within a budget; see `main`.
-
-    Attributes:
-      platforms: JAX's, "cpu" for a look; None for a GPU.
-    """
+    """Runs parts within a budget. `platforms` are JAX's: "cpu" for a look at tiny shapes, None for a GPU."""
 
     output: Path
     platforms: str | None
@@ -300,7 +269,12 @@ class Report:
         for index, variant in enumerate(variants):
             share = self._share([other.share for other in variants[index:]])
             seconds = max(share * (start + limit - time.monotonic()), 0.0)
-            command = self._command(part, variant, path, seconds)
+            command = [sys.executable, "-m", f"gpu_parts.{part.name}", "--output", str(path)]
+            command += ["--seconds", f"{seconds:.1f}", *(["--quick"] if self.quick else [])]
+            command += ["--variant", variant.name] if variant.name else []
+            if part.tests:
+                command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-m", "accelerator"]
+                command.append(f"tests/kernels/test_{part.name}.py")
             label = f"{part.name} ({variant.name})" if variant.name else part.name
             self.log(f"== {label}, at most {seconds:.0f} s: {shlex.join(command)}")
             environment = environment_of(self.platforms)
@@ -311,26 +285,13 @@ class Report:
             outcomes.append(f"{variant.name}: {outcome}" if variant.name else outcome)
         whole = all(outcome.endswith("complete") for outcome in outcomes)
         outcome = "complete" if whole else "; ".join(outcomes)
-        self._write_outcome(
-            part, path, outcome, {"seconds": round(time.monotonic() - start, 1), "limit": limit}
-        )
-        return outcome
-
-    def _command(self, part: Part, variant: Variant, path: Path, seconds: float) -> list[str]:
-        if part.tests:
-            tests = f"tests/kernels/test_{part.name}.py"
-            return [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-m", "accelerator", tests]
-        command = [sys.executable, "-m", f"gpu_parts.{part.name}", "--output", str(path)]
-        command += ["--seconds", f"{seconds:.1f}", *(["--quick"] if self.quick else [])]
-        return [*command, *(["--variant", variant.name] if variant.name else [])]
-
-    def _write_outcome(self, part: Part, path: Path, outcome: str, times: dict[str, float]) -> None:
-        """Adds to the part's file how it ended. There is a file, whatever happened."""
-        content = {"part": part.name, "rows": [], "notes": []} | read_json(path)
-        for leftover in self.output.glob("*.tmp"):  # of a process that was ended as it wrote
+        # There is a file, whatever happened, and none of a process that was ended as it wrote.
+        content = {"part": part.name, "rows": [], "notes": []} | read_json(path) | {"outcome": outcome}
+        content |= {"seconds": round(time.monotonic() - start, 1), "limit": limit}
+        for leftover in self.output.glob("*.tmp"):
             leftover.unlink()
-        text = json.dumps(content | {"outcome": outcome, **times}, indent=1) + "\n"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return outcome
 
     def _summary(self, outcomes: dict[str, str]) -> None:
         """Prints every row and every note, and how each part ended."""
@@ -359,28 +320,25 @@ def read_json(path: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line: 0 if all parts were complete, 1 if not, 2 for what cannot work here."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--budget",
-        type=float,
-        help="seconds for everything (480; on a TPU 1800; --quick 240; --preflight 150)",
-    )
-    parser.add_argument("--parts", metavar="NAMES", help=f"of {', '.join(part.name for part in PARTS)}")
+    seconds = "seconds for everything (480; on a TPU 1800; --quick 240; --preflight 150)"
+    known = [part.name for part in PARTS]
+    parser.add_argument("--budget", type=float, help=seconds)
+    parser.add_argument("--parts", metavar="NAMES", help=f"of {', '.join(known)}")
     parser.add_argument("--output", type=Path, help="folder of the results; default: by the device's name")
-    parser.add_argument(
-        "--preflight", action="store_true", help="versions, one kernel, two files of native tests"
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: a look on a CPU")
+    for option, what in (
+        ("--preflight", "versions, one kernel, two files of native tests"),
+        ("--quick", "tiny shapes: a look on a CPU"),
+    ):
+        parser.add_argument(option, action="store_true", help=what)
     arguments = parser.parse_args(argv)
     try:
         if arguments.preflight and arguments.parts:
             raise Misuse("--parts: --preflight has parts of its own; leave one of the two out")
-        known = [part.name for part in PARTS]
         names = arguments.parts.split(",") if arguments.parts else known
         for name in names:
             if name not in known:
                 raise Misuse(f"--parts: {name!r} is no part; they are {', '.join(known)}")
-        chosen = PREFLIGHT if arguments.preflight else PARTS
-        parts = [part for part in chosen if arguments.preflight or part.name in names]
+        parts = PREFLIGHT if arguments.preflight else [part for part in PARTS if part.name in names]
         check_packages([*PACKAGES, *WHEELS, *(["pytest"] if arguments.preflight else [])])
         on_tpu = None if arguments.quick else tpu()
         device = "quick" if arguments.quick else on_tpu or gpu()

@@ -27,21 +27,16 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 MUTATIONS = "mutations.yaml"
+_LIMIT = 300.0  # seconds of a mutation's tests
 _COPIED = ("rljax", "drafters", "scripts", "configs", "tests", "colab", "docs", "benchmarks")
 _FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A mechanism, and how to break it.
-
-    Attributes:
-      name: what is wrong in the broken code.
-      file: the file, from the repository's root.
-      replace: text that occurs in it once.
-      by: text in its place.
-      tests: as pytest takes them, one of which should notice: the test where that is known, else a file or
-        folder.
+    """A mechanism, and how to break it: `name` says what is wrong in the broken code, where `by` takes the
+    place of the text to `replace`, which occurs once in the `file`, a path from the repository's root. One of
+    `tests` should notice: the test where that is known, else a file or folder, as pytest takes them.
     """
 
     name: str
@@ -64,24 +59,9 @@ def read_mutations() -> list[Mutation]:
     return [Mutation(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def noticing_test(copy: Path, mutation: Mutation, limit: float) -> str | None:
-    """Returns the first test of a mutation that fails on the broken code, None if all pass; `copy` is left
-    as it was.
-    """
-    path = copy / mutation.file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(mutation.applied(text), encoding="utf-8")
-    try:
-        return first_failure(copy, mutation.tests, limit)
-    finally:
-        path.write_text(text, encoding="utf-8")
-
-
 def first_failure(copy: Path, tests: Sequence[str], limit: float) -> str | None:
-    """Returns the first test that fails in a copy of the repository, None if all pass.
-
-    Args:
-      limit: seconds after which they count as failed.
+    """Returns the first test that fails in a copy of the repository within `limit` seconds, after which they
+    count as failed; None if all pass.
     """
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={cache}", *tests]
@@ -156,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="texts, separated by commas; one of them is in name, file or tests")
-    parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a mutation's tests")
     parser.add_argument(
         "--findings", type=Path, default=Path("cache/mutations.json"), help="what was found so far"
     )
@@ -172,11 +151,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, mutation in enumerate(mutations, 1):
             start = time.monotonic()
             if mutation.name not in findings.failed:
-                findings.add(mutation.name, noticing_test(copy, mutation, arguments.limit))
+                path = copy / mutation.file
+                text = path.read_text(encoding="utf-8")
+                path.write_text(mutation.applied(text), encoding="utf-8")
+                findings.add(mutation.name, first_failure(copy, mutation.tests, _LIMIT))
+                path.write_text(text, encoding="utf-8")
             noticed = findings.failed[mutation.name]
             if noticed and noticed not in findings.failed:
                 tests = (noticed,) if "::" in noticed else mutation.tests
-                findings.add(noticed, first_failure(copy, tests, 4 * arguments.limit))
+                findings.add(noticed, first_failure(copy, tests, 4 * _LIMIT))
             outcome = f"noticed by {noticed}" if noticed else "SURVIVES"
             if noticed and findings.failed[noticed]:
                 outcome = f"FAILS ON THE CODE AS IT IS: {findings.failed[noticed]}"

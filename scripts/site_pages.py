@@ -17,40 +17,17 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 
 API = {
-    "rljax.config": "The config",
-    "rljax.training": "Training",
-    "rljax.rollout": "Rollouts",
-    "rljax.engine": "The decode engine",
-    "rljax.speculation": "Speculation",
-    "drafters": "Drafters",
-    "rljax.algorithms": "Algorithms",
-    "rljax.learning": "Packing and the optimizer",
-    "rljax.models": "Models",
-    "rljax.sampling": "Sampling",
-    "rljax.numerics": "Numerics",
-    "rljax.kernels": "Kernels",
-    "rljax.tasks": "Tasks and rewards",
-    "rljax.tools": "Tools",
-    "rljax.sandbox": "The sandbox",
-    "rljax.evaluation": "Evaluation",
-    "rljax.serving": "Serving",
-    "rljax.planning": "Planning",
-    "rljax.reports": "Reports",
-    "rljax.tracking": "Tracking",
-    "rljax.commands": "Commands",
-}
+    f"rljax.{name}": name.capitalize()
+    for name in (
+        *("config", "training", "rollout", "engine", "speculation", "algorithms", "learning", "models"),
+        *("sampling", "numerics", "kernels", "tasks", "tools", "sandbox", "evaluation", "serving"),
+        *("planning", "reports", "tracking", "commands"),
+    )
+} | {"drafters": "Drafters"}
 """Packages of the API's reference, by import path."""
 
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _PAGES = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md"}
-
-
-def landing_page() -> str:
-    """Returns the README without the map of folders, which the site's navigation replaces."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return "---\nhide: [navigation]\n---\n\n" + re.sub(
-        r"^## Map\n.*?(?=^## )", "", text, flags=re.DOTALL | re.MULTILINE
-    )
 
 
 def config_reference() -> str:
@@ -84,12 +61,8 @@ def config_reference() -> str:
             if key.parent != (section.name if section else "") or key.section or key.items:
                 continue
             default = "required" if key.field.is_required() else f"default `{default_text(key)}`"
-            lines += [
-                f"### `{key.name}` {{ #{key.name} }}",
-                "",
-                f"`{type_name(key.field.annotation)}`, {default}",
-            ]
-            lines += ["", _text(key.field.description), ""]
+            lines += [f"### `{key.name}` {{ #{key.name} }}", ""]
+            lines += [f"`{type_name(key.field.annotation)}`, {default}", "", _text(key.field.description), ""]
     return "\n".join(lines)
 
 
@@ -97,16 +70,16 @@ def _text(description: str | None) -> str:
     return (description or "").replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")
 
 
-def api_page(package: str, title: str) -> str:
-    """Returns the page of a package; mkdocstrings fills it in."""
-    return f"# {title}\n\n`{package}`\n\n::: {package}\n    options:\n      show_root_heading: false\n"
-
-
 def _generated() -> dict[str, str]:
+    """Returns the text of every page. mkdocstrings fills in those of the API."""
     pages = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in _PAGES.items()}
-    pages["index.md"] = landing_page()
+    # The site's navigation replaces the map of folders.
+    without_map = re.sub(r"^## Map\n.*?(?=^## )", "", pages["index.md"], flags=re.DOTALL | re.MULTILINE)
+    pages["index.md"] = f"---\nhide: [navigation]\n---\n\n{without_map}"
     pages["reference/config.md"] = config_reference()
-    pages |= {f"reference/api/{package}.md": api_page(package, title) for package, title in API.items()}
+    for package, title in API.items():
+        options = "    options:\n      show_root_heading: false\n"
+        pages[f"reference/api/{package}.md"] = f"# {title}\n\n`{package}`\n\n::: {package}\n{options}"
     return pages
 
 

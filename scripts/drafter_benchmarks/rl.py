@@ -1,10 +1,8 @@
-"""Drafters while the policy is trained, step by step, on held-out rollouts of the policy as it then is.
+"""Drafters while the policy is trained, on held-out rollouts of the policy as it then is.
 
 The policy in fewer bits: tokens per pass as the policy's entropy falls (EfficientRollout's block efficiency).
-A head: the accuracy lost by an update of the policy, and regained by training on that step's rollouts, beside
-the same head as it was before RL (TLT, Table 6 and Figure 16).
-
-Computed from hidden states, without decoding: see `drafters/eagle/evaluation.py`.
+A head: the accuracy lost by an update of the policy, and regained by training on that step's rollouts (TLT,
+Table 6 and Figure 16). Computed from hidden states: see `drafters/eagle/evaluation.py`.
 """
 
 import dataclasses
@@ -30,7 +28,6 @@ from rljax.models.transformer import Params
 from rljax.numerics.rows import Numerics
 from rljax.training import loop
 from rljax.training.drafter_warm_up import PolicyRollouts, WarmUp, make_trainer, measure
-from rljax.training.training_run import TrainingRun
 from rollout_benchmarks.variants import collect_step, open_run, with_keys
 
 _BITS = (8, 4)
@@ -60,8 +57,8 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
         train_head(trainer, settings, shared_params(run.state.params, head.policy), rollouts.training)
         frozen, quantized = trainer.params, {bits: QuantizedPolicy(default_format(bits)) for bits in _BITS}
         numerics = dataclasses.replace(run.numerics, row_invariant=False)
-        training = config.training
-        reader = StateReader(head, numerics, training.pack_length, training.rows_per_microbatch)
+        shape = config.training.pack_length, config.training.rows_per_microbatch
+        reader = StateReader(head, numerics, *shape)
         first: dict[str, SelfDrafts] = {}
         # Accept length of the frozen head at first, and of the other one before the last update.
         frozen_first = before = None
@@ -69,7 +66,12 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
         for step in range(rl_steps):
             groups, _, _ = collect_step(run, run.collector, step)
             shared, heldout = shared_params(run.state.params, head.policy), rollouts.heldout(settings.heldout)
-            drafts = _self_drafts(run, reader, quantized, heldout)
+            pairs = [(tokens[~response], tokens[response]) for tokens, _, response in heldout]
+            target, drafts = list(reader.read(run.state.params, pairs)), {}
+            for bits, drafter in quantized.items():
+                drafted = list(reader.read(drafter.refresh(run.state.params), pairs))
+                drafter.release()
+                drafts[f"quantized W{bits}"] = self_drafts(shared, head.policy, target, drafted, _LENGTHS)
             first = first or drafts
             given = {"shared": shared, "heldout": heldout, "depth": settings.depth}
             worth = functools.partial(measure, run, head, **given)
@@ -107,22 +109,6 @@ def rl_rows(config: ExperimentConfig, settings: WarmUp, rl_steps: int, slices: i
     return rows
 
 
-def _self_drafts(
-    run: TrainingRun, reader: StateReader, quantized: dict[int, QuantizedPolicy], heldout: Sequence[States]
-) -> dict[str, SelfDrafts]:
-    """Returns the acceptance of every self-drafter's chains, by its name."""
-    pairs = [(tokens[~response], tokens[response]) for tokens, _, response in heldout]
-    policy, params = run.trainer.config, run.state.params
-    target = list(reader.read(params, pairs))
-    drafts_by_name = {}
-    for bits, drafter in quantized.items():
-        drafted = list(reader.read(drafter.refresh(params), pairs))
-        drafter.release()
-        sides = shared_params(params, policy), policy, target, drafted
-        drafts_by_name[f"quantized W{bits}"] = self_drafts(*sides, _LENGTHS)
-    return drafts_by_name
-
-
 def self_drafts(
     shared: Params, policy: ModelConfig, target: Sequence[States], drafted: Sequence[States],
     lengths: Sequence[int],
@@ -131,6 +117,7 @@ def self_drafts(
     ends, from the same sequences with the policy's and with the drafter's hidden states.
     """
     finals = [np.concatenate([states[:, -1] for _, states, _ in each]) for each in (target, drafted)]
+
     acceptance, entropy = jax.device_get(_compare(shared, policy, *finals))
     # The hidden state at a token predicts the next token.
     responses = [np.append(response[1:], False) for _, _, response in target]
@@ -154,9 +141,8 @@ def _compare(shared: Params, policy: ModelConfig, target: Array, drafted: Array)
     """Returns acceptance and the target's entropy, both float32 [P], from final hidden states [P, d]."""
 
     def of_position(states: tuple[Array, Array]) -> tuple[Array, Array]:
-        p, q = (
-            jax.nn.log_softmax(transformer.logits(shared, policy, each, Numerics(False))) for each in states
-        )
+        logits = (transformer.logits(shared, policy, each, Numerics(False)) for each in states)
+        p, q = map(jax.nn.log_softmax, logits)
         return losses.acceptance(p, q), -jnp.sum(jnp.exp(p) * p, axis=-1)
 
     return jax.lax.map(of_position, (target, drafted), batch_size=_CHUNK)

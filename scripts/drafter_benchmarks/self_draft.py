@@ -1,13 +1,9 @@
 """The policy in fewer bits drafts for itself: tokens a pass by format and quantizer, and bytes that it reads.
 
-Real drafting: chains drafted under the requests' own noise on the policy's cache, a verifying pass behind
-each, until every response has ended. All drafters draft for the same responses, so they differ in passes
-alone.
-
-EfficientRollout (appendix C.4) compares rounding to nearest with activation-aware quantization (AWQ, Lin et
-al., arXiv 2306.00978, section 3.2), from activations of the training step before. AWQ folds its scales into
-the layer before, so that projections with the same input share them; here each has its own, which can only be
-closer, and costs no bytes in the rows.
+Real drafting, with a verifying pass behind each chain. All draft for the same responses, so they differ in
+passes alone. EfficientRollout (appendix C.4) compares rounding to nearest with activation-aware quantization
+(AWQ, Lin et al., arXiv 2306.00978, section 3.2), from activations of the training step before. AWQ shares
+scales among projections with the same input; here each has its own, which can only be closer.
 """
 
 import dataclasses
@@ -85,12 +81,11 @@ def self_draft_rows(
             activations = _activations(params, run.trainer.config, sampled)
         buckets = Buckets((responses,), run.engine.buckets.cache, (responses * (depth + 1),), depth)
         old = run.engine
-        shared = old.config, old.numerics, old.sampling
-        engine = DecodeEngine(*shared, buckets, old.eos_token_ids, pool=old.pool)
+        given = old.config, old.numerics, old.sampling, buckets, old.eos_token_ids
+        engine = DecodeEngine(*given, pool=old.pool)
         loaded = engine.load_params(params)
         progress.stage("bench", len(drafters))
-        decoded: dict[str, Decoded] = {}
-        sizes: dict[str, tuple[int, int]] = {}
+        decoded, sizes = {}, {}
         for number, (name, (fmt, quantizer)) in enumerate(drafters.items(), 1):
             weights, sizes[name] = _rounded(engine, loaded, fmt, quantizer, activations)
             decoded[name] = _decode(engine, loaded, weights, requests, depth)
@@ -102,13 +97,14 @@ def self_draft_rows(
         if each.responses != first.responses:
             raise UserError(f"{name}: sampled other tokens than with the drafts of {baseline}")
         read, own = sizes[name]
+        speeds = np.append(1.0, 1.0 + np.cumsum(each.accepted)) / (1.0 + np.arange(depth + 1) * read / own)
         details = {
             "ratio_error": each.ratio_error(first),
             "accepted_by_position": each.accepted.tolist(),
             "mb_read_by_a_draft": read / 1e6,
             "mb_of_the_policy": own / 1e6,
             "break_even": 1.0 + depth * read / own,
-            "best": _best(each.accepted, read / own),
+            "best": {"drafts": int(speeds.argmax()), "speed": float(speeds.max())},
             "depth": depth,
             "responses": len(requests),
             "tokens": sum(map(len, each.responses)),
@@ -139,13 +135,6 @@ class Decoded:
         ratio = other.passes.sum() / self.passes.sum()
         spread = np.std(other.passes - ratio * self.passes, ddof=1)
         return float(spread * np.sqrt(len(self.passes)) / self.passes.sum())
-
-
-def _best(accepted: np.ndarray, price: float) -> dict[str, float]:
-    """Returns the number of drafts that decodes fastest where a draft takes `price` passes, and how fast."""
-    drafts = np.arange(len(accepted) + 1)
-    speeds = np.append(1.0, 1.0 + np.cumsum(accepted)) / (1.0 + drafts * price)
-    return {"drafts": int(speeds.argmax()), "speed": float(speeds.max())}
 
 
 def _decode(
@@ -270,8 +259,12 @@ def shared_prefix_rows(config: ExperimentConfig, steps: int) -> list[Row]:
                 counts += shared_states([completion.response_ids for completion in group.completions])
             progress.step(step + 1, {"shared": 1.0 - counts[1] / counts[0]})
     rows, states, behind = counts.tolist()
-    details = {"share_saved": 1.0 - states / rows, "share_behind_equal_tokens": behind / rows, "steps": steps}
-    details["samples_of_a_prompt"] = config.rollout.samples_per_prompt
-    details["temperature"] = config.rollout.temperature
+    details = {
+        "share_saved": 1.0 - states / rows,
+        "share_behind_equal_tokens": behind / rows,
+        "steps": steps,
+        "samples_of_a_prompt": config.rollout.samples_per_prompt,
+        "temperature": config.rollout.temperature,
+    }
     baseline = "a row for every sample"
     return [counted_row("shared_prefixes", states, rows, "rows", baseline, less=True, **details)]

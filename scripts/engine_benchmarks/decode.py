@@ -110,10 +110,22 @@ def decode_rows(name: str, plan: dict[int, tuple[int, int]], dtype: str = "float
     )
     rows, kind = [], "" if dtype == "float32" else f"{dtype}/"
     for batch, (new_tokens, repeats) in plan.items():
-        seconds = _time_decoding(model, config, params, batch, new_tokens, repeats, dtype)
-        shape = {"batch": batch, "prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
+        prompts = random_prompts(batch, config.vocab_size)
+        sides: dict[str, Callable[..., object]] = {}
+        for on in (True, False):
+            engine = make_engine(config, on, batch, PROMPT_TOKENS + new_tokens, dtype=dtype)
+            given = engine, engine.load_params(params), prompts
+            sides[SWITCH[on]] = functools.partial(decode, *given, room=new_tokens)
+        sides["transformers"] = functools.partial(reference_decode, model, prompts)
+        actions: dict[str, Callable[[], object]] = {}
+        for side, tokens in sides.items():
+            tokens(new_tokens=2)  # compiles and allocates
+            actions[side] = functools.partial(tokens, new_tokens=new_tokens)
+            actions[f"first token, {side}"] = functools.partial(tokens, new_tokens=1)  # mostly prefill
+        seconds = interleave(actions, repeats, warmups=0)
         for what, ours, baseline, theirs in comparisons:
-            details = {"params": num_params(config), **shape}
+            details = {"params": num_params(config), "batch": batch}
+            details |= {"prompt_tokens": PROMPT_TOKENS, "new_tokens": new_tokens}
             for prefix, side in (("", ours), ("baseline_", theirs)):
                 first = seconds[f"first token, {side}"]
                 behind = [whole - begin for whole, begin in zip(seconds[side], first, strict=True)]
@@ -122,31 +134,3 @@ def decode_rows(name: str, plan: dict[int, tuple[int, int]], dtype: str = "float
             timing, label = compare(seconds[ours], seconds[theirs]), f"{kind}batch {batch}/{what}"
             rows.append(speed_row(f"decode/{name}/{label}", batch * new_tokens, timing, baseline, **details))
     return rows
-
-
-def _time_decoding(
-    model: "transformers.PreTrainedModel",
-    config: ModelConfig,
-    params: Params,
-    batch: int,
-    new_tokens: int,
-    repeats: int,
-    dtype: str,
-) -> dict[str, list[float]]:
-    """Returns the seconds of every round, by side: row_invariant "on" and "off", and "transformers".
-
-    "first token, SIDE" is the time of a single token, mostly prefill.
-    """
-    prompts = random_prompts(batch, config.vocab_size)
-    sides: dict[str, Callable[[int], object]] = {}
-    for on in (True, False):
-        engine = make_engine(config, on, batch, PROMPT_TOKENS + new_tokens, dtype=dtype)
-        ours = functools.partial(decode, engine, engine.load_params(params), prompts, room=new_tokens)
-        sides[SWITCH[on]] = ours
-    sides["transformers"] = functools.partial(reference_decode, model, prompts)
-    actions: dict[str, Callable[[], object]] = {}
-    for side, tokens in sides.items():
-        tokens(new_tokens=2)  # compiles and allocates
-        actions[side] = functools.partial(tokens, new_tokens=new_tokens)
-        actions[f"first token, {side}"] = functools.partial(tokens, new_tokens=1)
-    return interleave(actions, repeats, warmups=0)

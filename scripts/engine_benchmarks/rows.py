@@ -6,6 +6,7 @@ its default options, so that changed defaults of a new version show.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -28,21 +29,37 @@ def row_invariance_rows(names: Sequence[str]) -> list[Row]:
     """Compares every formulation of `rljax/numerics/rows.py` to the one that it replaces; and the form of
     products of policies.
     """
-    rng = np.random.default_rng(0)
-    rows = []
+    rng, rows = np.random.default_rng(0), []
     for inputs in _INPUTS:
         x, weight = (rng.standard_normal((count, inputs), np.float32) for count in (_ROWS, _OUTPUTS))
-        sides = _differing(_product(1), x, weight), _differing(_product(0), x, weight.T.copy())
-        rows.append(_sizes_row(f"product of {inputs}/weights (out, in)", "(in, out)", *sides))
-    return [
-        *rows,
-        _order(rng),
-        _sum(rng),
-        _maximum(rng),
-        _zeros_between(rng),
-        _rounding(rng),
-        *(_form(name, dtype) for name in names for dtype in ("float32", "bfloat16")),
-    ]
+        ours, reference = (
+            _differing(_product(1), x, whole=weight),
+            _differing(_product(0), x, whole=weight.T.copy()),
+        )
+        rows.append(_sizes_row(f"product of {inputs}/weights (out, in)", "(in, out)", ours, reference))
+    rows.append(_order(rng))
+    x = rng.standard_normal((_ROWS, 2, 192), np.float32)
+    ours = _differing(lambda x: row_sum(x, Numerics()), x)
+    reference = _differing(lambda x: lax.dot_general(x, jnp.ones((8, 192)), (((2,), (1,)), ((), ()))), x)
+    rows.append(_sizes_row("sums of pairs of rows/as matrices", "as they lie", ours, reference))
+    x = 3 * rng.standard_normal((_ROWS, KEY_CHUNK), np.float32)
+    ours = _differing(lambda x: softmax_terms(x, row_max(x)), x)
+    reference = _differing(lambda x: softmax_terms(x, jnp.max(x, axis=-1, keepdims=True)), x)
+    rows.append(_sizes_row("softmax terms/row_max", "jnp.max", ours, reference))
+    rows.append(_zeros_between(rng))
+    # Attention scores of queries that are rounded to bfloat16 in the same program.
+    queries = rng.standard_normal((_ROWS, 2, 3, 64), np.float32)
+    keys = rng.standard_normal((_ROWS, 2, 2, 64, 64), np.float32)
+
+    def scores(queries: Array, keys: Array, scale: Callable[[Array], Array]) -> Array:
+        return block_scores(scale(queries.astype(jnp.bfloat16)), keys, KEY_BLOCK, Numerics())
+
+    ours, reference = (
+        _differing(functools.partial(scores, scale=scale), queries, keys)
+        for scale in (scale_queries, lambda q: q.astype(jnp.float32) / 8)
+    )
+    rows.append(_sizes_row("scores of rounded queries/reduce_precision", "casts", ours, reference))
+    return rows + [_form(name, dtype) for name in names for dtype in ("float32", "bfloat16")]
 
 
 def _form(name: str, dtype: str) -> Row:
@@ -74,20 +91,6 @@ def _order(rng: np.random.Generator) -> Row:
     return _row("order of a product's sum/fused multiply-adds", "both rounded", *differ, of=512)
 
 
-def _sum(rng: np.random.Generator) -> Row:
-    x = rng.standard_normal((_ROWS, 2, 192), np.float32)
-    ours = _differing(lambda x: row_sum(x, Numerics()), x)
-    reference = _differing(lambda x: lax.dot_general(x, jnp.ones((8, 192)), (((2,), (1,)), ((), ()))), x)
-    return _sizes_row("sums of pairs of rows/as matrices", "as they lie", ours, reference)
-
-
-def _maximum(rng: np.random.Generator) -> Row:
-    scores = 3 * rng.standard_normal((_ROWS, KEY_CHUNK), np.float32)
-    ours = _differing(lambda x: softmax_terms(x, row_max(x)), scores)
-    reference = _differing(lambda x: softmax_terms(x, jnp.max(x, axis=-1, keepdims=True)), scores)
-    return _sizes_row("softmax terms/row_max", "jnp.max", ours, reference)
-
-
 def _zeros_between(rng: np.random.Generator) -> Row:
     """Counts, of 64 rows, the sums that change when zeros are inserted between their terms."""
     terms = np.zeros((_ROWS, KEY_CHUNK), np.float32)
@@ -103,28 +106,17 @@ def _zeros_between(rng: np.random.Generator) -> Row:
     return _row("sums with zeros between/64 rows of ones", "8 rows of ones", *differ, of=_ROWS)
 
 
-def _rounding(rng: np.random.Generator) -> Row:
-    """Compares attention scores of queries that are rounded to bfloat16 in the same program."""
-    queries = rng.standard_normal((_ROWS, 2, 3, 64), np.float32)
-    keys = rng.standard_normal((_ROWS, 2, 2, 64, 64), np.float32)
-
-    def differing(scale: Callable[[Array], Array]) -> list[int]:
-        def scores(queries: Array, keys: Array) -> Array:
-            return block_scores(scale(queries.astype(jnp.bfloat16)), keys, KEY_BLOCK, Numerics())
-
-        program = jax.jit(scores)
-        whole = np.asarray(program(queries, keys))
-        return [n for n in _FEWER if not np.array_equal(program(queries[:n], keys[:n]), whole[:n])]
-
-    ours, reference = differing(scale_queries), differing(lambda q: q.astype(jnp.float32) / 8)
-    return _sizes_row("scores of rounded queries/reduce_precision", "casts", ours, reference)
-
-
-def _differing(function: Callable[..., Array], x: np.ndarray, *rest: np.ndarray) -> list[int]:
-    """Returns the row counts at which bits differ from those at 64 rows."""
-    program = jax.jit(function)
-    whole = np.asarray(program(x, *rest))
-    return [rows for rows in _FEWER if not np.array_equal(program(x[:rows], *rest), whole[:rows])]
+def _differing(
+    function: Callable[..., Array], *rows: np.ndarray, whole: np.ndarray | None = None
+) -> list[int]:
+    """Returns the row counts at which bits differ from those at 64 rows; `whole` has none of the rows."""
+    program, rest = jax.jit(function), () if whole is None else (whole,)
+    of_all = np.asarray(program(*rows, *rest))
+    return [
+        count
+        for count in _FEWER
+        if not np.array_equal(program(*(each[:count] for each in rows), *rest), of_all[:count])
+    ]
 
 
 def _sizes_row(name: str, baseline: str, ours: list[int], reference: list[int]) -> Row:

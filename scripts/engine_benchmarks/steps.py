@@ -28,7 +28,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, init_params, num_params
 from rljax.numerics.rows import Numerics
-from rljax.requests import Completion, Request
+from rljax.requests import Request
 from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
@@ -57,28 +57,28 @@ def _numerics_of_a_run(config: ModelConfig, dtype: str, row_invariant: bool) -> 
     return measured_numerics(config, Numerics(row_invariant, dtype), buckets, [UPDATE.pack_length])
 
 
+Work = dict[str, tuple[int, dict[Any, list[float]]]]
+"""By name of what was timed: its tokens, and seconds by side."""
+
+
 def _timed_passes(
     config: ModelConfig, sides: Mapping[Any, Numerics], params: Params, batch: int, verify: bool, repeats: int
-) -> dict[str, tuple[int, dict[Any, list[float]]]]:
+) -> Work:
     """Times plain steps, and passes that verify a chain of `_NODES` in every slot, over half-full caches, of
-    sides that take turns. Returns tokens and seconds by side of each, by its name.
+    sides that take turns.
     """
-    rows = (batch * (_NODES + 1),) if verify else ()
-    engines = {
-        side: engine_of_one_shape(config, each, ExecutablePool(each.row_invariant), batch, _LENGTH, rows)
-        for side, each in sides.items()
-    }
-    loaded = {side: engine.load_params(params) for side, engine in engines.items()}
-    seconds: dict[int, dict[Any, list[float]]] = {count: {side: [] for side in sides} for count in (0, *rows)}
+    rows, engines, work = (batch * (_NODES + 1),) if verify else (), {}, {}
+    for side, numerics in sides.items():
+        pool = ExecutablePool(numerics.row_invariant)
+        engine = engine_of_one_shape(config, numerics, pool, batch, _LENGTH, rows)
+        engines[side] = engine, engine.load_params(params), engine.buckets.batch[0], _LENGTH
     for repeat in range(repeats):
         for side in reversed(engines) if repeat % 2 else engines:
-            slots = engines[side].buckets.batch[0]
-            for count, taken in time_passes(engines[side], loaded[side], slots, _LENGTH, 1).items():
-                seconds[count][side] += taken
-    names = {
-        count: f"verify {batch} x {_NODES + 1}" if count else f"decode batch {batch}" for count in seconds
-    }
-    return {names[count]: (count or batch, by_side) for count, by_side in seconds.items()}
+            for count, taken in time_passes(*engines[side], 1).items():
+                name = f"verify {batch} x {_NODES + 1}" if count else f"decode batch {batch}"
+                _, by_side = work.setdefault(name, (count or batch, {each: [] for each in sides}))
+                by_side[side] += taken
+    return work
 
 
 def price_rows(
@@ -91,13 +91,11 @@ def price_rows(
     sequences = long_tailed_sequences(num_sequences, config.vocab_size)
     found = {(dtype, on): _numerics_of_a_run(config, dtype, on) for dtype in _DTYPES for on in (True, False)}
     sides = {side: numerics for side, (numerics, _) in found.items()}
-    work: dict[str, tuple[int, dict[Any, list[float]]]] = {}
+    work: Work = {}
     for batch in batches:
         work |= _timed_passes(config, sides, params, batch, batch <= 8, repeats)
-    updates = {
-        side: packed_updates(config, params, sequences, numerics, UPDATE)[0]
-        for side, numerics in sides.items()
-    }
+    given = config, params, sequences
+    updates = {side: packed_updates(*given, numerics, UPDATE)[0] for side, numerics in sides.items()}
     seconds = interleave(updates, max(1, repeats // 3))
     work["update"] = sum(sequence.length for sequence in sequences), seconds
     rows = []
@@ -106,9 +104,8 @@ def price_rows(
             timing = compare(seconds[dtype, True], seconds[dtype, False])
             against = compare(seconds[dtype, True], seconds["float32", True]).ratio
             details = {"against_float32": against, "numerics": found[dtype, True][1]}
-            rows.append(
-                speed_row(f"price/{name}/{dtype}/{what}", count, timing, "row_invariant off", **details)
-            )
+            row = f"price/{name}/{dtype}/{what}"
+            rows.append(speed_row(row, count, timing, "row_invariant off", **details))
     return rows
 
 
@@ -120,9 +117,8 @@ def block_rows(name: str, repeats: int, batches: Sequence[int] = (1, 2, 4, 8, 16
     sides = {"blocks": in_blocks, "whole": dataclasses.replace(in_blocks, measured_form=whole)}
     rows = []
     for batch in batches:
-        for what, (tokens, seconds) in _timed_passes(
-            config, sides, params, batch, batch <= 4, repeats
-        ).items():
+        work = _timed_passes(config, sides, params, batch, batch <= 4, repeats)
+        for what, (tokens, seconds) in work.items():
             timing, row = compare(*seconds.values()), f"blocks/{name}/float32/{what}"
             rows.append(speed_row(row, tokens, timing, "whole weights", numerics=form))
     return rows
@@ -147,29 +143,22 @@ def loop_rows(name: str, slots: int, repeats: int) -> list[Row]:
     engine = make_engine(config, True, slots, PROMPT_TOKENS + 133)
     params = engine.load_params(params_of(name))
 
-    def roll_out(fixed: bool, overlap: bool) -> list[Completion]:
+    def roll_out(fixed: bool, overlap: bool) -> list[list[int]]:
         engine.fixed_gain = math.inf if fixed else 0.0
-        return Scheduler(engine, slots, overlap=overlap).run(params, requests)[0]
+        completions, _ = Scheduler(engine, slots, overlap=overlap).run(params, requests)
+        return [each.response_ids.tolist() for each in completions]
 
     sides = {label: functools.partial(roll_out, *loop) for label, loop in _LOOPS.items()}
     sides["until"] = functools.partial(roll_out, False, False)
     expected = sides["until"]()
     for label, side in sides.items():
-        same = [np.array_equal(*pair) for pair in zip(_tokens(side()), _tokens(expected), strict=True)]
-        if not all(same):
-            raise AssertionError(f"{label}: {same.count(False)} responses differ")
-    seconds = interleave(sides, repeats)
-    tokens = sum(len(each) for each in _tokens(expected))
-    return [
-        speed_row(
-            f"loops/{name}/{slots} slots/{label}", tokens, compare(seconds[label], seconds["until"]), "until"
-        )
-        for label in _LOOPS
-    ]
-
-
-def _tokens(completions: Sequence[Completion]) -> list[np.ndarray]:
-    return [each.response_ids for each in completions]
+        if side() != expected:
+            raise AssertionError(f"{label}: responses differ")
+    seconds, tokens, rows = interleave(sides, repeats), sum(map(len, expected)), []
+    for label in _LOOPS:
+        timing = compare(seconds[label], seconds["until"])
+        rows.append(speed_row(f"loops/{name}/{slots} slots/{label}", tokens, timing, "until"))
+    return rows
 
 
 # --- the quantized self-drafter --------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params, num_params
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
-from rljax.timing import Comparison, compare, interleave
+from rljax.timing import compare, interleave
 from rljax.training.update import Recipe, Trainer
 from workloads import PROMPT_TOKENS, SWITCH, config_of, import_reference, make_reference
 
@@ -101,21 +101,20 @@ def packed_updates(
     held, num_rows = [trainer.init(params)], training.rows_per_microbatch
     lengths, prompts = zip(*((each.length, each.prompt_ids) for each in sequences), strict=True)
 
-    def pack() -> tuple[Packing, list[range]]:
+    def pack() -> Packing:
         if share_prompts:
-            packing = pack_groups(lengths, prompts, training.pack_length, num_rows)
-        else:
-            packing = pack_sequences(lengths, training.pack_length)
-        return packing, packing.microbatches(num_rows)
+            return pack_groups(lengths, prompts, training.pack_length, num_rows)
+        return pack_sequences(lengths, training.pack_length)
 
     def update() -> tuple[float, float]:
-        packing, ranges = pack()
+        packing = pack()
+        ranges = packing.microbatches(num_rows)
         batches = [build_batch(sequences, packing, rows, share_prompts) for rows in ranges]
         held[0], metrics = trainer.update(held[0], batches)
         return metrics["loss/policy"], metrics["gradient_norm"]
 
-    packing, ranges = pack()
-    return update, packing.padding_fraction(ranges[-1].stop)
+    packing = pack()
+    return update, packing.padding_fraction(packing.microbatches(num_rows)[-1].stop)
 
 
 def padded_updates(
@@ -210,21 +209,18 @@ def update_rows(name: str, repeats: int) -> list[Row]:
     reference, baseline_padding = padded_updates(model, sequences, UPDATE)
     seconds = timed_updates({switch: update for switch, (update, _) in sides.items()}, reference, repeats)
     lengths, rows = [len(sequence.response_ids) for sequence in sequences], []
-    shared = {"response_length_p75": float(np.percentile(lengths, 75)), "response_length_max": max(lengths)}
+    details = _sizes(config, sequences) | {"baseline_padding": baseline_padding}
+    details |= {"response_length_p75": float(np.percentile(lengths, 75)), "response_length_max": max(lengths)}
     for switch, (_, padding) in sides.items():
-        padding = {"padding": padding, "baseline_padding": baseline_padding}
         row, timing = f"update/{name}/row_invariant {switch}", compare(seconds[switch], seconds["PyTorch"])
-        rows.append(_row(row, config, sequences, timing, "PyTorch, transformers", **shared, **padding))
+        more = details | {"padding": padding}
+        rows.append(speed_row(row, details["tokens"], timing, "PyTorch, transformers", **more))
     return rows
 
 
-def _row(
-    name: str, config: ModelConfig, sequences: Sequence[TrainingSequence], timing: Comparison, baseline: str,
-    **more: Any,
-) -> Row:  # fmt: skip
+def _sizes(config: ModelConfig, sequences: Sequence[TrainingSequence]) -> dict[str, Any]:
     tokens = sum(sequence.length for sequence in sequences)
-    details = {"params": num_params(config), "sequences": len(sequences), "tokens": tokens}
-    return speed_row(name, tokens, timing, baseline, **details, **more)
+    return {"params": num_params(config), "sequences": len(sequences), "tokens": tokens}
 
 
 def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
@@ -242,11 +238,10 @@ def shared_prompt_rows(name: str, repeats: int) -> list[Row]:
         side: packed_updates(config, params, sequences, numerics, LONG_PROMPTS, share)[0]
         for side, share in (("shared", True), ("every", False))
     }
-    seconds = timed_updates(sides, theirs, repeats)
-    more = {"group_size": GROUP_SIZE, "prompt_tokens": LONG_PROMPT_TOKENS}
-    rows = []
+    seconds, rows = timed_updates(sides, theirs, repeats), []
+    details = _sizes(config, sequences) | {"group_size": GROUP_SIZE, "prompt_tokens": LONG_PROMPT_TOKENS}
     for side, baseline in (("PyTorch", "PyTorch, transformers"), ("every", "every prompt computed")):
         row = f"update/{name}/shared prompts, against {side}"
         timing = compare(seconds["shared"], seconds[side])
-        rows.append(_row(row, config, sequences, timing, baseline, **more))
+        rows.append(speed_row(row, details["tokens"], timing, baseline, **details))
     return rows

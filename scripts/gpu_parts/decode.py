@@ -7,15 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from compiled_programs import counts_of_loop, text_of, trips_of_loop
-from gpu_parts.engines import (
-    TimedPool,
-    cache_bytes,
-    compile_together,
-    make_engine,
-    random_params,
-    read_bytes,
-    run_numerics,
-)
+from gpu_parts import engines
 from gpu_parts.part import Part, run
 from kernel_benchmarks.ceilings import copy_bandwidth
 from rljax.models.transformer import num_params
@@ -42,40 +34,37 @@ def measure(part: Part) -> None:
             continue
         batches = []
         for sizes in _BATCHES:
-            needed = {batch: weights + cache_bytes(config, batch * _LENGTH) for batch in sizes}
+            needed = {batch: weights + engines.cache_bytes(config, batch * _LENGTH) for batch in sizes}
             rooms = (batch for batch in sizes if part.has_room(f"{name}/batch {batch}", needed[batch]))
             batches += itertools.islice(rooms, 1)
         _measure_policy(part, name, batches, bandwidth)
 
 
 def _measure_policy(part: Part, name: str, batches: Sequence[int], bandwidth: float) -> None:
-    config = config_of(name)
-    pool, numerics = TimedPool(), run_numerics(config, part.quick)
-    length = 128 if part.quick else _LENGTH
-    engines = [make_engine(config, numerics, pool, batch, length, steps=_STEPS) for batch in batches]
-    for engine in engines:
+    config, pool = config_of(name), engines.TimedPool()
+    length, repeats = (128, 1) if part.quick else (_LENGTH, _REPEATS)
+    numerics, params, by_batch, calls = engines.run_numerics(config, part.quick), None, {}, []
+    for batch in batches:
+        engine = by_batch[batch] = engines.make_engine(config, numerics, pool, batch, length, steps=_STEPS)
         engine.fixed_gain = math.inf  # both loops are compiled
-    params = engines[0].load_params(random_params(config))
-    shapes = [(engine.buckets.batch[0], length) for engine in engines]
-    pairs = zip(engines, shapes, strict=True)
-    together = compile_together(
-        [functools.partial(engine.compile_plain, params, *shape) for engine, shape in pairs]
-    )
-    for batch, engine, (slots, length) in zip(batches, engines, shapes, strict=True):
+        params = engine.load_params(engines.random_params(config)) if params is None else params
+        calls.append(functools.partial(engine.compile_plain, params, engine.buckets.batch[0], length))
+    together = engines.compile_together(calls)
+    for batch, engine in by_batch.items():
+        slots = engine.buckets.batch[0]
         for loop, kind in (("", "generate"), ("/fixed loop", "generate fixed")):
             engine.fixed_gain = math.inf if loop else 0.0
             program, compile_seconds = pool.find(kind, slots, length)
             counts = counts_of_loop(text_of(program))
-            repeats = 1 if part.quick else _REPEATS
             seconds = time_passes(engine, params, slots, length, repeats, _STEPS)[0]
             step = statistics.median(seconds)
-            size = read_bytes(params) + cache_bytes(config, slots * (length + _STEPS) / 2)
+            size = engines.read_bytes(params) + engines.cache_bytes(config, slots * (length + _STEPS) / 2)
             part.row(
                 f"{name}/batch {batch}{loop}",
                 1e3 * step,
                 "ms/step",
-                compile_seconds=compile_seconds,
-                repeats=repeats,
+                compile_seconds,
+                repeats,
                 compiled_together_seconds=together,
                 share_of_bandwidth=size / step / bandwidth,
                 bytes=size,

@@ -74,8 +74,8 @@ def random_params(config: ModelConfig) -> Params:
             return normal(jax.random.key(next(keys)), shape)
         return jnp.full(shape, 1.0 if path[-1].key.endswith("norm") else 0.0, jnp.float32)
 
-    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(make, param_shapes(config), is_leaf=is_shape)
+    shapes = param_shapes(config)
+    return jax.tree_util.tree_map_with_path(make, shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def read_bytes(params: Params) -> int:
@@ -117,11 +117,7 @@ def make_engine(
 
 
 class TimedPool(ExecutablePool):
-    """Compiled programs, and the seconds that each took.
-
-    Attributes:
-      by_key: (program, seconds) by key: the kind, such as "generate", and then sizes.
-    """
+    """Compiled programs, with their seconds in `by_key`. A key begins with a kind such as "generate"."""
 
     def __init__(self) -> None:
         super().__init__()

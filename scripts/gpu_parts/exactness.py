@@ -1,9 +1,7 @@
 """Part `exactness`: whether a token depends on what is computed beside it, and what it costs if it does not.
 
-First a policy with the widths of Qwen3-1.7B decodes the same requests in a batch, alone, and with drafts, and
-the training pass scores what it decoded. A response is compared up to its first difference. Then products
-with the policy's weights over numbers of rows, in several formulations, on a GPU with Triton's products and
-without. There both happen without autotuning first, and then with it: two variants of this part.
+A policy with the widths of Qwen3-1.7B decodes the same requests in a batch, alone, and with drafts, and the
+training pass scores what it decoded. Then products with the policy's weights over numbers of rows.
 """
 
 import dataclasses
@@ -16,7 +14,6 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from drafters.simple import SimpleDrafterAdapter
 from gpu_parts.engines import TimedPool, compile_together, make_engine, random_params, run_numerics
 from gpu_parts.part import Part, run
 from kernel_benchmarks.products import REPEATS, compare_rows, float32_error
@@ -32,9 +29,10 @@ from rljax.requests import Completion, Request
 from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
 from rljax.training.scoring import score_packed
-from rollout_benchmarks.equality import Count, EveryPass, take_turns
+from rollout_benchmarks.equality import Count, EveryPass, Knowing, take_turns
 from workloads import SWITCH, config_of
 
 _SHAPES = ((6144, 2048), (2048, 151_936), (2048, 1024))  # down, the LM head, and keys: few outputs
@@ -48,15 +46,8 @@ _PER_MEASUREMENT = 15.0  # seconds that a run's own measurement takes at least
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is decoded.
-
-    Attributes:
-      slots: requests, all decoded at a time.
-      alone: requests that are decoded one by one, too.
-      prompt, response: tokens of each.
-      cache: positions of a slot.
-      rows: rows of a verifying pass.
-      packed: tokens of a row of the training pass.
+    """What is decoded: requests in `slots`, some of them `alone`, too; tokens of a `prompt` and a `response`;
+    positions of a slot's `cache`, `rows` of a verifying pass, tokens of a `packed` row of the training pass.
     """
 
     slots: int
@@ -93,24 +84,6 @@ def measure(part: Part) -> None:
 # -- decoding ----------------------------------------------------------------------------------------------
 
 
-class _Known:
-    """Drafts that are known to be right, but for some: the responses of plain decoding."""
-
-    def __init__(self, requests: Sequence[Request], completions: Sequence[Completion], vocab: int) -> None:
-        rng = np.random.default_rng(0)
-        self._drafts: dict[tuple[int, ...], np.ndarray] = {}
-        for request, completion in zip(requests, completions, strict=True):
-            right = completion.response_ids
-            wrong = (right + 1 + rng.integers(vocab - 1, size=len(right))) % vocab
-            self._drafts[request.prompt_ids] = np.where(rng.random(len(right)) < _WRONG, wrong, right)
-        self._prompt = len(requests[0].prompt_ids)
-
-    def propose(self, tokens: np.ndarray, limit: int) -> np.ndarray:
-        """See `SimpleDrafter`."""
-        drafts = self._drafts[tuple(tokens[: self._prompt].tolist())]
-        return drafts[len(tokens) - self._prompt :][:limit]
-
-
 def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Sizes) -> None:
     """Writes how often decoding alone and with drafts left plain decoding in a batch, and how far the
     logprobs of the training pass are from those of the rollout.
@@ -126,17 +99,21 @@ def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Siz
     calls = [functools.partial(score.compile, params)]
     for each in (engine, alone):
         slots = each.buckets.batch[0]
+        shape = slots, sizes.cache
         calls += [
             functools.partial(each.compile_prefill, params, slots, length),
-            functools.partial(each.compile_insert, (slots, length), slots, sizes.cache),
-            functools.partial(each.compile_plain, params, slots, sizes.cache),
-        ]
-        calls += [
-            functools.partial(each.compile_verify, params, slots, sizes.cache, *size)
-            for size in each.buckets.passes(slots)
+            functools.partial(each.compile_insert, (slots, length), *shape),
+            functools.partial(each.compile_plain, params, *shape),
+            *(
+                functools.partial(each.compile_verify, params, *shape, *size)
+                for size in each.buckets.passes(slots)
+            ),
         ]
     seconds = compile_together(calls)
-    requests = _requests(config.vocab_size, sizes)
+    prompts = np.random.default_rng(0).integers(config.vocab_size, size=(sizes.slots, sizes.prompt)).tolist()
+    requests = [
+        Request(tuple(prompt), request_key(0, 0, 0, i, 0), sizes.response) for i, prompt in enumerate(prompts)
+    ]
     plain = Scheduler(engine, sizes.slots).run(params, requests)[0]
     lonely = [Scheduler(alone, 1).run(params, [request])[0][0] for request in requests[: sizes.alone]]
     _flip_row(part, "alone", plain[: sizes.alone], lonely, seconds)
@@ -146,8 +123,7 @@ def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Siz
         "the training pass from the rollout",
         float(differences.max()),
         "nats at most",
-        compile_seconds=seconds,
-        repeats=None,
+        seconds,
         mean=float(differences.mean()),
         share_with_other_bits=float((differences > 0).mean()),
         tokens=len(differences),
@@ -155,23 +131,15 @@ def _count_flips(part: Part, config: ModelConfig, numerics: Numerics, sizes: Siz
     )
 
 
-def _requests(vocab: int, sizes: Sizes) -> list[Request]:
-    rng = np.random.default_rng(0)
-    return [
-        Request(
-            tuple(rng.integers(vocab, size=sizes.prompt).tolist()), request_key(0, 0, 0, i, 0), sizes.response
-        )
-        for i in range(sizes.slots)
-    ]
-
-
 def _drafted(
     engine: DecodeEngine, params: Params, requests: Sequence[Request], plain: Sequence[Completion]
 ) -> list[Completion]:
     """Returns the responses with drafts in every second pass."""
     every_pass = EveryPass()
-    drafter = SimpleDrafterAdapter(_Known(requests, plain, engine.config.vocab_size))
-    speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=every_pass.choice())
+    rng = np.random.default_rng(0)
+    drafter = Knowing([rng.random(len(each.response_ids)) >= _WRONG for each in plain], plain)
+    strategies = StrategyChoice(make=every_pass.make)
+    speculator = Speculator(engine, {"known": drafter}, len(requests), strategies=strategies)
     speculator.warm_up(params, len(requests[0].prompt_ids))
     take_turns(speculator, every_pass, alone=False)
     return Scheduler(engine, len(requests), speculator=speculator).run(params, requests)[0]
@@ -189,8 +157,7 @@ def _flip_row(
         f"flips, {how}",
         1e4 * len(count.flips) / count.tokens,
         "in 10,000 tokens",
-        compile_seconds=compile_seconds,
-        repeats=None,
+        compile_seconds,
         flips=len(count.flips),
         tokens=count.tokens,
         other_logprobs=count.logprobs,
@@ -251,7 +218,7 @@ def _compare_products(part: Part) -> None:
     shapes, rows = (_QUICK_SHAPES, _QUICK_ROWS) if part.quick else (_SHAPES, _ROWS)
     if part.variant != "autotuning":
         error = float32_error(*shapes[0], rows[-1])
-        part.row("float32 product", error, "relative error", compile_seconds=None, repeats=None)
+        part.row("float32 product", error, "relative error")
     on_gpu = {f"Triton {SWITCH[way]}": {"xla_gpu_enable_triton_gemm": way} for way in (True, False)}
     for compiled, options in (on_gpu if jax.default_backend() == "gpu" else {"as compiled": {}}).items():
         exact: dict[str, list[float]] = {}  # by formulation, prices of those that are exact
@@ -262,20 +229,15 @@ def _compare_products(part: Part) -> None:
                 continue
             results, seconds = compare_rows(inputs, outputs, rows, options)
             for formulation, result in results.items():
-                figures = dataclasses.asdict(result)
-                part.row(
-                    f"{name}, {formulation}",
-                    len(figures["differing"]),
-                    "numbers of rows with other bits",
-                    compile_seconds=seconds,
-                    repeats=REPEATS,
-                    **figures,
-                )
+                figures, unit = dataclasses.asdict(result), "numbers of rows with other bits"
+                number = len(result.differing)
+                part.row(f"{name}, {formulation}", number, unit, seconds, REPEATS, **figures)
                 if not result.differing:
                     exact.setdefault(formulation, []).append(result.price[64])
-        everywhere = {name: max(prices) for name, prices in exact.items() if len(prices) == len(shapes)}
         found = ", ".join(
-            f"{name} ({price:.2f} times the time at 64 rows)" for name, price in everywhere.items()
+            f"{name} ({max(prices):.2f} times the time at 64 rows)"
+            for name, prices in exact.items()
+            if len(prices) == len(shapes)
         )
         part.note(f"{compiled}: one kernel for all rows: {found or 'none'}")
 

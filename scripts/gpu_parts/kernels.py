@@ -34,30 +34,22 @@ _EPSILON = ModelConfig.norm_epsilon
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A kernel at one of its benchmark's cases.
-
-    Attributes:
-      number: of the case.
-      reference: expected results from the case's arguments, computed with float64 switched on: float64 where
-        results are compared by their size, else of the result's type.
-      prepare: changes the case's arguments.
-      quick: implementation that a look at a CPU computes beside plain JAX.
+    """A kernel at one of its benchmark's cases. The reference, computed from the case's arguments with
+    float64 switched on, is float64 where results are compared by their size, else of the result's type.
     """
 
     op: str
-    number: int
+    number: int  # of the case
     reference: Callable[..., tuple[Array, ...]]
-    prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments
-    quick: str = ""
+    prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments  # changes them
+    quick: str = ""  # implementation that a look at a CPU computes beside plain JAX
 
 
 def measure(part: Part) -> None:
     """Measures errors, then times."""
     timed: list[tuple[str, Case]] = []
     for check in CHECKS:
-        cases = bench_kernels.op_cases(check.op, part.quick)
-        if check.number < len(cases):
-            case = cases[check.number]
+        for case in bench_kernels.op_cases(check.op, part.quick)[check.number :][:1]:
             write_errors(part, check, case)
             timed.append((check.op, case))
     for op, case in timed if not part.quick else timed[:1]:
@@ -66,9 +58,7 @@ def measure(part: Part) -> None:
         for row in bench_kernels.case_rows(op, case, [kernel_of(op)], part.quick):
             figures = row.as_json()
             name, value, unit = (figures.pop(key) for key in ("name", "value", "unit"))
-            part.row(
-                f"time/{name}", value, unit, compile_seconds=None, repeats=figures.pop("rounds"), **figures
-            )
+            part.row(f"time/{name}", value, unit, repeats=figures.pop("rounds"), **figures)
 
 
 def write_errors(part: Part, check: Check, case: Case) -> None:
@@ -93,7 +83,7 @@ def write_errors(part: Part, check: Check, case: Case) -> None:
                 float(_error(jax.device_put(got, right.sharding), right))
                 for got, right in zip(jax.tree.leaves(compiled(*arguments)), expected, strict=True)
             ]
-        part.row(name, max(errors), "error", compile_seconds=seconds, repeats=None, errors=errors)
+        part.row(name, max(errors), "error", seconds, errors=errors)
 
 
 def _expected(reference: Callable[..., tuple[Array, ...]], arguments: tuple[Any, ...]) -> tuple[Array, ...]:
@@ -111,10 +101,6 @@ def _error(got: Array, expected: Array) -> Array:
     if expected.dtype != jnp.float64:
         return jnp.mean(got != expected)
     return jnp.linalg.norm(got.astype(jnp.float64) - expected) / jnp.linalg.norm(expected)
-
-
-def _first_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(each[:1] for each in arguments)
 
 
 def _rows_of_one_layer(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -268,7 +254,7 @@ CHECKS = (
     Check("compaction", 0, _compacted),
     Check("gated_product", 0, _gated, _rows_of_one_layer),
     Check("head_products", 0, _heads, _rows_of_one_layer),
-    Check("quantized_product", 0, _product, _first_layer),
+    Check("quantized_product", 0, _product, lambda arguments: tuple(each[:1] for each in arguments)),
     Check("token_logprobs", 0, _scores),
     Check("packed_attention", 0, _packed, quick="interpret_triton"),
     Check("token_logprobs", 1, _gradients),

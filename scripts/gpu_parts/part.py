@@ -53,9 +53,8 @@ class Part:
         name: str,
         value: float,
         unit: str,
-        *,
-        compile_seconds: float | None,
-        repeats: int | None,
+        compile_seconds: float | None = None,
+        repeats: int | None = None,
         **details: Any,
     ) -> None:
         """Adds a figure to the file, at once.

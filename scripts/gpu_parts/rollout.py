@@ -26,7 +26,7 @@ from rljax.config import ExperimentConfig, load_config
 from rljax.engine.executables import ExecutablePool
 from rljax.numerics.rows import Numerics
 from rljax.progress import Progress
-from rljax.requests import Completion, DecodeStatistics, Request
+from rljax.requests import Completion, Request
 from rljax.rollout.collector import Scheduler
 from rljax.rollout.prompts import Prompts
 from rljax.sampling.noise import request_key
@@ -90,12 +90,8 @@ _QUESTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
-    """What all rollouts share.
-
-    Attributes:
-      part: collects the rows.
-      name: the policy's, for the rows.
-      epochs: requests of every epoch: the same prompts, other noise.
+    """What all rollouts share: the policy and its `name` in the rows, and requests of all `epochs`, the same
+    prompts with other noise.
     """
 
     part: Part
@@ -143,14 +139,14 @@ def measure(part: Part) -> None:
         speculation = config.speculation.model_copy(update=_DRAFTERS["SRT"])
         rehearsed = beside.submit(rehearse_drafters, speculation)  # numba's loops, while XLA compiles
         bench = _make_bench(part, config, path, Path(directory))
-        baseline = _plain(bench)
+        baseline = _roll_out(bench, "plain", {})
         rehearsed.result()
         for name, keys in _DRAFTERS.items():
             if part.quick and name == "EAGLE":
                 part.note("EAGLE left out: its many programs take a CPU too long for a look")
                 continue
             if part.has_time(name, _PER_VARIANT):
-                _drafted(bench, name, keys, baseline)
+                _roll_out(bench, name, keys, baseline)
 
 
 def _make_bench(part: Part, config: ExperimentConfig, path: str | None, directory: Path) -> _Bench:
@@ -167,7 +163,13 @@ def _make_bench(part: Part, config: ExperimentConfig, path: str | None, director
     if config.policy.growth is not None:
         policy = grown_policy(policy, config.policy.growth, config.seed)
     if path is not None:
-        prompts = _questions(policy, rollout.prompts_per_step)
+        rng, system = np.random.default_rng(0), "Answer in full sentences."  # short, as prompts are
+        texts = [
+            question.format(a=rng.integers(30, 90), b=rng.integers(3, 9))
+            for question in _QUESTIONS[: rollout.prompts_per_step]
+        ]
+        chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in texts]
+        prompts = [tuple(policy.tokenizer.encode_chat(chat)) for chat in chats]
     else:
         source = Prompts(task, policy.tokenizer, rollout.max_prompt_length, leave_out=True)
         indices, _ = source.next_problems("train", 0, rollout.prompts_per_step)
@@ -185,88 +187,56 @@ def _make_bench(part: Part, config: ExperimentConfig, path: str | None, director
     return _Bench(part, name, config, policy, unmeasured_numerics(config, policy.config, None), pool, epochs)
 
 
-def _questions(policy: Policy, count: int) -> list[tuple[int, ...]]:
-    rng = np.random.default_rng(0)
-    texts = [_QUESTIONS[index].format(a=rng.integers(30, 90), b=rng.integers(3, 9)) for index in range(count)]
-    system = {"role": "system", "content": "Answer in full sentences."}  # short, as prompts are
-    return [
-        tuple(policy.tokenizer.encode_chat([system, {"role": "user", "content": text}])) for text in texts
-    ]
-
-
-def _plain(bench: _Bench) -> list[tuple[list[Completion], float]]:
-    """Adds the rows of plain decoding; returns the responses of every epoch, and the seconds they took."""
-    scheduler, params, compile_seconds = bench.scheduler({})
-    baseline = []
+def _roll_out(
+    bench: _Bench, name: str, keys: dict[str, Any], baseline: Sequence[tuple[list[Completion], float]] = ()
+) -> list[tuple[list[Completion], float]]:
+    """Adds the rows of plain decoding, or with a `baseline` of a drafter, which learns from every epoch.
+    Returns the responses of every epoch, and the seconds they took.
+    """
+    (scheduler, params, compile_seconds), found = bench.scheduler(keys), []
+    repeats = 1 if baseline or bench.part.quick else 2
     for epoch, requests in enumerate(bench.epochs, 1):
-        taken = []
-        for _ in range(1 if bench.part.quick else 2):
-            start = time.perf_counter()
-            completions, statistics = scheduler.run(params, requests)
-            taken.append(time.perf_counter() - start)
-        seconds = sum(taken) / len(taken)
-        baseline.append((completions, seconds))
-        bench.part.row(
-            f"{bench.name}/plain/epoch {epoch}",
-            statistics.tokens / seconds,
-            "tokens/s",
-            compile_seconds=compile_seconds,
-            repeats=len(taken),
-            seconds=seconds,
-            **_counts(statistics, completions),
-            busy_slots=statistics.tokens / (statistics.steps * len(requests)),
-        )
-    return baseline
-
-
-def _drafted(
-    bench: _Bench, name: str, keys: dict[str, Any], baseline: Sequence[tuple[list[Completion], float]]
-) -> None:
-    """Adds the rows of one drafter, which learns from every epoch."""
-    scheduler, params, compile_seconds = bench.scheduler(keys)
-    for epoch, (requests, plain) in enumerate(zip(bench.epochs, baseline, strict=True), 1):
-        (expected, plain_seconds), start = plain, time.perf_counter()
-        completions, statistics = scheduler.run(params, requests)
-        seconds = time.perf_counter() - start
         start = time.perf_counter()
-        scheduler.speculator.learn(unrewarded(requests, completions))
-        learn_seconds, count = time.perf_counter() - start, Count()
-        for number, (one, other) in enumerate(zip(expected, completions, strict=True)):
-            count.compare(one, other, {"request": number})
-        plain_rate = sum(len(each.response_ids) for each in expected) / plain_seconds
-        bench.part.row(
-            f"{bench.name}/{name}/epoch {epoch}",
-            statistics.tokens / seconds,
-            "tokens/s",
-            compile_seconds=compile_seconds,
-            repeats=1,
-            plain_tokens_per_second=plain_rate,
-            ratio=statistics.tokens / seconds / plain_rate,
-            accept_length=statistics.accept_length,
-            acceptance=statistics.accepted / max(statistics.drafted, 1),
-            verifying_passes=statistics.verified,
-            compared_tokens=count.tokens,
-            flips=len(count.flips),
-            different_logprobs=count.logprobs,
-            flips_shown=count.flips[:5],
-            seconds=seconds,
-            learn_seconds=learn_seconds,
-            host_seconds=statistics.host_seconds,
-            draft_seconds=statistics.draft_seconds,
-            **_counts(statistics, completions),
-        )
-
-
-def _counts(statistics: DecodeStatistics, completions: Sequence[Completion]) -> dict[str, float]:
-    lengths = [len(each.response_ids) for each in completions]
-    return {
-        "tokens": statistics.tokens,
-        "passes": statistics.steps,
-        "responses": len(lengths),
-        "length_mean": float(np.mean(lengths)),
-        "length_p75": float(np.percentile(lengths, 75)),
-        "length_max": max(lengths),
-    }
+        for _ in range(repeats):
+            completions, statistics = scheduler.run(params, requests)
+        seconds = (time.perf_counter() - start) / repeats
+        found.append((completions, seconds))
+        rate, lengths = statistics.tokens / seconds, [len(each.response_ids) for each in completions]
+        details = {
+            "seconds": seconds,
+            "tokens": statistics.tokens,
+            "passes": statistics.steps,
+            "responses": len(lengths),
+            "length_mean": float(np.mean(lengths)),
+            "length_p75": float(np.percentile(lengths, 75)),
+            "length_max": max(lengths),
+        }
+        if not baseline:
+            details["busy_slots"] = statistics.tokens / (statistics.steps * len(requests))
+        else:
+            start, (expected, plain_seconds) = time.perf_counter(), baseline[epoch - 1]
+            scheduler.speculator.learn(unrewarded(requests, completions))
+            learn_seconds, count = time.perf_counter() - start, Count()
+            for number, (one, other) in enumerate(zip(expected, completions, strict=True)):
+                count.compare(one, other, {"request": number})
+            plain_rate = sum(len(each.response_ids) for each in expected) / plain_seconds
+            details |= {
+                "plain_tokens_per_second": plain_rate,
+                "ratio": rate / plain_rate,
+                "accept_length": statistics.accept_length,
+                "acceptance": statistics.accepted / max(statistics.drafted, 1),
+                "verifying_passes": statistics.verified,
+                "compared_tokens": count.tokens,
+                "flips": len(count.flips),
+                "different_logprobs": count.logprobs,
+                "flips_shown": count.flips[:5],
+                "learn_seconds": learn_seconds,
+                "host_seconds": statistics.host_seconds,
+                "draft_seconds": statistics.draft_seconds,
+            }
+        label = f"{bench.name}/{name}/epoch {epoch}"
+        bench.part.row(label, rate, "tokens/s", compile_seconds, repeats, **details)
+    return found
 
 
 if __name__ == "__main__":

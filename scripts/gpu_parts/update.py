@@ -47,17 +47,12 @@ def measure(part: Part) -> None:
 
 def _measure(part: Part, name: str, attention: str, numerics: Numerics) -> None:
     """Times whole updates: gradients of one micro-batch, and the optimizer on float32 weights and moments."""
-    config = config_of(name)
+    config, pool = config_of(name), TimedPool()
     tokens, repeats = (256, 1) if part.quick else (_TOKENS, _REPEATS)
     keys = {"pack_length": tokens, "rows_per_microbatch": 1}
     training = run_config(part.quick).training.model_copy(update=keys)
-    pool = TimedPool()
-    trainer = Trainer(
-        config,
-        numerics,
-        Recipe(SamplingParams(), GRPO, training, make_optimizer(OptimizerConfig(), 1)),
-        pool,
-    )
+    recipe = Recipe(SamplingParams(), GRPO, training, make_optimizer(OptimizerConfig(), 1))
+    trainer = Trainer(config, numerics, recipe, pool)
     params = random_params(config)
     state = trainer.init(params)
     del params
@@ -71,19 +66,26 @@ def _measure(part: Part, name: str, attention: str, numerics: Numerics) -> None:
         taken.append(time.perf_counter() - start)
     taken, compile_seconds = taken[1:], sum(seconds for _, seconds in pool.by_key.values())
     seconds, flops = statistics.median(taken), _flops(config, [length] * _SEQUENCES)
+    details = {"flops": flops, "flops_per_second": flops / seconds}
+    if not part.quick:
+        try:  # MFU against the data sheet's dense bfloat16 FLOP/s (`rljax/planning/hardware.py`)
+            peak = hardware_of(parse_topology(present_topology()), "bfloat16").flops["bfloat16"]
+            details |= {"peak": peak, "mfu": flops / seconds / peak}
+        except UserError as error:
+            part.note(f"no MFU: {error}")
     part.row(
         f"{name}/{tokens} tokens/{attention}",
         tokens / seconds,
         "tokens/s",
-        compile_seconds=compile_seconds,
-        repeats=repeats,
+        compile_seconds,
+        repeats,
         seconds=seconds,
         least_seconds=min(taken),
         most_seconds=max(taken),
         remat=training.remat,
         gradients_compile_seconds=pool.find("gradients")[1],
         gradient_norm=metrics["gradient_norm"],
-        **_utilization(part, flops, seconds),
+        **details,
     )
 
 
@@ -95,20 +97,6 @@ def _flops(config: ModelConfig, lengths: list[int]) -> float:
     pairs = sum(length**2 / 2 for length in lengths)
     attention = 12.0 * config.num_layers * config.num_heads * config.head_dim * pairs
     return 6.0 * (num_params(config) - unused) * sum(lengths) + attention
-
-
-def _utilization(part: Part, flops: float, seconds: float) -> dict[str, float]:
-    """Figures of MFU against the data sheet's dense bfloat16 FLOP/s (`rljax/planning/hardware.py`)."""
-    rate = flops / seconds
-    figures = {"flops": flops, "flops_per_second": rate}
-    if part.quick:
-        return figures
-    try:
-        peak = hardware_of(parse_topology(present_topology()), "bfloat16").flops["bfloat16"]
-    except UserError as error:
-        part.note(f"no MFU: {error}")
-        return figures
-    return figures | {"peak": peak, "mfu": rate / peak}
 
 
 if __name__ == "__main__":

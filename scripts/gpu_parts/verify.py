@@ -5,15 +5,7 @@ import functools
 
 from compiled_programs import counts_of_program, text_of
 from drafters.quantized import QuantizedPolicy, default_format
-from gpu_parts.engines import (
-    TimedPool,
-    cache_bytes,
-    compile_together,
-    make_engine,
-    random_params,
-    read_bytes,
-    run_numerics,
-)
+from gpu_parts import engines
 from gpu_parts.part import Part, run
 from rljax.engine.engine import DecodeEngine
 from rljax.models.transformer import Params, num_params
@@ -36,31 +28,31 @@ def measure(part: Part) -> None:
     """Times passes in turn with plain steps, all slots busy in half-filled caches."""
     name = "tiny" if part.quick else "Qwen3-1.7B"
     config = config_of(name)
-    numerics = run_numerics(config, part.quick)
-    pool, params = TimedPool(), None
+    numerics = engines.run_numerics(config, part.quick)
+    pool, params = engines.TimedPool(), None
     length, repeats = (128, 1) if part.quick else (_LENGTH, _REPEATS)
     for batch, rows in ({2: (16,)} if part.quick else _ROWS).items():
-        needed = cache_bytes(config, batch * length) + (0 if params else 2 * num_params(config))
+        needed = engines.cache_bytes(config, batch * length) + (0 if params else 2 * num_params(config))
         what = f"batch {batch}"
         if not part.has_time(what, _PER_BATCH) or not part.has_room(what, needed):
             continue
-        engine = make_engine(config, numerics, pool, batch, length, rows)
-        params = engine.load_params(random_params(config)) if params is None else params
+        engine = engines.make_engine(config, numerics, pool, batch, length, rows)
+        params = engine.load_params(engines.random_params(config)) if params is None else params
         _verify_rows(part, f"{name}/{what}", engine, pool, params, repeats)
     if part.has_time("steps of the quantized drafter", _PER_BATCH):
-        engine = make_engine(config, numerics, pool, 2 if part.quick else 8, length)
+        engine = engines.make_engine(config, numerics, pool, 2 if part.quick else 8, length)
         _draft_row(part, name, engine, pool, params, repeats)
 
 
 def _verify_rows(
-    part: Part, label: str, engine: DecodeEngine, pool: TimedPool, params: Params, repeats: int
+    part: Part, label: str, engine: DecodeEngine, pool: engines.TimedPool, params: Params, repeats: int
 ) -> None:
     """Adds the rows of one batch."""
     slots, length = engine.buckets.batch[0], engine.buckets.cache[0]
     passes = engine.buckets.passes(slots)
     verify = functools.partial(engine.compile_verify, params, slots, length)
     calls = [functools.partial(engine.compile_plain, params, slots, length)]
-    together = compile_together(calls + [functools.partial(verify, *each) for each in passes])
+    together = engines.compile_together(calls + [functools.partial(verify, *each) for each in passes])
     seconds = time_passes(engine, params, slots, length, repeats, _PASSES)
     for rows, nodes in passes:
         program, compile_seconds = pool.find("verify", slots, length, nodes, rows)
@@ -70,8 +62,8 @@ def _verify_rows(
             f"{label}/{rows} rows",
             1.0 / timing.ratio,
             "plain steps",
-            compile_seconds=compile_seconds,
-            repeats=repeats,
+            compile_seconds,
+            repeats,
             compiled_together_seconds=together,
             ms=1e3 * timing.seconds,
             plain_step_ms=1e3 * timing.baseline_seconds,
@@ -85,7 +77,7 @@ def _verify_rows(
 
 
 def _draft_row(
-    part: Part, name: str, engine: DecodeEngine, pool: TimedPool, params: Params, repeats: int
+    part: Part, name: str, engine: DecodeEngine, pool: engines.TimedPool, params: Params, repeats: int
 ) -> None:
     """Adds a step of the 4-bit drafter, against a step of the same program with the policy's weights."""
     slots, length = engine.buckets.batch[0], engine.buckets.cache[0]
@@ -99,11 +91,11 @@ def _draft_row(
         f"{name}/batch {slots}/a draft of the W4 policy",
         1.0 / timing.ratio,
         "steps with the policy's weights",
-        compile_seconds=sum(compile_seconds),
-        repeats=repeats,
+        sum(compile_seconds),
+        repeats,
         ms=1e3 * timing.seconds,
         policy_ms=1e3 * timing.baseline_seconds,
-        ratio_of_bytes=quantized.read_bytes / read_bytes(params),
+        ratio_of_bytes=quantized.read_bytes / engines.read_bytes(params),
         refresh_ms=1e3 * quantized.seconds,
     )
 

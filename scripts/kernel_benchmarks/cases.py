@@ -1,6 +1,7 @@
 """The operations of rljax/kernels at shapes of real policies: a table of cases, the most telling first."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,13 +64,19 @@ class Case:
     donated: int = 0
 
 
-def _by_implementation(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """`function(*args, implementation=name)` by the name of every implementation."""
-
-    def one(name: str) -> Callable[..., Any]:
-        return lambda *args: function(*args, implementation=name)
-
-    return {name: one(name) for name in IMPLEMENTATIONS}
+def _case(
+    name: str,
+    sizes: tuple[int, ...],
+    make: Callable[[np.random.Generator], tuple[Any, ...]],
+    function: Callable[..., Any],
+    bytes: int,
+    flops: int = 0,
+    donated: int = 0,
+    **others: Callable[..., Any],
+) -> Case:
+    """A case of `function(*args, implementation=name)`, and `others` beside it."""
+    own = {name: functools.partial(function, implementation=name) for name in IMPLEMENTATIONS}
+    return Case(name, sizes, make, own | others, bytes, flops, donated)
 
 
 def _key(rng: np.random.Generator) -> Array:
@@ -98,7 +105,7 @@ def _noisy_argmax(name: str, policy: ModelConfig, rows: int) -> Case:
         return noisy_argmax(*args, _SAMPLING, Numerics(), implementation)
 
     moved = rows * vocab * 4 + rows * 24  # logits; keys and positions, tokens and logprobs
-    return Case(f"{name}, {rows} rows", (vocab,), make, _by_implementation(sampled), moved, 0)
+    return _case(f"{name}, {rows} rows", (vocab,), make, sampled, moved)
 
 
 def _tree_attention(
@@ -146,9 +153,9 @@ def _tree_attention(
     moved, flops = 2 * (cached + written_once), 4 * seen * heads * dim
     sizes = heads, kv_heads, dim
     if nodes > 1:
-        return Case(label, sizes, make, _by_implementation(verify), moved, flops)
+        return _case(label, sizes, make, verify, moved, flops)
     moved += 2 * 2 * batch * kv_heads * dim  # the token, written to the cache
-    return Case(label, sizes, make, _by_implementation(decode), moved, flops, donated=2)
+    return _case(label, sizes, make, decode, moved, flops, donated=2)
 
 
 _ACCEPTED = 4  # nodes of a path, the last token included
@@ -174,7 +181,7 @@ def _compaction(name: str, policy: ModelConfig, batch: int, capacity: int, nodes
 
     label = f"{name}, {batch} slots of {capacity}, {count} of {nodes} nodes"
     moved = 2 * 2 * batch * count * kv_heads * dim  # keys and values, read and written
-    return Case(label, (kv_heads, dim), make, _by_implementation(compaction), 2 * moved, 0, donated=2)
+    return _case(label, (kv_heads, dim), make, compaction, 2 * moved, donated=2)
 
 
 _WEIGHTS = 2**28  # bytes in a call, well beyond a cache of 50 MB
@@ -199,14 +206,9 @@ def _gated_product(name: str, policy: ModelConfig, rows: int) -> Case:
         pairs = zip(x, weights[::2], weights[1::2], strict=True)
         return [gated_product(*each, jax.nn.silu, False, implementation)[0] for each in pairs]
 
-    return Case(
-        name=f"{name}, {rows} rows, {layers} layers",
-        sizes=(outputs, width),
-        make=make,
-        functions=_by_implementation(gated),
-        bytes=2 * layers * (2 * outputs * width + rows * (width + outputs)),
-        flops=layers * 4 * rows * outputs * width,
-    )
+    moved = 2 * layers * (2 * outputs * width + rows * (width + outputs))
+    label, flops = f"{name}, {rows} rows, {layers} layers", layers * 4 * rows * outputs * width
+    return _case(label, (outputs, width), make, gated, moved, flops)
 
 
 def _head_products(name: str, policy: ModelConfig, rows: int) -> Case:
@@ -230,14 +232,9 @@ def _head_products(name: str, policy: ModelConfig, rows: int) -> Case:
         pairs = zip(x, layered, strict=True)
         return [head_products(rows, angles, weights, False, numerics)[0] for rows, weights in pairs]
 
-    return Case(
-        name=f"{name}, {rows} rows, {layers} layers",
-        sizes=(policy.num_heads, policy.num_kv_heads, dim),
-        make=make,
-        functions=_by_implementation(heads),
-        bytes=layers * (stored + rows * (2 * width + 2 * sum(outputs) + 4 * dim)),
-        flops=layers * 2 * rows * sum(outputs) * width,
-    )
+    label, sizes = f"{name}, {rows} rows, {layers} layers", (policy.num_heads, policy.num_kv_heads, dim)
+    moved = layers * (stored + rows * (2 * width + 2 * sum(outputs) + 4 * dim))
+    return _case(label, sizes, make, heads, moved, layers * 2 * rows * sum(outputs) * width)
 
 
 # --- the quantized drafter -------------------------------------------------------------------------------
@@ -282,14 +279,9 @@ def _quantized_product(name: str, policy: ModelConfig, part: str, fmt: str, rows
         one = jax.jit(quantized_product, static_argnums=2)  # traced and lowered once for all layers
         return [one(*operands, implementation) for operands in zip(x, weights, strict=True)]
 
-    return Case(
-        name=f"{name}, {part}, {fmt}, {rows} rows, {layers} layers",
-        sizes=(outputs, inputs),
-        make=make,
-        functions={**_by_implementation(products), "bfloat16": bfloat16},
-        bytes=layers * (stored + rows * (2 * inputs + 4 * outputs)),
-        flops=layers * 2 * rows * outputs * inputs,
-    )
+    label = f"{name}, {part}, {fmt}, {rows} rows, {layers} layers"
+    moved, flops = layers * (stored + rows * (2 * inputs + 4 * outputs)), layers * 2 * rows * outputs * inputs
+    return _case(label, (outputs, inputs), make, products, moved, flops, bfloat16=bfloat16)
 
 
 def _round_to_nearest(name: str, policy: ModelConfig, part: str, fmt: str) -> Case:
@@ -299,14 +291,11 @@ def _round_to_nearest(name: str, policy: ModelConfig, part: str, fmt: str) -> Ca
     def rounded(weight: Array, implementation: str) -> tuple[Array, Array, Array | None]:
         return round_to_nearest(weight, _FORMATS[fmt].bits, _FORMATS[fmt].group, implementation)
 
-    return Case(
-        name=f"{name}, {part}, {fmt}",
-        sizes=(outputs, inputs),
-        make=lambda rng: tuple(_normals(rng, (outputs, inputs))),
-        functions=_by_implementation(rounded),
-        bytes=2 * outputs * inputs + stored,
-        flops=0,
-    )
+    def make(rng: np.random.Generator) -> tuple[Any, ...]:
+        return tuple(_normals(rng, (outputs, inputs)))
+
+    moved = 2 * outputs * inputs + stored
+    return _case(f"{name}, {part}, {fmt}", (outputs, inputs), make, rounded, moved)
 
 
 # --- training --------------------------------------------------------------------------------------------
@@ -327,16 +316,13 @@ def _token_logprobs(name: str, policy: ModelConfig, tokens: int, gradient: bool)
     def gradients(*args: Array, implementation: str) -> tuple[Array, ...]:
         return jax.grad(lambda *args: jnp.sum(score(*args, implementation=implementation)[0]), (0, 1))(*args)
 
-    return Case(
-        name=f"{name}, {tokens} tokens, {'with gradient' if gradient else 'scored'}",
-        sizes=(vocab, width),
-        make=make,
-        functions=_by_implementation(gradients if gradient else score),
-        # Scoring reads both matrices; the backward pass reads and writes them.
-        bytes=2 * (vocab + tokens) * width * (3 if gradient else 1),
-        # Logits; and in the backward pass logits again, and two products.
-        flops=2 * tokens * vocab * width * (4 if gradient else 1),
-    )
+    # Scoring reads both matrices and computes logits. The backward pass reads and writes them, and computes
+    # logits again, and two products.
+    moved, flops = 2 * (vocab + tokens) * width, 2 * tokens * vocab * width
+    if gradient:
+        label = f"{name}, {tokens} tokens, with gradient"
+        return _case(label, (vocab, width), make, gradients, 3 * moved, 4 * flops)
+    return _case(f"{name}, {tokens} tokens, scored", (vocab, width), make, score, moved, flops)
 
 
 def _packed_attention(name: str, policy: ModelConfig, tokens: int, sequences: int) -> Case:
@@ -359,15 +345,10 @@ def _packed_attention(name: str, policy: ModelConfig, tokens: int, sequences: in
         gradients, out = jax.grad(weighed, (0, 1, 2), has_aux=True)(q, k, v)
         return out, *gradients
 
-    pairs = tokens**2 // sequences // 2
-    return Case(
-        name=f"{name}, {sequences} sequences in {tokens} tokens",
-        sizes=(heads, kv_heads, dim),
-        make=make,
-        functions=_by_implementation(gradients),
-        bytes=2 * tokens * dim * (5 * heads + 6 * kv_heads),  # what is given, what comes out, both once
-        flops=14 * pairs * heads * dim,  # two products, and in the backward pass five
-    )
+    moved = 2 * tokens * dim * (5 * heads + 6 * kv_heads)  # what is given, what comes out, both once
+    flops = 14 * (tokens**2 // sequences // 2) * heads * dim  # two products, and in the backward pass five
+    label = f"{name}, {sequences} sequences in {tokens} tokens"
+    return _case(label, (heads, kv_heads, dim), make, gradients, moved, flops)
 
 
 # --- the table -------------------------------------------------------------------------------------------
@@ -382,42 +363,34 @@ _TREES = [
     *((name, 16, 4096, 64) for name in POLICIES),
     *((name, 64, 4096, nodes, True) for name in POLICIES for nodes in (16, 1)),
 ]
+_NAMES = list(POLICIES)
 # By operation: what makes a case, its arguments behind the policy for a look, and policies with arguments.
 _TABLE: dict[str, tuple[Callable[..., Case], list[tuple], list[tuple]]] = {
     "noisy_argmax": (
         _noisy_argmax,
         [(16,)],
-        [("Qwen2.5-7B", rows) for rows in (64, 16, 256, 1, 1024)]
-        + [(name, 64) for name in list(POLICIES)[1:3]],
+        [(_NAMES[0], rows) for rows in (64, 16, 256, 1, 1024)] + [(name, 64) for name in _NAMES[1:3]],
     ),
     "token_logprobs": (
         _token_logprobs,
         [(64, False), (64, True)],
-        [(name, n, gradient) for n in (4096, 16_384) for name in POLICIES for gradient in (False, True)],
+        [(name, n, gradient) for n in (4096, 16_384) for name in _NAMES for gradient in (False, True)],
     ),
     "packed_attention": (
         _packed_attention,
         [(256, 2)],
-        [(name, 4096, count) for count in (4, 1) for name in POLICIES],
+        [(name, 4096, count) for count in (4, 1) for name in _NAMES],
     ),
     "tree_attention": (_tree_attention, [(2, 128, 5)], _TREES),
-    "head_products": (
-        _head_products,
-        [(64,)],
-        [(name, rows) for rows in (64, 256) for name in list(POLICIES)[:3]],
-    ),
-    "gated_product": (
-        _gated_product,
-        [(64,)],
-        [(name, rows) for rows in (64, 256) for name in POLICIES],
-    ),
+    "head_products": (_head_products, [(64,)], [(name, rows) for rows in (64, 256) for name in _NAMES[:3]]),
+    "gated_product": (_gated_product, [(64,)], [(name, rows) for rows in (64, 256) for name in _NAMES]),
     "quantized_product": (
         _quantized_product,
         [("down", fmt, 16) for fmt in _FORMATS],
         [
             (name, part, fmt, rows)
             for part in _PARTS
-            for name in list(POLICIES)[:3]
+            for name in _NAMES[:3]
             for fmt in _FORMATS
             for rows in ((16, 1, 64) if part == "down" and fmt == "W4" else (16,))
         ],
@@ -425,12 +398,12 @@ _TABLE: dict[str, tuple[Callable[..., Case], list[tuple], list[tuple]]] = {
     "round_to_nearest": (
         _round_to_nearest,
         [("down", fmt) for fmt in _FORMATS],
-        [(name, part, fmt) for part in _PARTS for name in POLICIES for fmt in _FORMATS],
+        [(name, part, fmt) for part in _PARTS for name in _NAMES for fmt in _FORMATS],
     ),
     "compaction": (
         _compaction,
         [(2, 256, 5)],
-        [(name, batch, 4096, nodes) for batch in (16, 64) for name in POLICIES for nodes in (16, 1)],
+        [(name, batch, 4096, nodes) for batch in (16, 64) for name in _NAMES for nodes in (16, 1)],
     ),
 }
 OPS = tuple(_TABLE)

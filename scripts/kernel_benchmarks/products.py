@@ -41,19 +41,12 @@ def _program(form: ProductForm, rows: int) -> _Program:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a formulation does with numbers of rows.
+    """What a formulation does with numbers of rows."""
 
-    Attributes:
-      differing: numbers of rows whose results have other bits than those of the same rows among the most.
-      share: the largest share of entries that differ.
-      microseconds: of one product, by the number of rows.
-      price: time over that of the rows as they are, by the number of rows.
-    """
-
-    differing: tuple[int, ...]
-    share: float
-    microseconds: dict[int, float]
-    price: dict[int, float]
+    differing: tuple[int, ...]  # whose results have other bits than those of the same rows among the most
+    share: float  # the largest one of entries that differ
+    microseconds: dict[int, float]  # of one product
+    price: dict[int, float]  # time over that of the rows as they are
 
 
 def compare_rows(

@@ -22,13 +22,7 @@ _CACHE = 50 * 2**20  # bytes of the last cache of an H100 or H200
 
 
 class Timed:
-    """A case's functions and arguments, ready to be called.
-
-    Args:
-      case: case to measure.
-      names: names of its functions; those that refuse the case are left out.
-      most_sets: largest number of sets of arguments, and of calls in one program; 1 where kernels are
-        interpreted.
+    """A case's functions of these names and at most so many sets of arguments, and of calls in one program.
 
     Attributes:
       functions: by name, compiled.
@@ -38,10 +32,9 @@ class Timed:
 
     def __init__(self, case: Case, names: Sequence[str], most_sets: int) -> None:
         rng = np.random.default_rng(0)
-        first = case.make(rng)
+        first, self._case = case.make(rng), case
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
         sets = min(max(_MOST_BYTES // max(size, 1), 1), most_sets)
-        self._case = case
         self._sets = [first, *(case.make(rng) for _ in range(sets - 1))]
         self.functions: dict[str, Callable[..., Any]] = {}
         self.refused: dict[str, str] = {}

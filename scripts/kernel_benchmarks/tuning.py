@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rljax.durable_files import write_durably
 from rljax.errors import UserError
@@ -48,7 +47,10 @@ def tune(files: Sequence[Path], table: Path) -> list[str]:
         entries[:] = [other for other in entries if other["sizes"] != entry["sizes"]] + [entry]
         entries.sort(key=lambda entry: (math.prod(entry["sizes"]), entry["sizes"]))
         lines.append(f"{device}, {op}, {shape}: {', '.join(implementations)} ({gain:.2f} times plain JAX)")
-    _write(table, by_device)
+    try:
+        write_durably(table, (json.dumps(by_device, indent=2, sort_keys=True) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"{table}: cannot be written: {error.strerror}") from error
     return lines
 
 
@@ -66,9 +68,12 @@ def _choice(ratios: Ratios) -> tuple[list[str], float]:
 def _read(file: Path) -> tuple[str, list[tuple[str, str, str, tuple[int, ...], float]]]:
     """Returns the device, and operation, case, implementation, sizes and ratio of every row."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        accelerator, rows = content["machine"]["accelerator"], content["rows"]
-        measured = [_parts(row) for row in rows]
+        content, measured = json.loads(file.read_text(encoding="utf-8")), []
+        accelerator = content["machine"]["accelerator"]
+        for row in content["rows"]:
+            op, _, rest = row["name"].partition("/")
+            case, _, name = rest.rpartition("/")
+            measured.append((op, case, name, tuple(row["sizes"]), float(row["ratio"])))
     except OSError as error:
         raise UserError(f"--tune {file}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -77,16 +82,3 @@ def _read(file: Path) -> tuple[str, list[tuple[str, str, str, tuple[int, ...], f
         raise UserError(f"--tune {file}: measured on a CPU, whose default is xla; measure on an accelerator")
     ours = [name for name in IMPLEMENTATIONS if not name.startswith("interpret")]
     return accelerator.partition(" x ")[2], [entry for entry in measured if entry[2] in ours]
-
-
-def _parts(row: dict[str, Any]) -> tuple[str, str, str, tuple[int, ...], float]:
-    op, _, rest = row["name"].partition("/")
-    case, _, name = rest.rpartition("/")
-    return op, case, name, tuple(row["sizes"]), float(row["ratio"])
-
-
-def _write(table: Path, by_device: dict[str, Any]) -> None:
-    try:
-        write_durably(table, (json.dumps(by_device, indent=2, sort_keys=True) + "\n").encode())
-    except OSError as error:
-        raise UserError(f"{table}: cannot be written: {error.strerror}") from error

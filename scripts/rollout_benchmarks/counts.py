@@ -1,20 +1,11 @@
 """Papers' figures in tokens of a pass: they follow from the tokens alone, and not from a machine's times.
 
-`algorithms`: SRT by algorithm (Table 1 of its paper) and by responses to a prompt (Table 3). Every case is
-the workload with the algorithm of its name, rolled out plainly and with the paper's three drafters while the
-policy trains; prompts return in every second step. Prompts and responses of a step have about the proportions
-of its Table 2: an algorithm with a critic has one response to a prompt. The paper's four are PPO, GRPO, DAPO
-and ReTool, which is PPO with tools: here that is the calculator's task. Whatever a drafter has is verified,
-up to so many nodes: on a small policy the default manager would rightly verify nothing.
-
-`draft_lengths`: does EfficientRollout's draft length follow what the policy accepts, as it trains? Every step
-is rolled out plainly, with the draft length of the patience ladder, and with its shortest and its longest one
-throughout (section 4.3 and Figure 4 of the paper). The roofline is made up: by it drafting always pays, so
-that the length alone decides.
-
-`races`: the draft ladder with its races, where how good a drafter is varies from request to request. Made-up
-drafters know the responses, and each is right about most tokens of some requests and few of the others.
-Passes take made-up times, so that the choices follow from the requests and the seed.
+`algorithms`: SRT by algorithm (Table 1 of its paper) and by responses to a prompt (Table 3), in about the
+proportions of its Table 2; ReTool is PPO with the calculator's task. Whatever a drafter has is verified, up
+to so many nodes: on a small policy the default manager would rightly verify nothing. `draft_lengths`:
+EfficientRollout's patience ladder (section 4.3 and Figure 4), under a made-up roofline by which drafting
+always pays, so that the length alone decides. `races`: the draft ladder (TLT), with made-up drafters, each
+of which knows most of some responses and little of the others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from drafters.base import Drafter, Drafts, Queries
+from drafters.base import Drafter
 from rljax.benchmarking import Row, counted_row
 from rljax.config import ExperimentConfig, SpeculationConfig, load_config
 from rljax.config.wing import part
@@ -36,10 +27,9 @@ from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
 from rljax.training.compiling import compile_programs
-from rollout_benchmarks.equality import check_equal
+from rollout_benchmarks.equality import Knowing, check_equal
 from rollout_benchmarks.variants import (
     PLAIN,
-    Variant,
     make_variant,
     open_run,
     step_requests,
@@ -91,22 +81,19 @@ def configs(file: str, overrides: Sequence[str]) -> Iterator[tuple[str, Experime
 
 
 def _rows(name: str, config: ExperimentConfig) -> list[Row]:
-    nodes, steps = config.speculation.max_drafts, config.training.steps
-    speculation = {}
-    for drafter, kind in _DRAFTERS.items():
-        strategy = {"drafter": kind, "depth": nodes, "top_k": nodes, "nodes": nodes}
-        speculation[drafter] = {"drafter": kind, "choice": "fixed", "strategies": [strategy]}
+    shape = dict.fromkeys(("depth", "top_k", "nodes"), config.speculation.max_drafts)
     with open_run(config) as (run, progress):
         compile_programs(run, wait=True)
-        times, plain = {}, make_variant(run, PLAIN, None, {})
-        variants = [make_variant(run, drafter, keys, times) for drafter, keys in speculation.items()]
+        times, plain, variants = {}, make_variant(run, PLAIN, None, {}), []
+        for drafter, kind in _DRAFTERS.items():
+            keys = {"drafter": kind, "choice": "fixed", "strategies": [{"drafter": kind, **shape}]}
+            variants.append(make_variant(run, drafter, keys, times))
         for _ in trained_steps(run, progress, plain, variants):
             pass
-    epochs = {"first epoch": slice(0, _STEPS_OF_AN_EPOCH)}
-    if steps > _STEPS_OF_AN_EPOCH:
-        epochs["later epochs"] = slice(_STEPS_OF_AN_EPOCH, steps)
-    rows = []
-    for when, which in epochs.items():
+    rows, first = [], _STEPS_OF_AN_EPOCH
+    for when, which in (("first epoch", slice(0, first)), ("later epochs", slice(first, None))):
+        if not plain.seconds[which]:
+            continue
         base = plain.total(which)
         for variant in variants:
             total, label = variant.total(which), f"algorithms/{name}/{when}/{variant.name}"
@@ -142,9 +129,13 @@ def draft_length_rows(config: ExperimentConfig) -> list[Row]:
             for name, each in toggles.items()
         ]
         for metrics in trained_steps(run, progress, plain, variants):
-            accept_length = variants[0].statistics[-1].accept_length
-            now = *_drafted(variants[0]), accept_length, metrics["entropy"]
-            for values, value in zip(steps.values(), now, strict=True):
+            first, state, acceptance = variants[0], variants[0].speculator.state(), part("StepAcceptance")()
+            length = int(state["patience_ladder"][0])
+            acceptance.load_state(state["toggle_acceptance"])
+            share, tokens = acceptance.share(length) or 0.0, first.statistics[-1].accept_length
+            for values, value in zip(
+                steps.values(), (length, share, tokens, metrics["entropy"]), strict=True
+            ):
                 values.append(value)
     ladder, *fixed = (variant.total() for variant in variants)
     more = {f"{name}_by_step": values for name, values in steps.items()} | {"toggle": toggle.model_dump()}
@@ -167,14 +158,6 @@ def always_pays(engine: DecodeEngine, drafter: Drafter) -> Any:
     )
     costs = part("policy_costs")(engine.config, engine.numerics, drafter.policy_weights.format)
     return part("Roofline")(costs=costs, byte=1.0, draft_byte=1e-3, draft_slot=0.0, overlap=1.0, **nothing)
-
-
-def _drafted(variant: Variant) -> tuple[int, float]:
-    """The draft length of the last step, and the share of its drafts that was accepted."""
-    state, acceptance = variant.speculator.state(), part("StepAcceptance")()
-    length = int(state["patience_ladder"][0])
-    acceptance.load_state(state["toggle_acceptance"])
-    return length, acceptance.share(length) or 0.0
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -213,31 +196,6 @@ _GOOD, _BAD = 0.9, 0.15  # share of the tokens that a drafter is right about
 _PLAIN_ROWS = 64  # a pass of so many rows takes twice as long as a plain step
 
 
-class _Knowing(Drafter):
-    """Proposes the recorded responses, with mistakes where a request's `right`, bool [tokens], is False."""
-
-    def __init__(self, right: Sequence[np.ndarray], completions: Sequence[Completion]) -> None:
-        self._right, self._completions = right, completions
-
-    def begin(self, requests: Sequence[Any]) -> None:
-        self._prompts = [len(request.prompt_ids) for request in requests]
-
-    def observe(self, sampled: Any) -> None:
-        """Does nothing: the responses are known."""
-
-    def propose(self, queries: Queries) -> Drafts:
-        shape = (len(queries.requests), queries.nodes)
-        tokens, counts = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
-        for row, request in enumerate(queries.requests):
-            first = queries.positions[row] - self._prompts[request]
-            known = self._completions[request].response_ids[first:][: queries.budgets[row]]
-            right = self._right[request][first:][: len(known)]
-            counts[row] = len(known)
-            tokens[row, : len(known)] = np.where(right, known, known ^ 1)  # another token of the vocabulary
-        parents = np.broadcast_to(np.arange(-1, shape[1] - 1, dtype=np.int32), shape)
-        return Drafts(tokens, parents, np.zeros(shape, np.float32), counts)
-
-
 class _MadeUpTimes(PassTimes):
     """Times by the number of rows, whatever is measured."""
 
@@ -273,7 +231,7 @@ def race_rows(config: ExperimentConfig, seeds: int = 4) -> list[Row]:
         for seed in range(seeds):
             right = _draw(completions, np.random.default_rng(seed))
             for name, (known, choice) in ways.items():
-                drafters = {each: _Knowing(right[each], completions) for each in known}
+                drafters = {each: Knowing(right[each], completions) for each in known}
                 chosen = StrategyChoice(SpeculationConfig(choice=choice))
                 speculator = Speculator(engine, drafters, slots, times=_MadeUpTimes(), strategies=chosen)
                 scheduler = Scheduler(engine, slots, None, speculator)

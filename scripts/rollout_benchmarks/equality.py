@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rljax.config import SpeculationConfig
+from drafters.base import Drafter, Drafts, Queries
 from rljax.engine.buckets import Buckets
 from rljax.requests import Completion
 from rljax.speculation.managers.expected import ExpectedManager
-from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.pass_choice import Candidates
 from rljax.speculation.pass_times import PassTimes
 from rljax.speculation.speculator import Speculator
@@ -66,22 +65,43 @@ class Count:
             self.flips.append({**where, "position": same, "tokens": pair, "drift_before": float(before)})
 
 
+class Knowing(Drafter):
+    """Proposes the recorded responses, with mistakes where a request's `right`, bool [tokens], is False."""
+
+    def __init__(self, right: Sequence[np.ndarray], completions: Sequence[Completion]) -> None:
+        self._right, self._completions = right, completions
+
+    def begin(self, requests: Sequence[Any]) -> None:
+        self._prompts = [len(request.prompt_ids) for request in requests]
+
+    def observe(self, sampled: Any) -> None:
+        """Does nothing: the responses are known."""
+
+    def propose(self, queries: Queries) -> Drafts:
+        shape = (len(queries.requests), queries.nodes)
+        tokens, counts = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
+        for row, request in enumerate(queries.requests):
+            first = queries.positions[row] - self._prompts[request]
+            known = self._completions[request].response_ids[first:][: queries.budgets[row]]
+            right = self._right[request][first:][: len(known)]
+            counts[row] = len(known)
+            tokens[row, : len(known)] = np.where(right, known, known ^ 1)  # another token of the vocabulary
+        parents = np.broadcast_to(np.arange(-1, shape[1] - 1, dtype=np.int32), shape)
+        return Drafts(tokens, parents, np.zeros(shape, np.float32), counts)
+
+
 class EveryPass:
     """Chooses passes of all sizes in turn, with occasional plain steps."""
 
     def __init__(self) -> None:
         self.turns = itertools.count()
+        self.make = functools.partial(ExpectedManager, choose_rows=self)  # of a `StrategyChoice`
 
     def __call__(
         self, candidates: Candidates, buckets: Buckets, times: PassTimes, batch: int, length: int
     ) -> int:
         sizes = [rows for rows, _ in buckets.passes(batch) if rows > len(candidates.current)]
         return [*sizes, 0][next(self.turns) % (len(sizes) + 1)]
-
-    def choice(self, mix: bool = False) -> StrategyChoice:
-        """The default manager with these passes; see `speculation.mix`."""
-        keys = SpeculationConfig.model_construct(mix=mix)
-        return StrategyChoice(keys, make=functools.partial(ExpectedManager, choose_rows=self))
 
 
 def take_turns(speculator: Speculator, every_pass: EveryPass, alone: bool) -> None:

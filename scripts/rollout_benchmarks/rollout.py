@@ -46,8 +46,6 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
     with open_run(config) as (run, progress):
         compile_programs(run, wait=True)
         plain, *variants = make_variants(run, names)
-        baselines: dict[str, list[float]] = {variant.name: [] for variant in variants}  # seconds, by step
-        same: dict[str, list[float]] = {variant.name: [] for variant in variants}  # share of the responses
         plain_statistics: list[DecodeStatistics] = []
         lengths: list[list[int]] = []
         updates: list[float] = []  # seconds
@@ -69,23 +67,29 @@ def rollout_rows(config: ExperimentConfig, names: Sequence[str] | None) -> list[
             for first in range(0, len(order), _BETWEEN):
                 between = order[first : first + _BETWEEN]
                 for variant in between:
-                    same[variant.name].append(check_same(expected, timed(variant, step), variant.name))
+                    variant.same.append(check_same(expected, timed(variant, step), variant.name))
                 check_same(expected, timed(plain, step), plain.name)
                 for variant in between:
-                    baselines[variant.name].append(sum(plain.seconds[-2:]) / 2)
+                    variant.baseline.append(sum(plain.seconds[-2:]) / 2)
             start = time.perf_counter()
             loop.learn(run, expected)
             jax.block_until_ready(run.state.trained)
             updates.append(time.perf_counter() - start)
             progress.step(step + 1, {"tokens_per_second": plain.statistics[-1].tokens / plain.seconds[-1]})
-    rows = []
+    rows, slots = [], config.engine.max_slots
     for when, steps in stretches(config).items():
-        workload = _workload(plain_statistics[steps], lengths[steps], config.engine.max_slots)
-        workload["compute_dtype"] = run.config.policy.compute_dtype
+        passes, sampled = sum(each.steps for each in plain_statistics[steps]), np.concatenate(lengths[steps])
+        workload = {
+            "busy_slots": float(sampled.sum() / (passes * slots)),  # in plain decoding
+            "length_mean": float(sampled.mean()),
+            "length_p75": float(np.percentile(sampled, 75)),
+            "length_max": float(sampled.max()),
+            "compute_dtype": run.config.policy.compute_dtype,
+            "update_seconds": sum(updates[steps]),
+        }
         for variant in variants:
-            workload["same_responses"] = float(np.mean(same[variant.name][steps]))
-            of_steps = baselines[variant.name][steps], steps, sum(updates[steps])
-            rows.append(_row(when, variant, *of_steps, workload))
+            workload["same_responses"] = float(np.mean(variant.same[steps]))
+            rows.append(_row(when, variant, steps, workload))
     return rows
 
 
@@ -99,48 +103,13 @@ def stretches(config: ExperimentConfig) -> dict[str, slice]:
     return {f"epoch {number}": slice(first, first + per_epoch) for number, first in enumerate(firsts, 1)}
 
 
-def row_name(variant: str, total: DecodeStatistics) -> str:
-    """Returns a variant's name in a row; a variant that sampled nothing ahead is not called run-ahead."""
-    return variant if total.ahead_tokens else variant.replace(" with run-ahead", ", nothing sampled ahead")
-
-
-def _windows(windows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over steps of the metrics of drafts ahead; of what is wasted at most, the most."""
-    if not windows:
-        return {}
-    means = {name: float(np.mean([each[name] for each in windows])) for name in windows[0]}
-    return {
-        f"decoupled_{name}": max(each[name] for each in windows) if name == "most_wasted" else mean
-        for name, mean in means.items()
-    }
-
-
-def _workload(
-    plain: Sequence[DecodeStatistics], lengths: Sequence[Sequence[int]], slots: int
-) -> dict[str, Any]:
-    """Describes the tail: the share of slots that is busy in plain decoding, and the lengths of responses."""
-    passes = sum(each.steps for each in plain)
-    all_lengths = np.concatenate(lengths)
-    return {
-        "busy_slots": float(all_lengths.sum() / (passes * slots)),
-        "length_mean": float(all_lengths.mean()),
-        "length_p75": float(np.percentile(all_lengths, 75)),
-        "length_max": float(all_lengths.max()),
-    }
-
-
-def _row(
-    when: str,
-    variant: Variant,
-    baseline: Sequence[float],
-    steps: slice,
-    update: float,
-    workload: dict[str, Any],
-) -> Row:
-    seconds, learning = variant.seconds[steps], sum(variant.learning[steps])
+def _row(when: str, variant: Variant, steps: slice, workload: dict[str, Any]) -> Row:
+    """The row of a variant over some steps."""
+    seconds, baseline, update = variant.seconds[steps], variant.baseline[steps], workload["update_seconds"]
+    learning, spent, saved = sum(variant.learning[steps]), sum(seconds), sum(baseline)
     total = variant.total(steps)
     ratios = [b / a for a, b in zip(seconds, baseline, strict=True)]
-    host, device, spent, saved = total.host_seconds, total.device_seconds, sum(seconds), sum(baseline)
+    host, device = total.host_seconds, total.device_seconds
     details = {
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),
@@ -148,7 +117,6 @@ def _row(
         "seconds": spent,
         "baseline_seconds": saved,
         "learn_seconds": learning,
-        "update_seconds": update,
         "step_ratio": (saved + update) / (spent + learning + update),
         "acceptance": total.accepted / max(total.drafted, 1),
         "verified_per_token": total.rows / total.tokens,
@@ -163,8 +131,14 @@ def _row(
         "idle_share": total.idle_seconds / (total.idle_seconds + device),
     }
     same = "tokens", "accept_length", "ahead_tokens", "ahead_saved_seconds"
-    details |= {name: getattr(total, name) for name in same} | workload | _windows(variant.windows[steps])
-    name, rates = row_name(variant.name, total), [total.tokens / each for each in (spent, saved)]
+    details |= {name: getattr(total, name) for name in same} | workload
+    windows = variant.windows[steps]  # of drafts ahead; of what is wasted at most, the most counts
+    for name in windows[0]:
+        combine = max if name == "most_wasted" else np.mean
+        details[f"decoupled_{name}"] = float(combine([each[name] for each in windows]))
+    name, rates = variant.name, [total.tokens / each for each in (spent, saved)]
+    if not total.ahead_tokens:
+        name = name.replace(" with run-ahead", ", nothing sampled ahead")
     return counted_row(f"rollout/{when}/{name}", *rates, "tokens/s", "plain decoding", **details)
 
 
@@ -193,12 +167,15 @@ def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
     drafter = config.speculation.drafter
     if drafter is None:
         raise UserError("speculation.drafter: set one, which is compared with none")
-    plain = with_keys(config, speculation=SPECULATION_OFF | {"run_ahead_below": 0})
-    begins, takes, stored = ({"drafted": [], "plain": []} for _ in range(3))
+    sides = {
+        "drafted": config,
+        "plain": with_keys(config, speculation=SPECULATION_OFF | {"run_ahead_below": 0}),
+    }
+    begins, takes, stored = ({side: [] for side in sides} for _ in range(3))
     with tempfile.TemporaryDirectory() as directory:
-        _first_step(plain, Path(directory) / "warm start")  # leaves its warm start in the cache
+        _first_step(sides["plain"], Path(directory) / "warm start")  # leaves its warm start in the cache
         for repeat in range(repeats):
-            for side, each in (("drafted", config), ("plain", plain)):
+            for side, each in sides.items():
                 home = Path(directory) / f"{side} {repeat}"
                 begin, step = _first_step(each, home)
                 begins[side].append(begin)
@@ -207,10 +184,8 @@ def first_step_rows(config: ExperimentConfig, repeats: int) -> list[Row]:
     later = [a - b for a, b in zip(begins["drafted"], begins["plain"], strict=True)]
     details = {"later": statistics.median(later)}
     for name, of in (("first_step_seconds", takes), ("stored", stored)):
-        details |= {
-            name: statistics.median(of["drafted"]),
-            f"baseline_{name}": statistics.median(of["plain"]),
-        }
+        for prefix, side in zip(("", "baseline_"), sides, strict=True):
+            details[prefix + name] = statistics.median(of[side])
     timing = compare(begins["drafted"], begins["plain"])
     return [timed_row(f"first step/begins/{drafter}", timing, "no drafter", **details)]
 

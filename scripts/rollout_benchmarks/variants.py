@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import pkgutil
 import tempfile
 import time
@@ -31,6 +32,7 @@ from rljax.requests import Completion, DecodeStatistics, Request, accumulate
 from rljax.rollout.collector import TRAINING, Collector, Group, Scheduler, Timing, WantedGroups, outcomes
 from rljax.run_directory import RunDirectory
 from rljax.speculation.idle_requests import make_idle_requests
+from rljax.speculation.managers.manager import Manager
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.pass_times import PassTimes
@@ -41,10 +43,7 @@ from rljax.training.training_run import TrainingRun
 from rljax.training.warm_start import warm_start
 
 PLAIN = "plain"
-ALL_SLOTS = -1
-"""In a variant: run ahead in every slot that is idle."""
-
-
+ALL_SLOTS = -1  # in a variant: run ahead in every slot that is idle
 _EAGLE = {"learning_rate": 3e-3, "slices": 16, "depths": [2, 4]}
 _CHAIN = 5  # the shortest of EfficientRollout's draft lengths (section 4.1): where its patience ladder begins
 _ALWAYS = {"drafter": "quantized", "depth": _CHAIN, "top_k": 1, "nodes": _CHAIN}
@@ -96,8 +95,6 @@ CONFIGURED: dict[str, dict[str, Any]] = {
 """By name of a variant with the config's own drafters: changes of the section `speculation`. They are only
 compared where they are named.
 """
-
-
 BESIDE = [name for name, keys in VARIANTS.items() if "decoupled" in (keys or {})]
 """Variants that need a device beside those of the mesh."""
 
@@ -111,6 +108,8 @@ class Variant:
       seconds: seconds of decoding, per step.
       learning: seconds in which drafters learned after the rollout, per step.
       windows: metrics of drafts ahead, per step; none where nothing is decoupled.
+      baseline: seconds of plain decoding just before and after, per step.
+      same: share of the responses that are those of plain decoding, per step.
     """
 
     name: str
@@ -120,6 +119,8 @@ class Variant:
     learning: list[float] = dataclasses.field(default_factory=list)
     statistics: list[DecodeStatistics] = dataclasses.field(default_factory=list)
     windows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    baseline: list[float] = dataclasses.field(default_factory=list)
+    same: list[float] = dataclasses.field(default_factory=list)
 
     def total(self, steps: slice = slice(None)) -> DecodeStatistics:
         """The sum of the statistics of some steps, all by default."""
@@ -152,7 +153,7 @@ def open_run(config: ExperimentConfig) -> Iterator[tuple[TrainingRun, Progress]]
 def needs_shape(name: str) -> bool:
     """Whether a variant has a small model, which is made from `policy.shape`."""
     keys = VARIANTS.get(name) or {}
-    return keys.get("drafter") == "small_model" or "small_model" in keys.get("others", {})
+    return "small_model" in (keys.get("drafter"), *keys.get("others", ()))
 
 
 def default_variants(config: ExperimentConfig) -> list[str]:
@@ -163,23 +164,22 @@ def default_variants(config: ExperimentConfig) -> list[str]:
 
 def check_variants(config: ExperimentConfig, names: Sequence[str]) -> None:
     """Raises a UserError for a variant that cannot be made for the config's policy, or on these devices."""
+    devices = config.mesh.num_devices
     for name in names:
-        if name in BESIDE and jax.device_count() <= config.mesh.num_devices:
-            raise UserError(
-                f"--variants: {name!r} drafts on a device beside the {config.mesh.num_devices} of the mesh,"
-                " and there is none; leave it out"
-            )
-        if needs_shape(name) and config.policy.shape is None:
-            raise UserError(
-                f"--variants: {name!r} is made from policy.shape, which this config lacks; leave it out"
-            )
-        if name in CONFIGURED and config.speculation.drafter is None:
-            raise UserError(f"--variants: {name!r} needs speculation.drafter; set it, or leave it out")
+        why = ""
+        if name in BESIDE and jax.device_count() <= devices:
+            why = f"drafts on a device beside the {devices} of the mesh, and there is none;"
+        elif needs_shape(name) and config.policy.shape is None:
+            why = "is made from policy.shape, which this config lacks;"
+        elif name in CONFIGURED and config.speculation.drafter is None:
+            why = "needs speculation.drafter; set it, or"
+        if why:
+            raise UserError(f"--variants: {name!r} {why} leave it out")
 
 
 def make_variants(run: TrainingRun, names: Sequence[str]) -> list[Variant]:
     """Returns all variants on the run's engine, plain decoding first."""
-    times: dict[Any, PassTimes] = {}  # by the layers whose features the engine returns, and where is drafted
+    times: dict[Any, PassTimes] = {}
     return [make_variant(run, name, _keys(run.config, name), times) for name in names]
 
 
@@ -198,20 +198,21 @@ def make_variant(
     keys: dict[str, Any] | None,
     times: dict[Any, PassTimes],
     roofline_of: Callable[[DecodeEngine, Drafter], Any] | None = None,
+    make: Callable[..., Manager] | None = None,
 ) -> Variant:
-    """Returns one variant.
+    """Returns one variant, by keys of the section `speculation`; None decodes plainly.
 
     Args:
-      run: run with the policy and the engine.
-      name: name in the rows.
-      keys: keys of the section `speculation`; None decodes plainly.
       times: measured times of passes, by the layers whose features the engine returns and by whether drafts
         have devices of their own; shared and updated.
       roofline_of: the roofline of `choice: roofline`, for an engine and its drafter; None measures it.
+      make: see `StrategyChoice`.
     """
-    config, engine, speculator, overlap = run.config, with_hidden_layers(run.engine, None), None, False
+    config, own, slots = run.config, run.collector, run.config.engine.max_slots
+    engine, speculator, overlap = with_hidden_layers(run.engine, None), None, False
     if keys is not None:
-        below = config.engine.max_slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
+        params = run.engine.load_params(run.state.params)
+        below = slots if keys.get("run_ahead_below") == ALL_SLOTS else 0
         update = SPECULATION_OFF | keys | {"run_ahead_below": below}
         if "decoupled" in keys:
             update["decoupled"] = type(config.speculation.decoupled)(**keys["decoupled"])
@@ -220,30 +221,23 @@ def make_variant(
         if "small_model" in update["others"]:
             update["others"] = update["others"] | {"small_model": {"path": str(small_model(run))}}
         speculation = config.speculation.model_copy(update=update)
-        drafters = make_drafters(speculation)
+        config = config.model_copy(update={"speculation": speculation})
+        drafters, overlap = make_drafters(speculation), speculation.overlap
         engine = with_hidden_layers(engine, states_read(drafters, engine.config))
-        overlap, make = speculation.overlap, None
-        params = run.engine.load_params(run.state.params)
         if speculation.choice == "roofline":
             if roofline_of is None:
                 run.progress.message("calibrating the roofline")
                 roofline_of = functools.partial(part("measure_roofline"), params=params)
             roofline = roofline_of(engine, drafters[speculation.drafter])
             make = functools.partial(pkgutil.resolve_name(POLICIES["roofline"].manager), roofline=roofline)
-        speculator = Speculator(
-            engine,
-            drafters,
-            speculation.max_batch,
-            make_idle_requests(speculation),
-            times.setdefault((engine.hidden_layers, "decoupled" in keys), PassTimes()),
-            StrategyChoice(speculation, config.seed, engine, make),
-        )
-    own, rollout, slots = run.collector, config.rollout, config.engine.max_slots
-    stop, tools = own.scheduler.stop_strings, own.scheduler.tools
-    scheduler = Scheduler(engine, slots, stop, speculator, overlap, tools)
+        idle = make_idle_requests(speculation)
+        shared = times.setdefault((engine.hidden_layers, "decoupled" in keys), PassTimes())
+        strategies = StrategyChoice(speculation, config.seed, engine, make)
+        speculator = Speculator(engine, drafters, speculation.max_batch, idle, shared, strategies)
+    scheduler = Scheduler(engine, slots, own.scheduler.stop_strings, speculator, overlap, own.scheduler.tools)
     if keys is not None:
-        warm_up(scheduler, params, config.model_copy(update={"speculation": speculation}), wait=True)
-    longest = rollout.max_response_length
+        warm_up(scheduler, params, config, wait=True)
+    longest = config.rollout.max_response_length
     collector = Collector(own.task, own.tokenizer, scheduler, config.seed, run.prompts, longest)
     return Variant(name, collector, scheduler.speculator)
 
@@ -252,20 +246,8 @@ def with_hidden_layers(engine: DecodeEngine, hidden_layers: tuple[int, ...] | No
     """Returns the same engine with other `hidden_layers`."""
     if hidden_layers == engine.hidden_layers:
         return engine
-    other = DecodeEngine(
-        engine.config,
-        engine.numerics,
-        engine.sampling,
-        engine.buckets,
-        engine.eos_token_ids,
-        engine.decode_steps_per_sync,
-        engine.pool,
-        engine.mesh,
-        engine.verification,
-        hidden_layers,
-        engine.per_slot_sampling,
-        engine.weights,
-    )
+    same = {name: getattr(engine, name) for name in inspect.signature(DecodeEngine).parameters}
+    other = DecodeEngine(**same | {"hidden_layers": hidden_layers})
     other.fixed_gain = engine.fixed_gain
     return other
 
@@ -294,7 +276,6 @@ def _wanted(run: TrainingRun, step: int) -> WantedGroups:
 
 
 def step_requests(run: TrainingRun, step: int) -> list[Request]:
-    """Returns the requests of a step."""
     return run.collector.requests(_wanted(run, step))
 
 
@@ -345,10 +326,8 @@ def trained_steps(
 
 
 def check_same(plain: Sequence[Group], other: Sequence[Group], name: str) -> float:
-    """Returns the share of responses with equal tokens.
-
-    Raises:
-      UserError: on a CPU, for any response whose tokens or logprobs' bits differ.
+    """Returns the share of responses with equal tokens. On a CPU it raises a UserError for any response whose
+    tokens or logprobs' bits differ.
     """
     on_cpu, same, count = jax.default_backend() == "cpu", 0, 0
     for ours, theirs in zip(other, plain, strict=True):

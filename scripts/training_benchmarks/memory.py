@@ -1,5 +1,6 @@
 """Memory of updates with LoRA, and of loading."""
 
+import functools
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -44,15 +45,9 @@ def _trainer(config: ModelConfig, what: str) -> Trainer:
     if settings is not None:
         lora = Lora.of(settings, config)
         adapter = Adapter(lora, init_factors(config, lora, settings.init, seed=0))
-    optimizer = make_optimizer(OptimizerConfig(), _REPEATED)
-    return Trainer(
-        config,
-        Numerics(compute_dtype=dtype, outline_layers=True),
-        Recipe(SamplingParams(), GRPO, _TRAINING, optimizer),
-        ExecutablePool(),
-        None,
-        adapter,
-    )
+    recipe = Recipe(SamplingParams(), GRPO, _TRAINING, make_optimizer(OptimizerConfig(), _REPEATED))
+    numerics = Numerics(compute_dtype=dtype, outline_layers=True)
+    return Trainer(config, numerics, recipe, ExecutablePool(), None, adapter)
 
 
 def peak_of_updates(policy: str, what: str) -> int:
@@ -135,10 +130,8 @@ def loading_rows(name: str, repeats: int, cases: Sequence[tuple[str, str]] = _CA
             size = (checkpoint / "model.safetensors").stat().st_size
             weights = num_params(config) * jnp.dtype(dtype).itemsize
             for malloc, environment in _MALLOCS.items():
-                loads = [
-                    in_fresh_process(peak_of_loading, str(checkpoint), dtype, **environment)
-                    for _ in range(repeats)
-                ]
+                load = functools.partial(in_fresh_process, peak_of_loading, str(checkpoint), dtype)
+                loads = [load(**environment) for _ in range(repeats)]
                 peak, low, high = statistics.median(loads), min(loads), max(loads)
                 details = {"low": low / 1e6, "high": high / 1e6, "rounds": repeats}
                 details |= {"ratio_low": weights / high, "ratio_high": weights / low}
