@@ -402,7 +402,7 @@ class PrefillQueue:
         to a prompt draft from one another, one for every slot.
         """
         engine, members, mates = self._slots.engine, 0, self._slots.has_history
-        # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
+        # For states of fewer slots, `Shapes` has insertion from the smallest prefill only.
         is_full = self._slots.batch == engine.buckets.batch_for(self._max_slots)
         sizes = engine.prefill_rows if is_full else engine.prefill_rows[:1]
         by_length: dict[int, list[tuple[int, _Group]]] = {}  # with their places in the queue
