@@ -130,9 +130,7 @@ class CompanionEngine(DecodeEngine):
         cache, none = self.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
         self._drafting_for(params, cache, target, none, 1, vocab_size, False)
 
-    def programs(
-        self, policy: DecodeEngine, params: Params, shapes: Shapes, batch: int
-    ) -> list[Program]:
+    def programs(self, policy: DecodeEngine, params: Params, shapes: Shapes, batch: int) -> list[Program]:
         """Returns every program that drafting for a target of `batch` slots can need, moves from larger
         batches included.
 

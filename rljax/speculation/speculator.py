@@ -167,16 +167,11 @@ class Speculator:
           slots: requests decoded at a time, at most; None for the largest batch bucket.
           longest: the most tokens of a prompt and its response; None for the largest cache bucket.
         """
-        shapes = self._shapes(slots, prompt_length, longest, widens)
+        shapes = self._shapes(slots, prompt_length, longest, widens, ())
         warm_up(self.engine, params, self.proposers, self.slots, self._times, shapes)
 
     def _shapes(
-        self,
-        slots: int | None,
-        prompt_length: int,
-        longest: int | None,
-        widens: bool,
-        first_prompts: Sequence[int] = (),
+        self, slots: int | None, prompt_length: int, longest: int | None, widens: bool, first: Sequence[int]
     ) -> Shapes:
         """Returns the shapes that drafters follow; arguments as of `warm_up_in_background`."""
         return Shapes(
@@ -185,7 +180,7 @@ class Speculator:
             prompt_length,
             longest,
             self.max_batch,
-            first_prompts,
+            first,
             late_inserts=widens or self.run_ahead is not None,
             widens=widens,
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from drafters.device import SlotDrafter
-from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, compile_all
+from rljax.engine.background import BackgroundCompiler, CompilerThread, compile_all
 from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
@@ -49,9 +49,13 @@ def warm_up(
       shapes: the shapes of the run's decode states.
     """
     _prepare_drafters(params, proposers, drafters, shapes)
-    compile_passes = functools.partial(_compile_passes, engine, engine.param_shapes(params), lambda: False)
-    passes = [each for state in shapes.verified for each in shapes.passes(state)]
-    for leave_out in compile_all(functools.partial(compile_passes, [each]) for each in passes):
+    param_shapes = engine.param_shapes(params)
+    tasks = [
+        functools.partial(_compile_passes, engine, param_shapes, [each], lambda: False)
+        for state in shapes.verified
+        for each in shapes.passes(state)
+    ]
+    for leave_out in compile_all(tasks):
         leave_out()
     for state in shapes.verified:
         known = [times.has_verify(*each[:3]) for each in shapes.passes(state)]
@@ -91,11 +95,15 @@ def warm_up_in_background(
     buckets, first, verified = engine.buckets, shapes.first, shapes.verified
     thread = CompilerThread(buckets, first) if thread is None else thread
     param_shapes = engine.param_shapes(params)
-
-    def compile_passes(state: Shape, should_stop: Callable[[], bool]) -> Callable[[], None]:
-        return _compile_passes(engine, param_shapes, should_stop, shapes.passes(state))
-
-    compiler = BackgroundCompiler(compile_passes, buckets, verified, first, False, thread, _VERIFY_DELAY)
+    compiler = BackgroundCompiler(
+        lambda state, stop: _compile_passes(engine, param_shapes, shapes.passes(state), stop),
+        buckets,
+        verified,
+        first,
+        False,
+        thread,
+        _VERIFY_DELAY,
+    )
     if engine.mesh is None and not shapes.widens:
         for proposer in proposers:
             proposer.refresh(params)
@@ -137,8 +145,8 @@ def _prepare_drafters(
 def _compile_passes(
     engine: DecodeEngine,
     params: Params,
-    should_stop: Callable[[], bool],
     passes: Sequence[tuple[int, int, int, int]],
+    should_stop: Callable[[], bool],
 ) -> Callable[[], None]:
     """Compiles verifying passes, as of `Shapes.passes`. Returns what leaves out those that are too large."""
     too_large = []
