@@ -16,6 +16,7 @@ right already. What is missing (the last draft of a chain that came true altoget
 is computed before the next chain, in one pass over as many tokens as are missing.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -140,6 +141,7 @@ class CompanionEngine(DecodeEngine):
           shapes: the target's.
           batch: slots of the target.
         """
+        shapes = dataclasses.replace(shapes, first_prompts=())  # its caches begin with the shortest
         own = ProgramList(self, params, shapes)
         target, vocab_size = policy.state_shapes(batch, shapes.lengths[0]), policy.config.vocab_size
         programs = [own.prefill(prefix) for prefix in shapes.entering((batch, shapes.lengths[-1]))]
