@@ -1,6 +1,6 @@
 """Plain decoding with programs that a thread compiles: prefill, insertion, decode steps, changes of shape.
 
-    engine.background = PlainPrograms(engine, params, thread, slots=64, prompt_length=128, longest=512, ...)
+    engine.background = PlainPrograms(engine, params, thread, Shapes(engine.buckets, slots=64, ...))
 
 The shape that decoding begins with is compiled at once, and all others by the thread. The decoding thread
 compiles nothing: it waits where the decode state must grow (`wait_for`), stays in a larger shape where the
@@ -9,7 +9,7 @@ changes a token, since a token depends on its request and its prefix alone.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, compile_all
 from rljax.engine.engine import DecodeEngine
@@ -24,32 +24,21 @@ _UNSEEN_LENGTH = 2  # buckets by which padded lengths that the first prompts do 
 class PlainPrograms:
     """Compiles the programs of plain decoding, shape by shape.
 
-    Args as of `ProgramList` and `Shapes`, and:
-      first_prompts: lengths of the first prompts, in tokens; empty for `prompt_length`. The programs with
-        which these are prefilled and first decoded are compiled at once.
+    Args:
+      params: weights from `engine.load_params`, or their shapes.
+      shapes: the shapes. The programs with which its first prompts, of which there are some, are prefilled
+        and first decoded are compiled at once.
 
     Attributes:
       seconds_waited: seconds in which the decoding thread waited for programs.
     """
 
-    def __init__(
-        self,
-        engine: DecodeEngine,
-        params: Params,
-        thread: CompilerThread,
-        slots: int,
-        prompt_length: int,
-        longest: int,
-        late_inserts: bool = False,
-        appends: bool = False,
-        first_prompts: Sequence[int] = (),
-    ) -> None:
-        buckets, prompts = engine.buckets, list(first_prompts) or [prompt_length]
-        shapes = Shapes(buckets, slots, prompt_length, longest, 0, prompts, late_inserts, appends)
+    def __init__(self, engine: DecodeEngine, params: Params, thread: CompilerThread, shapes: Shapes) -> None:
+        buckets = engine.buckets
         self._plain = plain = ProgramList(engine, engine.param_shapes(params), shapes)
         self.seconds_waited = 0.0
         # What the first prompts need.
-        padded = [engine.prefill_length(length) for length in prompts]
+        padded = [engine.prefill_length(length) for length in shapes.first_prompts]
         first_lengths = set(padded)
         first_prefixes = _cover((_rows_for(engine, padded.count(length)), length) for length in padded)
         first = shapes.first

@@ -20,6 +20,9 @@ from rljax.models.transformer import Params
 Program = Callable[[], Any]
 """Compiles a program unless the engine's pool has it."""
 
+Pass = tuple[int, int, int, int]
+"""A verifying pass: batch, cache length, rows, draft nodes of a slot."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
@@ -84,14 +87,9 @@ class Shapes:
     def prefixes(self) -> list[Shape]:
         """Numbers of prompts that are prefilled together, and their padded lengths."""
         longest = self.lengths[-1] if self.resumes else min(self.prompt_length, self.lengths[-1])
-        all_rows, padded = self.buckets.prefill()
-        needed = next(length for length in padded if length >= longest)
-        return [
-            (rows, length)
-            for rows in all_rows
-            for length in padded
-            if rows <= self.batches[-1] and length <= needed
-        ]
+        counts, lengths = self.buckets.prefill()
+        needed, most = next(length for length in lengths if length >= longest), self.batches[-1]
+        return [(rows, length) for rows in counts if rows <= most for length in lengths if length <= needed]
 
     def entering(self, state: Shape, prefixes: Iterable[Shape] | None = None) -> list[Shape]:
         """Returns those of some prefixes, None for all, that are inserted into a state: into one of fewer
@@ -122,8 +120,8 @@ class Shapes:
         """Decode states that are verified, of foreseen lengths, by batch."""
         return list(itertools.product(self.verified_batches, self.foreseen))
 
-    def passes(self, state: Shape) -> list[tuple[int, int, int, int]]:
-        """Returns the verifying passes over a state: batch, cache length, rows, draft nodes of a slot."""
+    def passes(self, state: Shape) -> list[Pass]:
+        """Returns the verifying passes over a state."""
         return [(*state, rows, nodes) for rows, nodes in self.buckets.passes(state[0])]
 
 

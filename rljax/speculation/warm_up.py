@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from drafters.device import SlotDrafter
-from rljax.engine.background import BackgroundCompiler, CompilerThread, compile_all
+from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, compile_all
 from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
-from rljax.engine.shapes import Shapes
+from rljax.engine.shapes import Pass, Shapes
 from rljax.engine.state import DecodeState, half_full
 from rljax.models.transformer import Params
 from rljax.processes import to_host
@@ -95,15 +95,11 @@ def warm_up_in_background(
     buckets, first, verified = engine.buckets, shapes.first, shapes.verified
     thread = CompilerThread(buckets, first) if thread is None else thread
     param_shapes = engine.param_shapes(params)
-    compiler = BackgroundCompiler(
-        lambda state, stop: _compile_passes(engine, param_shapes, shapes.passes(state), stop),
-        buckets,
-        verified,
-        first,
-        False,
-        thread,
-        _VERIFY_DELAY,
-    )
+
+    def compile_passes(state: Shape, should_stop: Callable[[], bool]) -> Callable[[], None]:
+        return _compile_passes(engine, param_shapes, shapes.passes(state), should_stop)
+
+    compiler = BackgroundCompiler(compile_passes, buckets, verified, first, False, thread, _VERIFY_DELAY)
     if engine.mesh is None and not shapes.widens:
         for proposer in proposers:
             proposer.refresh(params)
@@ -124,10 +120,7 @@ def has_spare_cores() -> bool:
 
 
 def _prepare_drafters(
-    params: Params,
-    proposers: Sequence[Proposer],
-    drafters: DrafterSlots,
-    shapes: Shapes,
+    params: Params, proposers: Sequence[Proposer], drafters: DrafterSlots, shapes: Shapes
 ) -> None:
     """Gives the weights to drafters, and compiles what those on the device need to follow the slots and to
     draft.
@@ -143,12 +136,9 @@ def _prepare_drafters(
 
 
 def _compile_passes(
-    engine: DecodeEngine,
-    params: Params,
-    passes: Sequence[tuple[int, int, int, int]],
-    should_stop: Callable[[], bool],
+    engine: DecodeEngine, params: Params, passes: Sequence[Pass], should_stop: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Compiles verifying passes, as of `Shapes.passes`. Returns what leaves out those that are too large."""
+    """Compiles verifying passes. Returns what leaves out those that are too large."""
     too_large = []
     for batch, length, rows, nodes in passes:
         if should_stop():
