@@ -340,7 +340,8 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
 def test_warm_programs_serve_the_rollout():
     world = other_of(Buckets((2, 4), (64, 128), (40,), NODES))
     companion = itself(world)
-    shapes = Shapes(world.engine.buckets, 4, 16, late_inserts=True, widens=True)
+    # The target begins with a longer cache than the companion does.
+    shapes = Shapes(world.engine.buckets, 4, 16, first_prompts=[64], late_inserts=True, widens=True)
     for batch in (2, 4):
         companion.compile(shapes, batch, shapes.lengths, lambda: False)
     compiled = len(world.engine.pool)
