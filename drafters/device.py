@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from rljax.engine.draft_tree import DraftStrategy, ScoredTree
     from rljax.engine.host_sync import Assignment, DecodeResult
-    from rljax.engine.shapes import PlainShapes
+    from rljax.engine.shapes import Shapes
     from rljax.engine.state import DecodeState, Prefix
 
 
@@ -66,7 +66,7 @@ class SlotDrafter(Protocol):
         """Returns draft trees below the slots' last tokens, on the device; empty ones for unknown slots."""
 
     def compile(
-        self, shapes: "PlainShapes", batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
+        self, shapes: "Shapes", batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
     ) -> None:
         """Compiles every program that follows decode states of `batch` slots, compaction from larger ones
         included, and that drafts for them. It may run in a thread, after `Drafter.refresh`, while another one

@@ -51,7 +51,7 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.kv_cache import KVCache, cache_dtype, copy_rows, take_slots, with_batch
 from rljax.engine.placement import cache_shardings, feature_sharding
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import Shapes
 from rljax.engine.slot_moves import with_slots
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.rope import rope_table
@@ -252,7 +252,7 @@ class HeadSlots(SlotDrafter):
     # -- programs --------------------------------------------------------------------------------------------
 
     def compile(
-        self, shapes: PlainShapes, batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
+        self, shapes: Shapes, batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
     ) -> None:
         """Compiles without any array, so that another thread may draft meanwhile.
 
@@ -264,33 +264,33 @@ class HeadSlots(SlotDrafter):
         mock._params, mock._shared = jax.tree.map(shape_of, (self._params, self._shared))
         entering = [self._engine.prefix_shapes(*each) for each in shapes.entering((batch, self._length))]
         prefilled = [mock._prefill(prefix, []) for prefix in entering]
-        for larger in shapes.batches:
-            if larger > batch:
-                mock.start(larger)
-                mock._compact(np.zeros(batch, np.int32))
+        larger = shapes.larger(batch)
+        for other in larger:
+            mock.start(other)
+            mock._compact(np.zeros(batch, np.int32))
         mock.start(batch)
-        mock._follow_nothing(prefilled, shapes.lengths[-1])
-        wider = [other for other in shapes.batches if other > batch]
-        if shapes.widens and wider:
-            mock.widen(wider[0])
+        mock._follow_nothing(prefilled, shapes)
+        if shapes.widens and larger:
+            mock.widen(larger[0])
             mock.start(batch)
         for length in lengths:
             for strategy in self.strategies:
                 mock.draft(self._engine.state_shapes(batch, length), strategy)
 
-    def _follow_nothing(self, prefilled: Sequence[DrafterState], longest: int) -> None:
+    def _follow_nothing(self, prefilled: Sequence[DrafterState], shapes: Shapes) -> None:
         """Runs everything that follows the slots of the present batch, but compaction, without any request.
 
         Args:
           prefilled: results of `_prefill` to insert.
-          longest: the longest cache of the decode states.
+          shapes: see `compile`.
         """
-        batch, most = len(self._state.lengths), self._attended(longest)
+        batch, longest = len(self._state.lengths), shapes.lengths[-1]
+        most = self._attended(longest)
         for state in prefilled:
             self._insert(state, [], [])
         self._forget(np.zeros(batch, bool))
         features = (len(self._engine.hidden_layers) + 1, self._engine.config.hidden_size)
-        passes = {nodes + 1 for _, nodes in self._engine.buckets.passes(batch)}
+        passes = {nodes + 1 for *_, nodes in shapes.passes((batch, longest))}
         for tokens in {self._engine.decode_steps_per_sync} | passes:
             handed_out = self._feature_shapes((batch, tokens, *features))
             nothing = np.zeros((batch, tokens), np.int32)

@@ -28,7 +28,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.invariance import Invariance, measured, row_counts
 from rljax.engine.loop_choice import choose_loop, is_measured
 from rljax.engine.plain_programs import PlainPrograms
-from rljax.engine.shapes import warm_up_plain
+from rljax.engine.shapes import Shapes, warm_up_plain
 from rljax.environments.use import make_environment_use
 from rljax.errors import ConfigError
 from rljax.kernels.token_logprobs.base import chunk_columns, chunk_tokens
@@ -269,9 +269,9 @@ def warm_up(
         rehearsed = rehearsal.submit(rehearse_drafters, config.speculation)
         if longest is not None:
             thread = CompilerThread(engine.buckets, (slots, longest)) if thread is None else thread
-            plain = PlainPrograms(
-                engine, params, thread, slots, prompt_length, longest, late_inserts, tools, first_prompts
-            )
+            prompts = first_prompts or [prompt_length]
+            shapes = Shapes(engine.buckets, slots, prompt_length, longest, 0, prompts, **kinds)
+            plain = PlainPrograms(engine, params, thread, shapes)
             if in_background:
                 engine.background = plain
             else:

@@ -32,7 +32,7 @@ from rljax.engine.engine import CompiledCall, DecodeEngine
 from rljax.engine.host_sync import Assignment, DecodeResult
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.self_drafting import SelfDrafts, margin_log_probability
-from rljax.engine.shapes import PlainShapes, Program, compile_until
+from rljax.engine.shapes import Program, ProgramList, Shapes, compile_until
 from rljax.engine.state import DecodeState, Prefix
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import Params
@@ -131,9 +131,7 @@ class CompanionEngine(DecodeEngine):
         cache, none = self.state_shapes(batch, length).cache, np.zeros(batch, np.int32)
         self._drafting_for(params, cache, target, none, 1, vocab_size, False)
 
-    def programs(
-        self, policy: DecodeEngine, params: Params, shapes: PlainShapes, batch: int
-    ) -> list[Program]:
+    def programs(self, policy: DecodeEngine, params: Params, shapes: Shapes, batch: int) -> list[Program]:
         """Returns every program that drafting for a target of `batch` slots can need, moves from larger
         batches included.
 
@@ -143,11 +141,11 @@ class CompanionEngine(DecodeEngine):
           shapes: the target's.
           batch: slots of the target.
         """
-        own = dataclasses.replace(shapes, engine=self, params=params)
-        target, vocab_size = policy.state_shapes(batch, own.lengths[0]), policy.config.vocab_size
-        larger = [bucket for bucket in own.batches if bucket > batch]
-        programs = [own.prefill(prefix) for prefix in own.entering((batch, own.lengths[-1]))]
-        for length in own.lengths:
+        shapes = dataclasses.replace(shapes, first_prompts=())  # its caches begin with the shortest
+        own = ProgramList(self, params, shapes)
+        target, vocab_size = policy.state_shapes(batch, shapes.lengths[0]), policy.config.vocab_size
+        programs = [own.prefill(prefix) for prefix in shapes.entering((batch, shapes.lengths[-1]))]
+        for length in shapes.lengths:
             programs += own.inserts((batch, length))
             for width in CATCH_UP_WIDTHS:
                 programs.append(functools.partial(self.compile_extend, params, batch, length, width))
@@ -155,7 +153,7 @@ class CompanionEngine(DecodeEngine):
                 functools.partial(self.compile_draft_for, params, batch, length, target, vocab_size)
             )
             programs += own.moves((batch, length))
-            for narrow, wide in itertools.pairwise(larger):
+            for narrow, wide in itertools.pairwise(shapes.larger(batch)):
                 programs.append(functools.partial(self.compile_compact, wide, narrow, length))
         return programs
 
@@ -258,7 +256,7 @@ class Companion:
         return ScoredTree(tree, jnp.where(tree.valid, jnp.cumsum(sure, axis=1), -jnp.inf))
 
     def compile(
-        self, shapes: PlainShapes, batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
+        self, shapes: Shapes, batch: int, lengths: Sequence[int], should_stop: Callable[[], bool]
     ) -> None:
         """Compiles for all lengths, without a decode state: another thread may draft meanwhile."""
         params = self.engine.param_shapes(self.params)
@@ -308,7 +306,7 @@ class Companion:
         """Returns the prefilled row of each prompt; equal prompts, as in a group, share one."""
         wanted = [tuple(sequence) for sequence in sequences]
         by_length: dict[int, list[tuple[int, ...]]] = {}
-        # Into states of fewer slots, prompts are inserted from the smallest prefill only (`PlainShapes`).
+        # Into states of fewer slots, prompts are inserted from the smallest prefill only (`Shapes.entering`).
         batches, prefills = self.engine.buckets.batch, self.engine.prefill_rows
         rows = prefills[-1] if self.batch == batches[-1] else prefills[0]
         for sequence in dict.fromkeys(wanted):

@@ -31,6 +31,7 @@ from rljax.durable_files import write_durably
 from rljax.engine import appending, kv_cache
 from rljax.engine.buckets import Buckets
 from rljax.engine.executables import row_invariant_compiler_options
+from rljax.engine.shapes import Shapes
 from rljax.engine.stored_programs import processor
 from rljax.engine.weight_blocks import WIDEST_HEAD, measured_blocks
 from rljax.kernels.tree_attention import decode_attention, tree_attention
@@ -102,15 +103,14 @@ class Invariance:
 
 def row_counts(buckets: Buckets, others: Sequence[int] = ()) -> RowCounts:
     """The row counts of an engine with these buckets, and `others` (the trainer's)."""
-    batches = buckets.batch
-    passes = {(batch, rows, nodes) for batch in batches for rows, nodes in buckets.passes(batch)}
-    decoded = {*batches, *(rows for _, rows, _ in passes)}
-    counts = decoded | {*appending.ROWS, *others}
-    prefill_rows, prefill_lengths = buckets.prefill()
-    counts |= {rows * length for rows in prefill_rows for length in prefill_lengths}
+    slots, longest = buckets.batch[-1], buckets.cache[-1]
+    shapes = Shapes(buckets, slots, longest, max_batch=slots)
+    passes = [each for state in shapes.verified for each in shapes.passes(state)]
+    decoded = {*shapes.batches, *(rows for _, _, rows, _ in passes)}
+    counts = decoded | {*appending.ROWS, *others, *(rows * length for rows, length in shapes.prefixes)}
     measured = {count if count <= _LARGEST else _REST + count % _REST for count in counts}
-    nodes = {(batch, nodes) for batch, _, nodes in passes}
-    return RowCounts(tuple(sorted(measured)), tuple(batches), tuple(sorted(nodes)), max(decoded))
+    nodes = {(batch, nodes) for batch, _, _, nodes in passes}
+    return RowCounts(tuple(sorted(measured)), buckets.batch, tuple(sorted(nodes)), max(decoded))
 
 
 def measure(config: ModelConfig, numerics: Numerics, counts: RowCounts) -> Invariance:

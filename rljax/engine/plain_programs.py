@@ -1,6 +1,6 @@
 """Plain decoding with programs that a thread compiles: prefill, insertion, decode steps, changes of shape.
 
-    engine.background = PlainPrograms(engine, params, thread, slots=64, prompt_length=128, longest=512, ...)
+    engine.background = PlainPrograms(engine, params, thread, Shapes(engine.buckets, slots=64, ...))
 
 The shape that decoding begins with is compiled at once, and all others by the thread. The decoding thread
 compiles nothing: it waits where the decode state must grow (`wait_for`), stays in a larger shape where the
@@ -9,11 +9,11 @@ changes a token, since a token depends on its request and its prefix alone.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, compile_all
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.shapes import PlainShapes, compile_until
+from rljax.engine.shapes import ProgramList, Shapes, compile_until
 from rljax.models.transformer import Params
 
 _MOST_PADDING = 4  # prompts share a prefill at first unless it is so many times as long as they need
@@ -24,50 +24,36 @@ _UNSEEN_LENGTH = 2  # buckets by which padded lengths that the first prompts do 
 class PlainPrograms:
     """Compiles the programs of plain decoding, shape by shape.
 
-    Args as of `PlainShapes`, and:
-      first_prompts: lengths of the first prompts, in tokens; empty for `prompt_length`. The programs with
-        which these are prefilled and first decoded are compiled at once.
+    Args:
+      params: weights from `engine.load_params`, or their shapes.
+      shapes: the shapes. The programs with which its first prompts, of which there are some, are prefilled
+        and first decoded are compiled at once.
 
     Attributes:
       seconds_waited: seconds in which the decoding thread waited for programs.
     """
 
-    def __init__(
-        self,
-        engine: DecodeEngine,
-        params: Params,
-        thread: CompilerThread,
-        slots: int,
-        prompt_length: int,
-        longest: int,
-        late_inserts: bool = False,
-        appends: bool = False,
-        first_prompts: Sequence[int] = (),
-    ) -> None:
-        buckets, shapes = engine.buckets, engine.param_shapes(params)
-        self._plain = plain = PlainShapes(
-            engine, shapes, slots, prompt_length, longest, late_inserts, appends
-        )
+    def __init__(self, engine: DecodeEngine, params: Params, thread: CompilerThread, shapes: Shapes) -> None:
+        buckets = engine.buckets
+        self._plain = plain = ProgramList(engine, engine.param_shapes(params), shapes)
         self.seconds_waited = 0.0
         # What the first prompts need.
-        prompts = list(first_prompts) or [prompt_length]
-        padded = [engine.prefill_length(length) for length in prompts]
+        padded = [engine.prefill_length(length) for length in shapes.first_prompts]
         first_lengths = set(padded)
         first_prefixes = _cover((_rows_for(engine, padded.count(length)), length) for length in padded)
-        self._first = first = plain.batches[-1], min(buckets.cache_for(max(prompts) + 1), plain.lengths[-1])
+        first = shapes.first
         # Everything else that may be needed; of two batches, the one that decoding may wait for first.
-        self._shortest = buckets.cache_for(min(prompts) + 1)
         others = [
             (batch, length)
-            for batch in reversed(plain.batches)
-            for length in plain.lengths
-            if length >= self._shortest and (batch, length) != first
+            for batch in reversed(shapes.batches)
+            for length in shapes.foreseen
+            if (batch, length) != first
         ]
         # Prompts that are shorter than the first ones are padded to their length, unless there are any: then
         # their programs are compiled, too.
         later = [
             (rows, length)
-            for rows, length in plain.prefixes
+            for rows, length in shapes.prefixes
             if length >= min(padded) and (rows, length) not in first_prefixes
         ]
         # Compile what comes first, the largest programs to begin with, and leave the rest to the thread.
@@ -128,7 +114,8 @@ class PlainPrograms:
     def start_length(self, batch: int, length: int) -> int:
         """Returns the cache length of a state that begins, `length` or longer: one that is ready, if any."""
         ready = self._shapes.ready
-        longer = [other for other in self._plain.lengths if other >= length and (batch, other) in ready]
+        lengths = self._plain.shapes.lengths
+        longer = [other for other in lengths if other >= length and (batch, other) in ready]
         start = min(longer, default=length)
         if start != length:
             self._shapes.is_ready((batch, length), near=False)  # compile it for the next time
@@ -139,7 +126,7 @@ class PlainPrograms:
         """Returns the smallest batch bucket from `batch` on that a decode state can be compacted into."""
         reached, length = state
         self._shapes.is_ready(state)  # what is near to it is compiled next
-        for bucket in sorted(self._plain.batches, reverse=True):
+        for bucket in sorted(self._plain.shapes.batches, reverse=True):
             if batch <= bucket < reached:
                 if not self._shapes.is_ready((bucket, length), near=False):
                     break
@@ -155,7 +142,7 @@ class PlainPrograms:
         if self._prefills.is_ready(shape, near=False):
             return shape
         # Into states of fewer slots, only the smallest prefill is inserted.
-        fixed = self._plain.late_inserts and rows == self._plain.engine.prefill_rows[0]
+        fixed = self._plain.shapes.late_inserts and rows == self._plain.engine.prefill_rows[0]
         larger = [
             other
             for other in self._prefills.ready
@@ -169,15 +156,14 @@ class PlainPrograms:
     # -- compiling -------------------------------------------------------------------------------------------
 
     def _compile_state(self, state: Shape, should_stop: Callable[[], bool]) -> None:
-        batch, length = state
-        programs = self._plain.of_state(state, self._shortest)
-        if length < self._shortest:  # nobody foresaw it: the longer states have not compiled this move
-            programs.append(functools.partial(self._plain.engine.compile_grow, batch, length))
+        programs = self._plain.of_state(state)
+        if state[1] < self._plain.shapes.shortest:  # the longer states have not compiled this move
+            programs.append(functools.partial(self._plain.engine.compile_grow, *state))
         compile_until(should_stop, programs)
 
     def _compile_prefill(self, prefix: Shape, should_stop: Callable[[], bool]) -> None:
         # All other states compile all insertions themselves.
-        inserts = self._plain.inserts(self._first, [prefix])
+        inserts = self._plain.inserts(self._plain.shapes.first, [prefix])
         compile_until(should_stop, [self._plain.prefill(prefix), *inserts])
 
 

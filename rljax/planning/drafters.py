@@ -61,14 +61,13 @@ def _planned_head(planning: Planning, drafter: EagleDrafter, name: str) -> Plann
 
     def begin(run: PlannedRun) -> PlanningPool:
         recording, pool = Recording(), planning.pool(drafter=name)
-        engine, buckets = planning.engine(recording), planning.buckets
+        engine = planning.engine(recording)
         drafter.attach(engine)
         shared = shared_params(run.decode_params, planning.model)
         drafter.slots.use(weights, shared)
-        plain = planning.plain(engine, run.decode_params)
-        verified = buckets.verified_batches(planning.config.speculation.max_batch)
-        for batch in plain.batches:
-            drafter.slots.compile(plain, batch, plain.lengths if batch in verified else (), lambda: False)
+        shapes = planning.plain(engine, run.decode_params).shapes
+        for batch in shapes.batches:
+            drafter.slots.compile(shapes, batch, shapes.drafted(batch), lambda: False)
         recording.compile_largest(pool)
         if training is not None:
             _compile_update(planning, pool, drafter, training, shared)
@@ -123,9 +122,9 @@ def _planned_small_model(planning: Planning, drafter: SmallModelDrafter, name: s
     def begin(run: PlannedRun) -> PlanningPool:
         recording, pool = Recording(), small.pool(drafter=name)
         companion, policy = engine(recording), planning.engine(Recording())
-        plain = planning.plain(policy, run.decode_params)
-        for batch in plain.batches:
-            for compile_program in companion.programs(policy, weights, plain, batch):
+        shapes = planning.plain(policy, run.decode_params).shapes
+        for batch in shapes.batches:
+            for compile_program in companion.programs(policy, weights, shapes, batch):
                 compile_program()
         recording.compile_largest(pool)
         return pool

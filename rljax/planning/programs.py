@@ -5,7 +5,6 @@ Only their pool differs: it compiles and does not run. A plan can therefore not 
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -28,7 +27,7 @@ from rljax.engine.executables import ExecutablePool
 from rljax.engine.kv_cache import KVCache
 from rljax.engine.loop_choice import is_measured
 from rljax.engine.placement import cache_shardings, decode_state_shardings
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import ProgramList, Shapes
 from rljax.engine.state import DecodeState
 from rljax.environments.registry import is_environment
 from rljax.learning.accumulation import TrainState
@@ -204,19 +203,20 @@ class Planning:
         engine.fixed_gain = math.inf if may_be_fixed else 0.0
         return engine
 
-    def plain(self, engine: DecodeEngine, params: Params) -> PlainShapes:
+    def plain(self, engine: DecodeEngine, params: Params) -> ProgramList:
         """Returns what plain decoding of the run compiles."""
         config = self.config
         prompt_length = config.rollout.max_prompt_length
-        return PlainShapes(
-            engine,
-            params,
+        shapes = Shapes(
+            self.buckets,
             self.buckets.batch[-1],
             prompt_length,
             prompt_length + config.rollout.max_response_length,
+            config.speculation.max_batch,
             late_inserts=bool(config.speculation.fills_idle_slots),
             appends=config.tools is not None or is_environment(config.task.name or ""),
         )
+        return ProgramList(engine, params, shapes)
 
     def _trainer(self, pool: ExecutablePool) -> Trainer:
         config = self.config
@@ -314,32 +314,31 @@ class Planning:
             critic.warm_up(run.train_state.critic)
 
     def _compile_rollout(self, run: PlannedRun, pool: PlanningPool) -> dict[str, Params]:
-        """Compiles the largest of every kind of program that `PlainShapes` lists, every size of a verifying
+        """Compiles the largest of every kind of program that `ProgramList` has, every size of a verifying
         pass over the largest batch that is verified, and drafting with quantized copies of the weights, which
         it returns. Heads and small models have programs of their own (`rljax/planning/drafters.py`).
         """
-        buckets, recording = self.buckets, Recording()
-        engine, params = self.engine(recording), run.decode_params
+        recording, params, weights = Recording(), run.decode_params, {}
+        engine = self.engine(recording)
         plain = self.plain(engine, params)
         for compile_program in plain.everything():
             compile_program()
-        weights = {}
-        batches = buckets.verified_batches(self.config.speculation.max_batch)
-        for name, drafter in self.drafters.items() if batches else ():
+        shapes = plain.shapes
+        for name, drafter in self.drafters.items() if shapes.verified else ():
             if drafter.policy_weights is not None:
                 drafter.attach(engine)
                 weights[name] = self._quantized(drafter, params)
-                for batch, length in itertools.product(batches, plain.lengths):
-                    engine.compile_draft(weights[name], batch, length)
+                for state in shapes.verified:
+                    engine.compile_draft(weights[name], *state)
         recording.compile_largest(pool)
         verifying = self.engine(pool)
-        for batch, length in itertools.product(batches, plain.lengths):
-            passes = buckets.passes(batch)
-            if (batch, length) != (batches[-1], plain.lengths[-1]):
+        for state in shapes.verified:
+            passes = shapes.passes(state)
+            if state != shapes.verified[-1]:
                 pool.skip("verify", len(passes))
                 continue
-            for rows, nodes in passes:
-                verifying.compile_verify(params, batch, length, rows, nodes)
+            for each in passes:
+                verifying.compile_verify(params, *each)
         return weights
 
     def _quantized(self, drafter: QuantizedDrafter, params: Params) -> Params:

@@ -403,7 +403,7 @@ class PrefillQueue:
         responses to a prompt draft from one another, a prompt for every slot is needed.
         """
         engine, mates = self._slots.engine, self._slots.has_history
-        # For states of fewer slots, `PlainShapes` has insertion from the smallest prefill only.
+        # For states of fewer slots, `Shapes` has insertion from the smallest prefill only.
         is_full = self._slots.batch == engine.buckets.batch_for(self._max_slots)
         sizes = engine.prefill_rows if is_full else engine.prefill_rows[:1]
         taken: list[_Group] = []

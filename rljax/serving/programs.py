@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import ExecutablePool
-from rljax.engine.shapes import PlainShapes, compile_until
+from rljax.engine.shapes import ProgramList, Shapes, compile_until
 from rljax.models.transformer import Params
 
 
@@ -32,13 +32,12 @@ class JoiningPrograms:
     def __init__(
         self, engine: DecodeEngine, params: Params, thread: CompilerThread, slots: int, prompt_length: int
     ) -> None:
-        buckets, shapes = engine.buckets, engine.param_shapes(params)
-        self._programs = PlainShapes(engine, shapes, slots, prompt_length, late_inserts=True, widens=True)
-        states = [(batch, length) for length in buckets.cache for batch in self._programs.batches]
+        shapes = Shapes(engine.buckets, slots, prompt_length, late_inserts=True, widens=True)
+        self._programs, states = ProgramList(engine, engine.param_shapes(params), shapes), shapes.states
         self._compile(states[0], lambda: False)
         failure = "are compiled when the first request needs it, since it has failed before"
         self._shapes = BackgroundCompiler(
-            self._compile, buckets, states[1:], states[0], False, thread, failure=failure
+            self._compile, engine.buckets, states[1:], states[0], False, thread, failure=failure
         )
 
     @property
@@ -54,7 +53,8 @@ class JoiningPrograms:
     def _compile(self, shape: Shape, should_stop: Callable[[], bool]) -> None:
         """Compiles prefill for a state of this shape, insertion, decoding, and the moves into it."""
         plain = self._programs
-        compile_until(should_stop, [*map(plain.prefill, plain.entering(shape)), *plain.of_state(shape)])
+        entering = plain.shapes.entering(shape)
+        compile_until(should_stop, [*map(plain.prefill, entering), *plain.of_state(shape)])
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ SelfProposer      the policy drafts chains for itself, with other weights and on
 DeviceProposer    a drafter that follows the slots on the device drafts trees
 """
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -11,10 +12,11 @@ import numpy as np
 
 from drafters.base import Drafter, Drafts
 from drafters.validation import chains
-from rljax.engine.background import BackgroundCompiler, Shape
+from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.self_drafting import margin_log_probability
+from rljax.engine.shapes import Shapes
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.processes import agree
@@ -24,15 +26,7 @@ from rljax.speculation.draft_length import WorthStarting, best_length, best_stra
 from rljax.speculation.drafter_calls import drafter_call
 from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import (
-    ActiveSlots,
-    CompilationPlan,
-    Proposal,
-    Proposer,
-    bins_of,
-    no_proposal,
-    restore,
-)
+from rljax.speculation.proposals import ActiveSlots, Proposal, Proposer, bins_of, no_proposal, restore
 from rljax.speculation.strategies import Strategy
 from rljax.speculation.warm_up import time_drafts, time_trees
 
@@ -95,22 +89,22 @@ class SelfProposer(_OnDevice):
         for seconds in time_drafts(self._engine, draft_params, batch, length, repeats):
             self._times.add_draft(batch, length, self.name, seconds)
 
-    def compile_in_background(self, params: Params, plan: CompilationPlan) -> None:
-        shapes = self._engine.param_shapes(params)
+    def compile_in_background(self, params: Params, shapes: Shapes, thread: CompilerThread) -> None:
+        param_shapes = self._engine.param_shapes(params)
 
         def compile_shape(shape: Shape, should_stop: Callable[[], bool]) -> None:
             with drafter_call(self.name, "compile"):
-                draft_params = self.drafter.policy_weights.compile(shapes)
+                draft_params = self.drafter.policy_weights.compile(param_shapes)
             if not should_stop():
                 self._engine.compile_draft(draft_params, *shape)
 
         self._compiler = BackgroundCompiler(
             compile_shape,
             self._engine.buckets,
-            [(batch, length) for batch in plan.shapes.batches for length in plan.lengths],
-            plan.near,
+            itertools.product(shapes.batches, shapes.foreseen),
+            shapes.first,
             False,
-            plan.thread,
+            thread,
             _DRAFT_DELAY,
             failure=f"are not drafted for by {self.name}, which cannot be compiled",
         )
@@ -188,27 +182,27 @@ class DeviceProposer(_OnDevice):
             for seconds in time_trees(self._engine, self.slots, strategy, batch, length, repeats):
                 self._times.add_draft(batch, length, self.name, seconds, strategy)
 
-    def compile_in_background(self, params: Params, plan: CompilationPlan) -> None:
-        batches, longest = plan.shapes.batches, plan.lengths[-1]
+    def compile_in_background(self, params: Params, shapes: Shapes, thread: CompilerThread) -> None:
+        batches, longest = shapes.batches, shapes.lengths[-1]
         training = self.drafter.training
         compile_update = None if training is None else training.compile_later()
 
         def compile_batch(shape: Shape, should_stop: Callable[[], bool]) -> None:
-            self.slots.compile(plan.shapes, shape[0], plan.lengths, should_stop)
+            self.slots.compile(shapes, shape[0], shapes.foreseen, should_stop)
             if compile_update is not None and not should_stop():
                 compile_update()
 
         def distance(shape: Shape) -> int:
-            low, high = sorted((shape[0], plan.thread.near[0]))
+            low, high = sorted((shape[0], thread.near[0]))
             return sum(low < batch <= high for batch in batches)
 
         compiler = BackgroundCompiler(
             compile_batch,
             self._engine.buckets,
             [(batch, longest) for batch in batches],
-            plan.near,
+            shapes.first,
             False,
-            plan.thread,
+            thread,
             _DRAFT_DELAY,
             distance,
             f"are not drafted for by {self.name}, which cannot be compiled",

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from drafters.base import Drafter, Drafts
-from rljax.engine.background import CompilerThread, Shape
+from rljax.engine.background import CompilerThread
 from rljax.engine.draft_tree import DraftStrategy
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import Shapes
 from rljax.engine.state import DecodeState
 from rljax.models.transformer import Params
 from rljax.requests import DecodeStatistics
@@ -47,22 +47,6 @@ class ActiveSlots:
     def responses(self) -> int:
         """Responses of the rollout that a plain step would continue, those of inactive slots included."""
         return int(self.current.sum()) + self.inactive
-
-
-@dataclasses.dataclass(frozen=True)
-class CompilationPlan:
-    """The programs to compile in the background.
-
-    Attributes:
-      shapes: of the decode states.
-      lengths: cache lengths of those that are drafted for.
-      near: the shape that is used first.
-    """
-
-    thread: CompilerThread
-    shapes: PlainShapes
-    lengths: Sequence[int]
-    near: Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +161,9 @@ class Proposer:
     def warm_up(self, params: Params, batch: int, length: int, repeats: int) -> None:
         """Compiles drafting over a state of this batch and cache length, and measures its time."""
 
-    def compile_in_background(self, params: Params, plan: "CompilationPlan") -> None:
-        """Leaves the programs that `warm_up` compiles to a thread. The proposer drafts nothing for a decode
-        state whose programs are not ready.
+    def compile_in_background(self, params: Params, shapes: Shapes, thread: CompilerThread) -> None:
+        """Leaves the programs that `warm_up` compiles for decode states to a thread. The proposer drafts
+        nothing for one whose programs are not ready.
         """
 
     def is_ready(self, shape: tuple[int, int]) -> bool:

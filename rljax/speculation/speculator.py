@@ -12,7 +12,7 @@ import numpy as np
 from drafters.base import Drafter, Outcome
 from rljax.engine.background import CompilerThread
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import Shapes
 from rljax.models.transformer import Params
 from rljax.requests import Completion, DecodeStatistics, Request
 from rljax.response_lengths import ResponseLengths
@@ -158,19 +158,20 @@ class Speculator:
           slots: requests decoded at a time, at most; None for the largest batch bucket.
           longest: the most tokens of a prompt and its response; None for the largest cache bucket.
         """
-        shapes = self._shapes(params, prompt_length, widens, slots, longest)
-        warm_up(self.engine, params, self.proposers, self.slots, self._times, self.max_batch, shapes)
+        shapes = self._shapes(slots, prompt_length, longest, widens, ())
+        warm_up(self.engine, params, self.proposers, self.slots, self._times, shapes)
 
     def _shapes(
-        self, params: Params, prompt_length: int, widens: bool, slots: int | None, longest: int | None
-    ) -> PlainShapes:
-        """Returns the shapes of decode states that drafters follow; arguments as of `warm_up`."""
-        return PlainShapes(
-            self.engine,
-            self.engine.param_shapes(params),
+        self, slots: int | None, prompt_length: int, longest: int | None, widens: bool, first: Sequence[int]
+    ) -> Shapes:
+        """Returns the shapes that drafters follow; arguments as of `warm_up_in_background`."""
+        return Shapes(
+            self.engine.buckets,
             self.engine.buckets.batch[-1] if slots is None else slots,
             prompt_length,
             longest,
+            self.max_batch,
+            first,
             late_inserts=widens or self.idle.late_inserts,
             widens=widens,
         )
@@ -192,9 +193,9 @@ class Speculator:
           thread: the thread to compile in; None for one of its own.
         """
         self.close()
-        shapes = self._shapes(params, prompt_length, widens, slots, longest)
+        shapes = self._shapes(slots, prompt_length, longest, widens, first_prompts)
         self.decoder.compiler = warm_up_in_background(
-            self.engine, params, self.proposers, self.slots, self.max_batch, shapes, first_prompts, thread
+            self.engine, params, self.proposers, self.slots, shapes, thread
         )
 
     @property

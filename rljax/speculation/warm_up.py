@@ -18,13 +18,13 @@ from rljax.engine.background import BackgroundCompiler, CompilerThread, Shape, c
 from rljax.engine.draft_tree import DraftStrategy, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.executables import free_bytes
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import Pass, Shapes
 from rljax.engine.state import DecodeState, half_full
 from rljax.models.transformer import Params
 from rljax.processes import to_host
 from rljax.speculation.drafter_slots import DrafterSlots
 from rljax.speculation.pass_times import PassTimes
-from rljax.speculation.proposals import CompilationPlan, Proposer
+from rljax.speculation.proposals import Proposer
 
 _REPEATS = 3
 _SPARE_CORES = 4  # with fewer, what the first step waits for is compiled first, and alone
@@ -39,39 +39,35 @@ def warm_up(
     proposers: Sequence[Proposer],
     drafters: DrafterSlots,
     times: PassTimes,
-    max_batch: int,
-    shapes: PlainShapes,
+    shapes: Shapes,
 ) -> None:
     """Compiles every program that drafts and verifies, and measures the time of each.
 
     Args:
       params: weights from `engine.load_params`.
       times: measured times are added to it. Shapes that it has are not measured again.
-      max_batch: larger batches decode plainly.
       shapes: the shapes of the run's decode states.
     """
-    batches = engine.buckets.verified_batches(min(max_batch, shapes.batches[-1]))
-    _prepare_drafters(params, proposers, drafters, shapes, batches)
+    _prepare_drafters(params, proposers, drafters, shapes)
+    param_shapes = engine.param_shapes(params)
     tasks = [
-        functools.partial(_compile_passes, engine, shapes.params, (batch, length), lambda: False, [each])
-        for batch in batches
-        for length in shapes.lengths
-        for each in engine.buckets.passes(batch)
+        functools.partial(_compile_passes, engine, param_shapes, [each], lambda: False)
+        for state in shapes.verified
+        for each in shapes.passes(state)
     ]
     for leave_out in compile_all(tasks):
-        if leave_out is not None:
-            leave_out()
-    for batch in batches:
-        for length in shapes.lengths:
-            if not _is_measured(engine, times, batch, length):
-                for rows, measured in time_passes(engine, params, batch, length, _REPEATS).items():
-                    for seconds in measured:
-                        if rows:
-                            times.add_verify(batch, length, rows, seconds)
-                        else:
-                            times.add_plain(batch, length, seconds)
-            for proposer in proposers:
-                proposer.warm_up(params, batch, length, _REPEATS)
+        leave_out()
+    for state in shapes.verified:
+        known = [times.has_verify(*each[:3]) for each in shapes.passes(state)]
+        if not (times.has_plain(*state) and all(known)):
+            for rows, measured in time_passes(engine, params, *state, _REPEATS).items():
+                for seconds in measured:
+                    if rows:
+                        times.add_verify(*state, rows, seconds)
+                    else:
+                        times.add_plain(*state, seconds)
+        for proposer in proposers:
+            proposer.warm_up(params, *state, _REPEATS)
     times.agree()
 
 
@@ -80,9 +76,7 @@ def warm_up_in_background(
     params: Params,
     proposers: Sequence[Proposer],
     drafters: DrafterSlots,
-    max_batch: int,
-    shapes: PlainShapes,
-    first_prompts: Sequence[int] = (),
+    shapes: Shapes,
     thread: CompilerThread | None = None,
 ) -> BackgroundCompiler:
     """Leaves the programs that verify and draft to a thread. On a mesh, and for states that grow, drafters on
@@ -91,34 +85,30 @@ def warm_up_in_background(
     The thread begins at once where cores are to spare, else with the first rollout.
 
     Args:
-      engine, params, proposers, drafters, max_batch, shapes: see `warm_up`.
-      first_prompts: lengths of the first prompts, in tokens. The shapes that they start in come first, and
-        shapes with shorter caches than they need are compiled only when they are asked for.
+      engine, params, proposers, drafters, shapes: see `warm_up`. The shape that the first prompts start in
+        comes first; those that are not foreseen are compiled only when they are asked for.
       thread: the thread to compile in; None for one of its own.
 
     Returns:
       What has the verifying passes, shape by shape.
     """
-    buckets = engine.buckets
-    shortest = buckets.cache_for(min(first_prompts, default=0) + 1)
-    longest_first = max(first_prompts, default=min(shapes.prompt_length, buckets.cache[-1] - 1))
-    lengths = [length for length in shapes.lengths if length >= shortest]
-    batches = buckets.verified_batches(min(max_batch, shapes.batches[-1]))
-    verified = [(batch, length) for batch in batches for length in lengths]
-    near = shapes.batches[-1], buckets.cache_for(longest_first + 1)
-    thread = CompilerThread(buckets, near) if thread is None else thread
-    compile_shape = functools.partial(_compile_passes, engine, shapes.params)
-    compiler = BackgroundCompiler(compile_shape, buckets, verified, near, False, thread, _VERIFY_DELAY)
+    buckets, first, verified = engine.buckets, shapes.first, shapes.verified
+    thread = CompilerThread(buckets, first) if thread is None else thread
+    param_shapes = engine.param_shapes(params)
+
+    def compile_passes(state: Shape, should_stop: Callable[[], bool]) -> Callable[[], None]:
+        return _compile_passes(engine, param_shapes, shapes.passes(state), should_stop)
+
+    compiler = BackgroundCompiler(compile_passes, buckets, verified, first, False, thread, _VERIFY_DELAY)
     if engine.mesh is None and not shapes.widens:
-        plan = CompilationPlan(thread, shapes, lengths, near)
         for proposer in proposers:
             proposer.refresh(params)
-            proposer.compile_in_background(params, plan)
+            proposer.compile_in_background(params, shapes, thread)
     else:
-        _prepare_drafters(params, proposers, drafters, shapes, batches)
-        for batch, length in verified:
+        _prepare_drafters(params, proposers, drafters, shapes)
+        for state in verified:
             for proposer in proposers:
-                proposer.warm_up(params, batch, length, _REPEATS)
+                proposer.warm_up(params, *state, _REPEATS)
     if has_spare_cores():
         thread.start()
     return compiler
@@ -130,55 +120,38 @@ def has_spare_cores() -> bool:
 
 
 def _prepare_drafters(
-    params: Params,
-    proposers: Sequence[Proposer],
-    drafters: DrafterSlots,
-    shapes: PlainShapes,
-    drafted: Sequence[int],
+    params: Params, proposers: Sequence[Proposer], drafters: DrafterSlots, shapes: Shapes
 ) -> None:
-    """Gives the weights to drafters, and compiles what those on the device need to follow the slots, and to
-    draft for batches that are `drafted` for.
+    """Gives the weights to drafters, and compiles what those on the device need to follow the slots and to
+    draft.
     """
     for proposer in proposers:
         proposer.refresh(params)
     for slots in drafters.on_device.values():
         for batch in shapes.batches:
-            slots.compile(shapes, batch, shapes.lengths if batch in drafted else (), lambda: False)
+            slots.compile(shapes, batch, shapes.drafted(batch), lambda: False)
     for drafter in drafters.by_name.values():
         if drafter.training is not None:
             drafter.training.warm_up()
 
 
-def _is_measured(engine: DecodeEngine, times: PassTimes, batch: int, length: int) -> bool:
-    """Whether the times of all passes of a shape are known."""
-    passes = engine.buckets.passes(batch)
-    return times.has_plain(batch, length) and all(times.has_verify(batch, length, rows) for rows, _ in passes)
-
-
 def _compile_passes(
-    engine: DecodeEngine,
-    params: Params,
-    shape: Shape,
-    should_stop: Callable[[], bool],
-    passes: Sequence[tuple[int, int]] | None = None,
-) -> Callable[[], None] | None:
-    """Compiles verifying passes of a shape, all of them for None. Returns what leaves out those that are too
-    large, if any.
-    """
+    engine: DecodeEngine, params: Params, passes: Sequence[Pass], should_stop: Callable[[], bool]
+) -> Callable[[], None]:
+    """Compiles verifying passes. Returns what leaves out those that are too large."""
     too_large = []
-    for rows, nodes in engine.buckets.passes(shape[0]) if passes is None else passes:
+    for batch, length, rows, nodes in passes:
         if should_stop():
             break
-        needed = engine.compile_verify(params, *shape, rows, nodes)
-        free = free_bytes()
+        needed, free = engine.compile_verify(params, batch, length, rows, nodes), free_bytes()
         if free is not None and needed > free:
-            too_large.append((rows, needed, free))
+            too_large.append((batch, rows, needed, free))
 
     def leave_out() -> None:
-        for rows, needed, free in too_large:
-            _leave_out(engine, shape[0], rows, needed, free)
+        for each in too_large:
+            _leave_out(engine, *each)
 
-    return leave_out if too_large else None
+    return leave_out
 
 
 def time_passes(

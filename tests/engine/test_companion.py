@@ -10,7 +10,7 @@ from rljax.engine.companion import Companion
 from rljax.engine.draft_tree import pack_rows
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
-from rljax.engine.shapes import PlainShapes
+from rljax.engine.shapes import Shapes
 from rljax.models.config import ModelConfig
 from rljax.numerics.rows import Numerics
 from tests import engines
@@ -344,8 +344,8 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
 def test_warm_programs_serve_the_rollout():
     world = other_of(Buckets((2, 4), (64, 128), (40,), NODES))
     companion = itself(world)
-    params = world.engine.param_shapes(world.params)
-    shapes = PlainShapes(world.engine, params, 4, 16, late_inserts=True, widens=True)
+    # The target begins with a longer cache than the companion does.
+    shapes = Shapes(world.engine.buckets, 4, 16, first_prompts=[64], late_inserts=True, widens=True)
     for batch in (2, 4):
         companion.compile(shapes, batch, shapes.lengths, lambda: False)
     compiled = len(world.engine.pool)

@@ -8,7 +8,7 @@ from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.plain_programs import PlainPrograms
-from rljax.engine.shapes import warm_up_plain
+from rljax.engine.shapes import Shapes, warm_up_plain
 from rljax.rollout.collector import Scheduler
 from tests.tiny_policy import SLOTS, assert_same, make_engine, make_params, make_requests
 
@@ -18,9 +18,8 @@ SHORT = ((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # lengths of prompts and respons
 def compile_in_background(engine, params, requests, slots=SLOTS, longest=128, **others):
     prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
     thread = CompilerThread(engine.buckets, (slots, longest))
-    engine.background = PlainPrograms(
-        engine, params, thread, slots, 64, longest, first_prompts=prompts, **others
-    )
+    shapes = Shapes(engine.buckets, slots, 64, longest, first_prompts=prompts, **others)
+    engine.background = PlainPrograms(engine, params, thread, shapes)
     return engine.background
 
 

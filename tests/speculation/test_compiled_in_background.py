@@ -6,6 +6,7 @@ from drafters.registry import make_drafter, states_read
 from rljax.engine.background import CompilerThread
 from rljax.engine.buckets import Buckets
 from rljax.engine.plain_programs import PlainPrograms
+from rljax.engine.shapes import Shapes
 from rljax.models.huggingface import save_model
 from rljax.rollout.collector import Scheduler
 from rljax.speculation.speculator import Speculator
@@ -38,7 +39,8 @@ def speculator_of(name, params, requests, directory, buckets=BUCKETS, **settings
     speculator = Speculator(engine, drafters, SLOTS, times=CheapTimes(), **settings)
     prompts = [len(prompt) for prompt in dict.fromkeys(request.prompt_ids for request in requests)]
     thread = CompilerThread(buckets, (SLOTS, 128))
-    engine.background = PlainPrograms(engine, params, thread, SLOTS, 64, 128, first_prompts=prompts)
+    shapes = Shapes(buckets, SLOTS, 64, 128, first_prompts=prompts)
+    engine.background = PlainPrograms(engine, params, thread, shapes)
     speculator.warm_up_in_background(params, SLOTS, 64, False, prompts, 128, thread)
     if name == "eagle":
         drafters[name]._budget.allows = lambda: True  # however slow this machine is
