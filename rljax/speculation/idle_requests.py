@@ -1,7 +1,7 @@
 """Requests of later rollouts, which idle slots may decode as drafts. `IdleRequests` is the default: none.
 
-What it is that decodes them, is a matter of keys (`rljax/config/cluster_keys.py`, `Mechanism`). The slots of
-one rollout are in `rljax/rollout/sources/idle.py`.
+Keys say what decodes them (`Mechanism` in `rljax/config/cluster_keys.py`). `IdleSlots`
+(`rljax/rollout/sources/idle.py`) are those of one rollout.
 """
 
 import pkgutil
