@@ -155,10 +155,7 @@ class Learner:
           `critic/...` with a critic. With `sampled_by`, `mismatch/...` is that of all tokens, each under
           the version that sampled it.
         """
-        trainer, seed = self._trainer, (self._config.seed, step)
-        minibatches = make_minibatches(
-            groups, self._config.training, seed, trainer.row_multiple, trainer.share_prompts
-        )
+        minibatches = self._pack(groups, step)
         scoring_start = time.perf_counter()
         self._score(state, minibatches)
         mismatch = {} if sampled_by is None else self._mismatch(groups, minibatches, sampled_by)
@@ -177,6 +174,10 @@ class Learner:
         }
 
     # -- stages, in order ------------------------------------------------------------------------------------
+
+    def _pack(self, groups: Sequence[Group], step: int) -> list[Minibatch]:
+        training, trainer, seed = self._config.training, self._trainer, (self._config.seed, step)
+        return make_minibatches(groups, training, seed, trainer.row_multiple, trainer.share_prompts)
 
     def _score(self, state: TrainState, minibatches: Sequence[Minibatch]) -> None:
         """Computes logprobs and values with the weights before the first update."""
