@@ -184,8 +184,8 @@ def compute_pairs(head: Head, state: DrafterState, states: Array, tokens: Array,
         kept = state.cache.values[0].dtype
         entries = [(k.astype(kept), v.astype(kept)) for k, v in context_entries(head, pairs, angles)]
     else:
-        none, numbers = no_entries(state, head.config), jnp.arange(width, dtype=jnp.int32)
-        causal = jnp.broadcast_to((numbers[:, None] >= numbers[None])[None], (batch, width, width))
+        none = no_entries(state, head.config)
+        causal = jnp.broadcast_to((order[:, None] >= order[None])[None], (batch, width, width))
         attention = HeadAttention(state, none, none, causal, head.numerics)
         outputs, own = apply_head(head, hidden_inputs(head, states), tokens, angles, attention)
         entries = [own]

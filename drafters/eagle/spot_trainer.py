@@ -364,7 +364,7 @@ def batch_shape(
 
 @dataclasses.dataclass(frozen=True)
 class HeadUpdate:
-    """The program of an update, and what it depends on beside its arguments.
+    """The program of an update, and what it depends on besides its arguments.
 
     Attributes:
       config: the head's shape.
