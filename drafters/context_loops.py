@@ -32,9 +32,9 @@ from drafters.suffix_loops import (
     TARGET,
     TOKEN,
     context,
+    current_state,
     find_edge,
     find_further,
-    settle,
     top,
 )  # fmt: skip
 
@@ -55,7 +55,7 @@ SITUATIONS = _LENGTHS * _EDITS
 @compiled
 def _known_suffix(nodes, forest_max_match, limit, state, length):
     """Returns the context of a string: its present state and length, cut as `context` says."""
-    state = settle(nodes, state, length)
+    state = current_state(nodes, state, length)
     if length > forest_max_match:
         state = top(nodes, state, forest_max_match)
         length = min(length, np.int64(nodes[state, LENGTH]))

@@ -49,10 +49,10 @@ class HistoryIndex:
         self, history: RolloutHistory, insert: Insert, max_match: int, workers: int, most_tokens: int
     ) -> None:
         self._history, self._insert, self._max_match = history, insert, max_match
-        self._most_tokens, self._tokens = most_tokens, 0  # at most, and now, in `_begun`
+        self._most_tokens, self._tokens = most_tokens, 0  # at most, and now, in `_building`
         self._threads = ThreadPoolExecutor(workers, "history", _yield_cores) if workers else None
         self._waiting: collections.OrderedDict[Prompt, list[PastRollout]] = collections.OrderedDict()
-        self._begun: collections.OrderedDict[Prompt, _Building] = collections.OrderedDict()
+        self._building: collections.OrderedDict[Prompt, _Building] = collections.OrderedDict()
         self._metrics: dict[str, float] = {}
 
     def learn(self, prompts: Iterable[Prompt]) -> None:
@@ -67,7 +67,7 @@ class HistoryIndex:
 
     def load(self) -> None:
         """The history is another one. The prompt that was used longest ago comes first."""
-        for prompt in [*self._waiting, *self._begun]:
+        for prompt in [*self._waiting, *self._building]:
             self._take(prompt)
         self.learn(self._history.prompts())
 
@@ -95,7 +95,7 @@ class HistoryIndex:
 
     def wait(self) -> None:
         """Waits for the automata that threads are building."""
-        for building in self._begun.values():
+        for building in self._building.values():
             building.forest.result()
 
     def metrics(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class HistoryIndex:
     def _take(self, prompt: Prompt) -> Future[SuffixForest] | None:
         """Forgets the automaton of a prompt, and returns it unless no thread has begun it."""
         self._waiting.pop(prompt, None)
-        building = self._begun.pop(prompt, None)
+        building = self._building.pop(prompt, None)
         if building is None:
             return None
         self._tokens -= building.tokens
@@ -122,13 +122,13 @@ class HistoryIndex:
 
     def _build(self) -> None:
         """Lets the threads build what there is room for."""
-        for prompt in [prompt for prompt in self._begun if prompt not in self._history]:
+        for prompt in [prompt for prompt in self._building if prompt not in self._history]:
             self._take(prompt)
         while self._waiting and self._tokens < self._most_tokens:
             prompt, rollouts = self._waiting.popitem(last=False)
             if prompt in self._history:
                 tokens = sum(len(past.tokens) for past in rollouts)
-                self._begun[prompt] = _Building(self._threads.submit(self._grown, rollouts), tokens)
+                self._building[prompt] = _Building(self._threads.submit(self._grown, rollouts), tokens)
                 self._tokens += tokens
 
 

@@ -82,18 +82,18 @@ class Agreement:
         self._gained *= _FORGET
         self._squares *= _FORGET
 
-    def observe(self, mixture: Mixture, judged: np.ndarray, accepted: np.ndarray) -> None:
+    def observe(self, mixture: Mixture, scored: np.ndarray, accepted: np.ndarray) -> None:
         """Adds verified nodes to the counts.
 
         Args:
           mixture: the proposed trees.
-          judged: bool [n, nodes], nodes that were verified and whose parent was accepted.
+          scored: bool [n, nodes], nodes that were verified and whose parent was accepted.
           accepted: bool [n, nodes], nodes that were accepted.
         """
-        strongest = mixture.strongest[judged]
-        spread = mixture.pooled[judged] - strongest
-        origins = mixture.origins[judged]
-        gained = spread * (accepted[judged] - strongest)
+        strongest = mixture.strongest[scored]
+        spread = mixture.pooled[scored] - strongest
+        origins = mixture.origins[scored]
+        gained = spread * (accepted[scored] - strongest)
         self._gained += np.bincount(origins, gained, len(self._gained))
         self._squares += np.bincount(origins, spread**2, len(self._squares))
 

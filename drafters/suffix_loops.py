@@ -344,7 +344,7 @@ def extend(arena, contexts, batch, row, column):
 
 
 @compiled
-def settle(nodes, state, length):
+def current_state(nodes, state, length):
     """Returns the state that holds the string of this length now: it may have moved to a clone."""
     while True:
         link = nodes[state, LINK]
@@ -361,7 +361,7 @@ def advance(arena, contexts, batch):
     sequences, tokens, counts = batch
     for row in range(sequences.shape[0]):
         length = np.int64(lengths[sequences[row]])
-        state = settle(nodes, np.int64(states[sequences[row]]), length)
+        state = current_state(nodes, np.int64(states[sequences[row]]), length)
         for column in range(counts[row]):
             target = find_edge(nodes, table, state, tokens[row, column])
             while target < 0 and nodes[state, LINK] >= 0:

@@ -103,8 +103,8 @@ def _mark_other_cases(config, items):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is `long` without `--all`, begins with what is `first`, and skips what needs an accelerator
-    where there is none.
+    """Leaves out what is `long` without `--all`, begins with what is `first`, and skips what needs an
+    accelerator where there is none.
     """
     _mark_other_cases(config, items)
     items.sort(key=lambda item: item.get_closest_marker("first") is None)

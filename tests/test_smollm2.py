@@ -99,7 +99,7 @@ def test_drafts_change_no_weight_and_an_export_says_what_transformers_says(tmp_p
 
 def test_an_adapter_of_its_first_layers_is_trained_and_merged(tmp_path):
     whole, base = load_saved_policy(POLICY).policy, tmp_path / "base"
-    config = dataclasses.replace(whole.config, num_layers=6)  # no layer's update is compiled again for another
+    config = dataclasses.replace(whole.config, num_layers=6)  # an update compiles every layer
     params = {**whole.params, "layers": whole.params["layers"][: config.num_layers]}
     save_model(base, config, params, "float32", whole.tokenizer_directory)
     one = (f"policy.path={base}", "policy.lora={}", "optimizer.learning_rate=1e-3", "training.steps=1")

@@ -187,7 +187,7 @@ class BackgroundCompiler:
         self.errors: dict[Shape, Exception] = {}
         self._compile_shape, self._delay, self._own_distance = compile_shape, delay, distance
         self._failure = failure
-        self._known = set(self.waiting)
+        self._registered = set(self.waiting)
         self._ready: set[Shape] = set()
         self._urgent: Shape | None = None  # the shape that the decoding thread waits for
         self._hurried = False  # it waits for all of them
@@ -209,12 +209,12 @@ class BackgroundCompiler:
     @property
     def total(self) -> int:
         """Number of shapes, those that are ready included."""
-        return len(self._known)
+        return len(self._registered)
 
     @property
     def left(self) -> int:
         """Number of shapes that are still to be taken over."""
-        return len(self._known) - len(self._ready) - len(self.errors)
+        return len(self._registered) - len(self._ready) - len(self.errors)
 
     @property
     def ready(self) -> frozenset[Shape]:
@@ -224,7 +224,7 @@ class BackgroundCompiler:
 
     def mark_ready(self, shape: Shape) -> None:
         """Adds a shape that was compiled elsewhere."""
-        self._known.add(shape)
+        self._registered.add(shape)
         self._ready.add(shape)
 
     def is_ready(self, shape: Shape, near: bool = True) -> bool:
@@ -239,9 +239,9 @@ class BackgroundCompiler:
         if shape in self._ready:
             self.thread.start()  # with what is left
             return True
-        if shape not in self._known and not self.thread.stopped:
+        if shape not in self._registered and not self.thread.stopped:
             with self.thread.changed:
-                self._known.add(shape)
+                self._registered.add(shape)
                 self.waiting.append(shape)
         self.thread.start()
         return False
@@ -282,7 +282,7 @@ class BackgroundCompiler:
                 shape = self.waiting.pop(0)
             self.compile(shape)
         with self.thread.changed:
-            while not (self.thread.stopped or all(map(self._is_done, self._known))):
+            while not (self.thread.stopped or all(map(self._is_done, self._registered))):
                 self.thread.changed.wait()
         self._take_over()
 

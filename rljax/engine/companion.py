@@ -269,7 +269,7 @@ class Companion:
         self._state: DecodeState | None = None  # gone before there is another
         self._state = self.engine.init_state(batch, length)  # of which only the cache is used
         slots = self._state.batch
-        self._known = np.zeros((slots, self.engine.buckets.cache[-1] + 1), np.int32)  # tokens, by position
+        self._tokens = np.zeros((slots, self.engine.buckets.cache[-1] + 1), np.int32)  # tokens, by position
         self._sizes = np.zeros(slots, np.int32)  # how many are known; 0 for a slot without a request
         self._lengths = np.zeros(slots, np.int32)  # entries of the cache, from the first on, that are right
         self._chains = np.full((slots, self.engine.buckets.max_drafts), -1, np.int32)  # drafted after them
@@ -294,7 +294,7 @@ class Companion:
             self.grow(prefix.cache.length)
             self._state = self.engine.bulk_insert(prefix, self._state, own)
         for slot, sequence in zip(slots, sequences, strict=True):
-            self._known[slot, : len(sequence)] = sequence
+            self._tokens[slot, : len(sequence)] = sequence
             self._sizes[slot] = len(sequence)
             self._lengths[slot] = len(sequence) - 1
 
@@ -333,7 +333,7 @@ class Companion:
         slots, tokens, counts = (np.asarray(x) for x in (slots, tokens, counts))
         counts = np.where(self._sizes[slots] > 0, counts, 0)
         rows, order = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
-        self._known[slots[rows], self._sizes[slots[rows]] + order] = tokens[rows, order]
+        self._tokens[slots[rows], self._sizes[slots[rows]] + order] = tokens[rows, order]
         # Drafting wrote the entry of the last token, and of every draft but the last.
         came_true, written = self._answer(slots, tokens, counts)
         self._lengths[slots] += np.minimum(np.minimum(1 + came_true, written), counts)
@@ -386,7 +386,7 @@ class Companion:
 
     def _keep(self, slots: Sequence[int]) -> None:
         """Keeps the entries of `slots`; the other slots of the state are empty."""
-        for name in ("_known", "_sizes", "_lengths", "_chains"):
+        for name in ("_tokens", "_sizes", "_lengths", "_chains"):
             taken = getattr(self, name)[list(slots)]
             missing = [(0, self.batch - len(slots)), *((0, 0),) * (taken.ndim - 1)]
             setattr(self, name, np.pad(taken, missing, constant_values=-1 if name == "_chains" else 0))
@@ -427,8 +427,8 @@ class Companion:
 
     def _extend(self, width: int) -> None:
         counts = np.clip(self._sizes - 1 - self._lengths, 0, width)
-        places = np.minimum(self._lengths[:, None] + np.arange(width), self._known.shape[1] - 1)
-        tokens = np.take_along_axis(self._known, places, axis=1)
+        places = np.minimum(self._lengths[:, None] + np.arange(width), self._tokens.shape[1] - 1)
+        tokens = np.take_along_axis(self._tokens, places, axis=1)
         cache = self.engine.extend(self.params, self._state.cache, tokens, self._lengths, counts)
         self._state = self._state.replace(cache=cache)
         self._lengths += counts

@@ -137,7 +137,7 @@ class NodeRows:
         """R."""
         return self.slots.shape[0]
 
-    def gather(self, x: Array) -> Array:
+    def take(self, x: Array) -> Array:
         """Gathers values of nodes [B, M, ...] into rows [R, ...]."""
         index = self.slots * x.shape[1] + self.nodes
         return jnp.take(x.reshape(-1, *x.shape[2:]), index, axis=0, mode="clip")

@@ -266,8 +266,8 @@ class Programs:
         positions = state.lengths[:, None] + rooted.depth  # [B, M]
         hidden, nodes, states = self._forward(
             params,
-            rows.gather(rooted.tokens)[:, None],
-            rows.gather(positions)[:, None],
+            rows.take(rooted.tokens)[:, None],
+            rows.take(positions)[:, None],
             TreeAttention(state.lengths, rooted, rows, self.numerics),
             rope,
             state.cache,
@@ -359,8 +359,8 @@ class Programs:
         _, entries = transformer.forward(
             params,
             self.config,
-            rows.gather(tokens)[:, None],
-            rows.gather(lengths[:, None] + order)[:, None],
+            rows.take(tokens)[:, None],
+            rows.take(lengths[:, None] + order)[:, None],
             TreeAttention(lengths, with_root(chain, tokens[:, 0]), rows, self.numerics),
             rope,
             self.numerics,
@@ -428,5 +428,5 @@ def node_counts(counts: Array | None, tree: RootedTree, rows: NodeRows) -> Array
     """
     if counts is None:
         return None
-    above = rows.gather(tree.ancestors) & (jnp.arange(tree.tokens.shape[1]) > 0)[None]  # [R, M]
+    above = rows.take(tree.ancestors) & (jnp.arange(tree.tokens.shape[1]) > 0)[None]  # [R, M]
     return counted(counts[rows.slots], tree.tokens[rows.slots], above)

@@ -44,4 +44,4 @@ class TreeAttention:
         out = tree_attention(
             q, keys, values, self.lengths, k, v, self.tree.ancestors, self.tree.depth, self.numerics
         )
-        return self.rows.gather(out)[:, None], (k, v)
+        return self.rows.take(out)[:, None], (k, v)

@@ -65,7 +65,7 @@ def sample_nodes(
       logprobs: float32 [B, M], under the sampling distribution.
     """
     if rule == "coupled":
-        keys, positions = keys[rows.slots], rows.gather(positions)
+        keys, positions = keys[rows.slots], rows.take(positions)
         tokens, logprobs = sample(logits, keys, positions, params, numerics, mesh, settings)
         return rows.scatter(tokens), rows.scatter(logprobs)
     shape = (*positions.shape, logits.shape[-1])

@@ -94,7 +94,7 @@ class _Growing:
         self._decode = decode
         self._ids: list[int] = []
         self._begin = 0  # tokens before this index no longer affect decoding; later ones are decoded together
-        self._known = 0  # index of the first token whose text has not been returned
+        self._returned = 0  # index of the first token whose text has not been returned
 
     def push(self, token: int) -> str:
         """Adds a token and returns the text that has become certain."""
@@ -102,13 +102,13 @@ class _Growing:
         text = self.rest()
         if not text or text.endswith(_INCOMPLETE):
             return ""
-        self._begin, self._known = self._known, len(self._ids)
+        self._begin, self._returned = self._returned, len(self._ids)
         return text
 
     def rest(self) -> str:
         """Returns the text that is not certain: of the new tokens, decoded after the previous ones, which may
         change its spacing.
         """
-        before = self._decode(self._ids[self._begin : self._known])
+        before = self._decode(self._ids[self._begin : self._returned])
         text = self._decode(self._ids[self._begin :])
         return text[len(before) :] if text.startswith(before) else _INCOMPLETE

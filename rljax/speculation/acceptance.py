@@ -54,26 +54,26 @@ class ChainAcceptance:
     """The probability that a draft is accepted, given that its predecessors are."""
 
     def __init__(self) -> None:
-        self._judged = self._accepted = 0.0
+        self._scored = self._accepted = 0.0
 
     def forget(self) -> None:
         """Halves the weight of earlier counts."""
-        self._judged *= _FORGET
+        self._scored *= _FORGET
         self._accepted *= _FORGET
 
-    def add(self, judged: int, accepted: int) -> None:
+    def add(self, scored: int, accepted: int) -> None:
         """Adds drafts whose predecessors were accepted, and how many of them were accepted."""
-        self._judged += judged
+        self._scored += scored
         self._accepted += accepted
 
     @property
     def rate(self) -> float:
-        return (self._accepted + _PRIOR_ACCEPTANCE * _PRIOR_DRAFTS) / (self._judged + _PRIOR_DRAFTS)
+        return (self._accepted + _PRIOR_ACCEPTANCE * _PRIOR_DRAFTS) / (self._scored + _PRIOR_DRAFTS)
 
     def state(self) -> np.ndarray:
-        """Checkpoint content: float64 [2], drafts judged and accepted."""
-        return np.asarray([self._judged, self._accepted], np.float64)
+        """Checkpoint content: float64 [2], drafts scored and accepted."""
+        return np.asarray([self._scored, self._accepted], np.float64)
 
     def load_state(self, state: np.ndarray) -> None:
         """Restores `state`."""
-        self._judged, self._accepted = map(float, state)
+        self._scored, self._accepted = map(float, state)

@@ -155,11 +155,11 @@ class SelfProposer(_OnDevice):
         return state, Proposal(self, tokens, parents, usable, probability, bins, seconds)
 
     def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
-        # A margin says something of its own token only: drafts behind the first refused one were not judged.
+        # A margin says something of its own token only: drafts behind the first refused one were not scored.
         taken = correct.sum(axis=1)
-        judged = verified & (np.arange(verified.shape[1]) <= taken[:, None])
-        self._acceptance.add(int(judged.sum()), int(taken.sum()))
-        self._calibration.add(bins_of(proposal, judged), correct[judged])
+        scored = verified & (np.arange(verified.shape[1]) <= taken[:, None])
+        self._acceptance.add(int(scored.sum()), int(taken.sum()))
+        self._calibration.add(bins_of(proposal, scored), correct[scored])
 
 
 class DeviceProposer(_OnDevice):
@@ -263,6 +263,6 @@ class DeviceProposer(_OnDevice):
         return state, self._calibrated(drafts, usable, seconds)
 
     def record_outcome(self, proposal: Proposal, verified: np.ndarray, correct: np.ndarray) -> None:
-        judged, taken = proposal.judged(verified, correct)
-        self._acceptance.add(int(judged.sum()), int(taken.sum()))
+        scored, taken = proposal.scored(verified, correct)
+        self._acceptance.add(int(scored.sum()), int(taken.sum()))
         super().record_outcome(proposal, verified, correct)

@@ -106,7 +106,7 @@ class MixedProposal(Proposal):
     def record_outcome(self, verified: np.ndarray, correct: np.ndarray) -> None:
         width = self.tokens.shape[1]
         verified, correct = _widen(verified, width), _widen(correct, width)
-        # Agreement is judged where the parent was right.
+        # Agreement counts where the parent was right.
         parent_correct = np.take_along_axis(correct, np.maximum(self.parents, 0), axis=1) | (self.parents < 0)
         self.agreement.observe(self.mixture, verified & parent_correct, correct)
         for part, part_verified, part_correct in self._fates(verified, correct):

@@ -101,10 +101,10 @@ class Proposal:
             kept[:, column] &= parent_kept & (siblings.sum(axis=1) < strategy.top_k)
         return kept & (np.cumsum(kept, axis=1) <= strategy.nodes)
 
-    def judged(self, verified: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Levels of each slot that were judged, and how many of them were right: int [n] each.
+    def scored(self, verified: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Levels of each slot that were scored, and how many of them were right: int [n] each.
 
-        A level is judged if it has a verified node and the level above was right. Arguments as of
+        A level is scored if it has a verified node and the level above was right. Arguments as of
         `record_outcome`.
         """
         offered = np.where(verified, self.levels[:, : verified.shape[1]], 0).max(axis=1, initial=0)

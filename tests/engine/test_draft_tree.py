@@ -155,7 +155,7 @@ def test_rows_are_the_nodes_of_the_slots_that_take_part():
                 else:
                     assert row == rows.rows
         values = rng.random((5, 7, 2))
-        there = np.asarray(rows.gather(values))
+        there = np.asarray(rows.take(values))
         back = np.asarray(rows.scatter(jnp.asarray(there)))
         computed = rows.row_of < rows.rows
         np.testing.assert_array_equal(back[computed], values.astype(np.float32)[computed])
@@ -163,5 +163,5 @@ def test_rows_are_the_nodes_of_the_slots_that_take_part():
             pack_rows(tree, slots, count - 1)
     values = np.arange(24).reshape(4, 6)
     rows = all_rows(4, 6)  # of all nodes
-    np.testing.assert_array_equal(rows.gather(values), values.ravel())
+    np.testing.assert_array_equal(rows.take(values), values.ravel())
     np.testing.assert_array_equal(rows.scatter(jnp.asarray(values.ravel())), values)

@@ -242,7 +242,7 @@ def test_algorithm_2_drafts_otherwise_for_requests_that_are_accepted_badly():
     verified = np.ones((4, 4), bool)
     correct = verified.copy()
     correct[1], correct[2, 2:] = False, False
-    proposal = SimpleNamespace(judged=lambda *_: (np.array([4, 1, 3, 4]), np.array([4, 0, 2, 4])))
+    proposal = SimpleNamespace(scored=lambda *_: (np.array([4, 1, 3, 4]), np.array([4, 0, 2, 4])))
     proposal.name, proposal.by_drafter = "small_model", lambda *fate: [(proposal, *fate)]
     nodes = VerifiedNodes(verified, correct, correct)
     choice, requests = SimpleNamespace(proposal=proposal), np.arange(4)

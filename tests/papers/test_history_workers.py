@@ -23,7 +23,7 @@ PATIENCE = 60.0  # seconds until a test that waits fails
 def built(index):
     """The prompts whose automata are finished, after the threads are done with what they have begun."""
     index.wait()
-    return list(index._begun)
+    return list(index._building)
 
 
 def learned(index, history, **responses):

@@ -77,9 +77,9 @@ def test_a_session_is_halted_with_its_rollout_and_the_next_begins_with_what_came
     ends(coordinator, work, "worker-0")
     (halt,) = ends(coordinator, work, "worker-1", 2.0)
     assert halt == StopTraining("worker-0", 1)
-    assert not coordinator.idle_work.settled
+    assert not coordinator.idle_work.sessions_ended
     assert not spot(coordinator, Trained("worker-0", 1, 3, False, 0.25, 0.5), 3.0)
-    assert coordinator.idle_work.settled
+    assert coordinator.idle_work.sessions_ended
     counts = coordinator.idle_work.counts
     assert (counts.updates, counts.seconds, counts.delay) == (3, 0.25, 0.5)
     coordinator.on(End(1, tuple(range(8))), 4.0)
@@ -298,10 +298,10 @@ def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(
         requests = make_requests(10, first=10 * version, step=version)
         assert_whole(driver.run(requests, version), requests, version)
         for _ in range(600):
-            if driver.coordinator.idle_work.settled:
+            if driver.coordinator.idle_work.sessions_ended:
                 break
             driver.listen()
-        assert driver.coordinator.idle_work.settled
+        assert driver.coordinator.idle_work.sessions_ended
         assert not any(worker.lead for name, worker in fabric.workers.items() if name not in fabric._silent)
     counts = driver.coordinator.idle_work.counts
     if joiners_train:
@@ -322,7 +322,7 @@ def test_these_workers_train_a_head(joiners_train):
         for _ in range(10):
             driver.listen()
     counts = driver.coordinator.idle_work.counts
-    assert counts.joined and driver.coordinator.idle_work.settled
+    assert counts.joined and driver.coordinator.idle_work.sessions_ended
     if joiners_train:
         assert counts.sessions > 3 + counts.moved  # more than have led
     else:

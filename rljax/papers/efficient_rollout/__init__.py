@@ -15,7 +15,7 @@ Algorithm 1 (appendix E.1), with the toggle of section 3.2 (Eq. 3) and the draft
     speed-up = tau * T_p / (gamma * T_q + T_V)                                     `roofline.py`, Eq. 1 and 2
 
 with the seconds of a plain step, a draft step and a verifying pass by a roofline whose constants are fitted
-once for a policy and a device (appendix E.3, `fit.py` and `calibration.py`) and judged by held-out passes
+once for a policy and a device (appendix E.3, `fit.py` and `calibration.py`) and checked by held-out passes
 (appendix E.4).
 """
 

@@ -7,7 +7,7 @@ After each step, with tau the tokens of a pass and P the patience:
     max of the last P tau <= 1 + gamma * alpha_down:  the next shorter one
 
 Here both are stated in acceptance, (tau - 1) / gamma, the share of draft tokens that were accepted: at least
-alpha_up, at most alpha_down. One difference: every step is judged by the length that it drafted, and patience
+alpha_up, at most alpha_down. One difference: a step counts for the length that it drafted, and patience
 begins anew with a new length. The algorithm as printed compares tau of the earlier length with the thresholds
 of the new one, so that a single step could take back the rise from 5 to 7 that the step before had earned.
 
@@ -32,32 +32,32 @@ class StepAcceptance:
     """
 
     def __init__(self) -> None:
-        self._counts = np.zeros((2, _DEPTHS), np.int64)  # drafts judged and accepted, by depth from 1 on
+        self._counts = np.zeros((2, _DEPTHS), np.int64)  # drafts scored and accepted, by depth from 1 on
 
-    def add(self, judged: np.ndarray, accepted: np.ndarray) -> None:
+    def add(self, scored: np.ndarray, accepted: np.ndarray) -> None:
         """Adds chains.
 
         Args:
-          judged: int [n], drafts of each chain that the policy accepted or rejected. Those behind a rejected
-            one or behind the end of the response are not judged.
+          scored: int [n], drafts of each chain that the policy accepted or rejected. Those behind a rejected
+            one or behind the end of the response are not scored.
           accepted: int [n], how many of them were accepted.
         """
         depths = np.arange(1, _DEPTHS + 1)[:, None]
-        self._counts += [(depths <= judged).sum(axis=1), (depths <= accepted).sum(axis=1)]
+        self._counts += [(depths <= scored).sum(axis=1), (depths <= accepted).sum(axis=1)]
 
     def share(self, length: int) -> float | None:
-        """Expected share of accepted drafts in chains of this length; None if no draft was judged.
+        """Expected share of accepted drafts in chains of this length; None if no draft was scored.
 
         At depths that no chain reached, drafts are taken to be accepted as often as at the others.
         """
-        judged, accepted = self._counts
-        if not judged.any():
+        scored, accepted = self._counts
+        if not scored.any():
             return None
-        rates = np.where(judged > 0, accepted / np.maximum(judged, 1), accepted.sum() / judged.sum())
+        rates = np.where(scored > 0, accepted / np.maximum(scored, 1), accepted.sum() / scored.sum())
         return float(np.cumprod(rates[:length]).mean())
 
     def state(self) -> np.ndarray:
-        """Checkpoint content: int64 [2, depths], drafts judged and accepted."""
+        """Checkpoint content: int64 [2, depths], drafts scored and accepted."""
         return self._counts.copy()
 
     def load_state(self, state: np.ndarray) -> None:

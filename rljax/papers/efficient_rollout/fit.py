@@ -242,7 +242,7 @@ class Gates:
 def gates(roofline: Roofline, points: Sequence[Point], drafts_itself: bool = True) -> Gates:
     """Compares predictions with measurements.
 
-    A verifying pass is judged where `points` hold the plain step over the same batch and context, and the
+    A verifying pass is checked where `points` hold the plain step over the same batch and context, and the
     draft step.
 
     Args:

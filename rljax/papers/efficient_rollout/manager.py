@@ -210,18 +210,18 @@ class RooflineManager(Manager):
     def record(self, record: PassRecord) -> None:
         if record.nodes is None:
             return
-        # A level is judged if the level above was right and the response went on behind that. Where a
+        # A level is scored if the level above was right and the response went on behind that. Where a
         # response ends with a right draft, its last token is not counted as accepted.
         kept = record.nodes.accepted.sum(axis=1)
-        judged, taken = record.choice.proposal.judged(record.nodes.verified, record.nodes.correct)
-        judged, accepted = np.where(taken > kept, kept + 1, judged), np.minimum(taken, kept + 1)
+        scored, taken = record.choice.proposal.scored(record.nodes.verified, record.nodes.correct)
+        scored, accepted = np.where(taken > kept, kept + 1, scored), np.minimum(taken, kept + 1)
         if self._training:
-            self._step_acceptance.add(judged, accepted)
+            self._step_acceptance.add(scored, accepted)
         if self._proposer.on_host:
             # A drafter on the host that knew nothing further brings no more tokens than if it had been wrong.
             offered = np.where(record.choice.candidates.probability > 0, record.choice.proposal.levels, 0)
-            stopped = (accepted == offered.max(axis=1)) & (accepted < self._length) & (judged == accepted)
-            self._host_acceptance.add(int((judged + stopped).sum()), int(accepted.sum()))
+            stopped = (accepted == offered.max(axis=1)) & (accepted < self._length) & (scored == accepted)
+            self._host_acceptance.add(int((scored + stopped).sum()), int(accepted.sum()))
 
     def state(self) -> dict[str, np.ndarray]:
         step = {

@@ -144,12 +144,12 @@ class LadderManager(Manager):
             return
         proposal, nodes = record.choice.proposal, record.nodes
         for part, verified, correct in proposal.by_drafter(nodes.verified, nodes.correct):
-            self._acceptance.add(part.name, record.requests.tolist(), *part.judged(verified, correct))
+            self._acceptance.add(part.name, record.requests.tolist(), *part.scored(verified, correct))
 
     def _record_rollout(self) -> None:
         """Adds the rollout that is over to the history, if it was one of training."""
-        for drafter, (judged, accepted) in self._acceptance.totals().items() if self._training else ():
-            self._history.record(drafter, judged, accepted)
+        for drafter, (scored, accepted) in self._acceptance.totals().items() if self._training else ():
+            self._history.record(drafter, scored, accepted)
         self._acceptance = RequestAcceptance(self._proposers)
 
     def _choose_first(self, length: int, active: ActiveSlots) -> None:

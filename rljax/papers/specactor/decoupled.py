@@ -80,7 +80,7 @@ class DecoupledManager(Manager):
             self._ladder.begin(training, step)
         self._plan: _Plan | None = None
         self._tokens = 0  # since the last choice
-        self._counts: dict[int, np.ndarray] = {}  # by request: drafts judged and accepted, float [2]
+        self._counts: dict[int, np.ndarray] = {}  # by request: drafts scored and accepted, float [2]
 
     def choose(
         self, state: DecodeState, active: ActiveSlots, statistics: DecodeStatistics
@@ -167,9 +167,9 @@ class DecoupledManager(Manager):
         return Profile({1: Affine(0.0, drafting)}, {1: verifier})
 
     def _acceptance(self, request: int) -> float:
-        """Acceptance of a request's drafts, drawn to that of all drafts while few of its own were judged."""
-        judged, taken = self._counts.get(request, np.zeros(2))
-        return (taken + _PRIOR_DRAFTS * self._proposer.acceptance) / (judged + _PRIOR_DRAFTS)
+        """Acceptance of a request's drafts, drawn to that of all drafts while few of its own were scored."""
+        scored, taken = self._counts.get(request, np.zeros(2))
+        return (taken + _PRIOR_DRAFTS * self._proposer.acceptance) / (scored + _PRIOR_DRAFTS)
 
     def record(self, record: PassRecord) -> None:
         self._tokens += record.tokens
@@ -181,7 +181,7 @@ class DecoupledManager(Manager):
         for part, verified, correct in proposal.by_drafter(nodes.verified, nodes.correct):
             if part.name != self._proposer.name:
                 continue
-            counts = np.stack(part.judged(verified, correct), axis=1)
+            counts = np.stack(part.scored(verified, correct), axis=1)
             for request, added in zip(record.requests.tolist(), counts, strict=True):
                 self._counts[request] = self._counts.get(request, np.zeros(2)) + added
 

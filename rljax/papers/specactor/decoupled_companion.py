@@ -75,7 +75,7 @@ class DecoupledCompanion(DraftingAhead, Companion):
         self._catch_up()
         unanswered, rows = self.windows.unanswered, np.arange(self.batch)
         sizes = self._sizes + unanswered
-        known = self._known[rows, np.maximum(self._sizes, 1) - 1]
+        known = self._tokens[rows, np.maximum(self._sizes, 1) - 1]
         last = np.where(
             unanswered > 0, self.windows.chains[rows, np.maximum(unanswered, 1) - 1], known
         ).astype(np.int32)

@@ -136,16 +136,16 @@ class AcceptanceHistory:
     def __init__(self, drafters: Sequence[str]) -> None:
         self._acceptance = {drafter: ChainAcceptance() for drafter in drafters}
 
-    def record(self, drafter: str, judged: int, accepted: int) -> None:
+    def record(self, drafter: str, scored: int, accepted: int) -> None:
         """A rollout with a drafter is over; counts of earlier ones weigh half from now on.
 
         Args:
           drafter: its name.
-          judged: its draft tokens that were verified and whose predecessors were accepted.
+          scored: its draft tokens that were verified and whose predecessors were accepted.
           accepted: those of them that were accepted.
         """
         self._acceptance[drafter].forget()
-        self._acceptance[drafter].add(judged, accepted)
+        self._acceptance[drafter].add(scored, accepted)
 
     @property
     def rates(self) -> dict[str, float]:

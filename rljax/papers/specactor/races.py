@@ -38,18 +38,18 @@ class RequestAcceptance:
         for request, had in zip(requests, answered, strict=True):
             self._add(drafter, request, [0, 0, 1, had])
 
-    def add(self, drafter: str, requests: Sequence[int], judged: np.ndarray, accepted: np.ndarray) -> None:
+    def add(self, drafter: str, requests: Sequence[int], scored: np.ndarray, accepted: np.ndarray) -> None:
         """A pass verified a drafter's tokens.
 
         Args:
           drafter: its name.
           requests: n requests.
-          judged: int [n], tokens that were verified and whose predecessors were accepted.
+          scored: int [n], tokens that were verified and whose predecessors were accepted.
           accepted: int [n], those of them that were accepted.
         """
-        for request, of_judged, of_accepted in zip(requests, judged, accepted, strict=True):
-            if of_judged:
-                self._add(drafter, request, [of_judged, of_accepted, 0, 0])
+        for request, of_scored, of_accepted in zip(requests, scored, accepted, strict=True):
+            if of_scored:
+                self._add(drafter, request, [of_scored, of_accepted, 0, 0])
 
     def has_drafted(self, drafter: str, request: int) -> bool:
         """Whether a drafter was asked for a request."""
@@ -63,8 +63,8 @@ class RequestAcceptance:
         """
         of_drafter = self._counts[drafter]
         known = [of_drafter[request] for request in requests if request in of_drafter]
-        judged, accepted, asked, answered = np.sum([_NOTHING, *known], axis=0).tolist()
-        rate = (accepted + _HISTORY_WEIGHT * history[drafter]) / (judged + _HISTORY_WEIGHT)
+        scored, accepted, asked, answered = np.sum([_NOTHING, *known], axis=0).tolist()
+        rate = (accepted + _HISTORY_WEIGHT * history[drafter]) / (scored + _HISTORY_WEIGHT)
         return rate * answered / asked if asked else rate
 
     def rates(self, requests: Sequence[int], history: Mapping[str, float]) -> dict[str, float]:
@@ -72,12 +72,12 @@ class RequestAcceptance:
         return {drafter: self.rate(drafter, requests, history) for drafter in self._counts}
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Tokens judged and accepted, of all requests together, by drafter; without those never judged."""
+        """Tokens scored and accepted, of all requests together, by drafter; without those never scored."""
         sums = {
             drafter: np.sum([_NOTHING, *counts.values()], axis=0).tolist()
             for drafter, counts in self._counts.items()
         }
-        return {drafter: (judged, accepted) for drafter, (judged, accepted, *_) in sums.items() if judged}
+        return {drafter: (scored, accepted) for drafter, (scored, accepted, *_) in sums.items() if scored}
 
     def _add(self, drafter: str, request: int, counts: Sequence[int]) -> None:
         known = self._counts[drafter].get(request, _NOTHING)

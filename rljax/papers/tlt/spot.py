@@ -143,7 +143,7 @@ class SpotTraining:
     # -- what others ask -------------------------------------------------------------------------------------
 
     @property
-    def settled(self) -> bool:
+    def sessions_ended(self) -> bool:
         """Whether no session is in progress, or ends and has not said how far it went."""
         return not self._sessions
 
@@ -225,7 +225,7 @@ class SpotTraining:
         able = [name for name in self._idle if snapshot.idle[name] == self._rollout.version]
         lasting = [name for name in able if self._left(name) > 0]
         has_data = bool(self._waiting or self._batches)
-        if self.settled and lasting and has_data and len(able) >= self.rule.idle:
+        if self.sessions_ended and lasting and has_data and len(able) >= self.rule.idle:
             commands += self._lead(lasting[0], now)
         live = self._live
         if not live:

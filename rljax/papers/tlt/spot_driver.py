@@ -18,7 +18,7 @@ from rljax.papers.tlt.spot import SpotCounts, SpotRule, SpotTraining
 from rljax.speculation.no_drafts import NoDrafts
 from rljax.speculation.speculator import Speculator
 
-_SETTLE = 1.0  # seconds that a rollout waits for the head of a session that was halted, at most
+_MOST_WAIT = 1.0  # seconds that a rollout waits for the head of a session that was halted, at most
 _WAIT = 0.02  # seconds between two looks, meanwhile
 
 
@@ -68,7 +68,7 @@ class SpotDriver(SpotTraining):
         self._training, self._put = training, put
         self._saved: dict[int, Trained] = {}  # with heads that have not been taken over, by session
         self._head: Any = None  # reference to what the next session goes on from
-        self._counted, self._settle_seconds = SpotCounts(), 0.0
+        self._counted, self._waited_seconds = SpotCounts(), 0.0
 
     def on(self, event: IdleEvent, now: float) -> list[Command]:
         """Keeps the head that a session has saved, unless it is older than what is known: where joiners
@@ -94,9 +94,9 @@ class SpotDriver(SpotTraining):
         newest head. The policy's update has mostly taken longer.
         """
         start = time.perf_counter()
-        while not self.settled and time.perf_counter() - start < _SETTLE:
+        while not self.sessions_ended and time.perf_counter() - start < _MOST_WAIT:
             listen(_WAIT)
-        self._settle_seconds += time.perf_counter() - start
+        self._waited_seconds += time.perf_counter() - start
 
     def adopt(self) -> bool:
         """Takes over the head that workers have saved last: for checkpoints, and for all workers with their
@@ -115,7 +115,7 @@ class SpotDriver(SpotTraining):
             f"cluster/spot_{name}": value - getattr(before, name)
             for name, value in dataclasses.asdict(self._counted).items()
         }
-        seconds, self._settle_seconds = self._settle_seconds, 0.0
+        seconds, self._waited_seconds = self._waited_seconds, 0.0
         return metrics | {"cluster/spot_settle_seconds": seconds}
 
 

@@ -69,7 +69,7 @@ class Endpoint:
         self._client: Any = None
         self._lock = threading.Lock()
         self._cache = None if cache is None else Path(cache).expanduser()
-        self._known = _read_cache(self._cache)
+        self._scores = _read_cache(self._cache)
 
     def request(self, problem: Problem, response: str) -> tuple[str, Mapping[str, Any]]:
         """Returns address and content of the request about a response."""
@@ -93,7 +93,7 @@ class Endpoint:
         address, content = self.request(problem, response)
         asked = json.dumps([address, content], sort_keys=True).encode()
         key = hashlib.blake2b(asked, digest_size=16).hexdigest()
-        if key not in self._known:
+        if key not in self._scores:
             answer = self.ask("POST", address, content, seconds)
             try:
                 value = float(self.value(answer))
@@ -102,7 +102,7 @@ class Endpoint:
             if not math.isfinite(value):
                 raise CheckerError(f"returned {value}")
             self._keep(key, value)
-        return self._known[key]
+        return self._scores[key]
 
     def ask(self, method: str, address: str, content: Mapping[str, Any] | None, seconds: float) -> Any:
         """Returns the JSON of the server's answer; see `score` for what it raises."""
@@ -145,9 +145,9 @@ class Endpoint:
 
     def _keep(self, key: str, value: float) -> None:
         with self._lock:
-            if key in self._known:  # called twice in parallel: the first score counts
+            if key in self._scores:  # called twice in parallel: the first score counts
                 return
-            self._known[key] = value
+            self._scores[key] = value
             if self._cache is not None:
                 self._cache.parent.mkdir(parents=True, exist_ok=True)
                 with self._cache.open("a", encoding="utf-8") as file:
