@@ -93,6 +93,7 @@ class Accumulation:
         """Compiles every program that an `update` with such inputs needs, without running any: the sums of
         gradients take memory that a rollout may need, which decodes meanwhile.
         """
+        step = jax.jit(step, inline=True)  # traced once for all programs
         args = (state.params, *inputs)
         copies, sums = jax.tree.map(self._shape, self._begin_program(args, step, kind).out_info)
         self._gradient_program((*args, *copies, *sums), step, kind)
@@ -113,6 +114,7 @@ class Accumulation:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch")
+        step = jax.jit(step, inline=True)  # traced once for all programs
         begin = self._begin_program((state.params, *micro_batches[0]), step, kind)
         copies, sums = begin(state.params)
         sizes = {inputs[0].shapes: (state.params, *inputs, *copies, *sums) for inputs in micro_batches}
