@@ -5,7 +5,7 @@ layer by layer, and so is every kernel in them. Here a layer is a function of th
 times. In contrast to a loop over stacked weights (`jax.lax.scan`), weights and KV cache stay separate
 arrays: nothing is stacked for the loop or sliced in it, and checkpoints, shardings and donation do not
 change. XLA inlines the calls before anything else, and the compiled program is that of layers written out;
-or the calls are marked, and stay. `docs/planning.md` has the measurements.
+or the calls are marked, and stay. `docs/planning.md` says when.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 policy.
 
 At best it takes as long as reading the matrix once and writing a half or a fourth of it. See
-docs/kernels/round_to_nearest.md.
+docs/kernels/quantized_product.md.
 """
 
 from jax import Array

@@ -11,7 +11,7 @@ and verifying is expensive; as responses end, it gets cheap.
 
 The paper's drafter is the quantized policy. Others are gated alike: the time of drafting is then what
 `PassTimes` measured, and nothing for drafters on the host. Measured with the quantized drafter on two cores
-(docs/managers.md): 1.03 times plain decoding in the second epoch, where the default manager reaches 1.01.
+(docs/benchmarks.md): 1.03 times plain decoding in the second epoch, where the default manager reaches 1.01.
 """
 
 import dataclasses

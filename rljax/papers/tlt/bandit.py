@@ -9,7 +9,7 @@ Where it differs from the paper, or that says nothing (docs/paper-managers.md ha
 the tokens per second of one response, multiplied by the present batch; every arm is tried until it has three
 rewards; the plain step is an arm; an unavailable drafter, such as a head before it is trained, is not.
 
-Measured with three drafters on two cores (docs/managers.md): 1.52 times plain decoding in the second epoch,
+Measured with three drafters on two cores (docs/benchmarks.md): 1.52 times plain decoding in the second epoch,
 where the default manager reaches 2.09, since it tries every strategy of every batch bucket three times before
 any median counts.
 """
