@@ -101,18 +101,20 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(stand_in, files, tmp_path):
     assert hub.local_directory("runs/quickstat@main").name == commit
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "evaluate", "export", "train", "plan"])
-def test_commands_say_which_path_is_near(stand_in, command, capsys, tmp_path):
+def test_commands_say_which_path_is_near(stand_in, capsys, tmp_path):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    arguments = {
-        "generate": ["runs/mien", "hello"],
-        "export": ["runs/mien", "out"],
-        "train": ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/mien"],
-    }
-    arguments["plan"] = [*arguments["train"], "--topology", "v5e:2x4"]
-    assert main([command, *arguments.get(command, ["runs/mien"])]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: runs/mien: does not exist; the nearest path is runs/mine (")
+    train = ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/mien"]
+    for command in (
+        ["generate", "runs/mien", "hello"],
+        ["serve", "runs/mien"],
+        ["evaluate", "runs/mien"],
+        ["export", "runs/mien", "out"],
+        ["train", *train],
+        ["plan", *train, "--topology", "v5e:2x4"],
+    ):
+        assert main(command) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith("error: runs/mien: does not exist; the nearest path is runs/mine (")
     assert stand_in.asked == []
 
 

@@ -6,23 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from rljax.run_directory import RunDirectory
-from rljax.tracking import Trackers
-from tests.test_run_directory import make_config
+from tests.tracking.test_trackers import session as of_any_service
 
 # Importing it takes a second.
 pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="the mlflow extra is not installed")
 
 
 def session(path, store, *lines):
-    """A process that works on the run; returns what was said to the user."""
-    said = []
-    config = make_config(tracking={"mlflow": store, "project": "chains", "name": "first try"})
-    with Trackers(config, RunDirectory(path), said.append) as trackers:
-        trackers.begin()
-        for line in lines:
-            trackers.write(line)
-    return said
+    return of_any_service(path, {"mlflow": store}, *lines)
 
 
 def test_sessions_of_a_run_directory_are_one_run_without_doubled_steps(tmp_path):

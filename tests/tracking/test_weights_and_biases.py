@@ -8,9 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from rljax.run_directory import RunDirectory
-from rljax.tracking import Trackers
-from tests.test_run_directory import make_config
+from tests.tracking.test_trackers import session as of_any_service
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="the wandb extra is not installed")
 
@@ -25,14 +23,7 @@ def _apart(tmp_path, monkeypatch):
 
 
 def session(path, *lines, mode="offline"):
-    """A process that works on the run; what was said to the user."""
-    said = []
-    config = make_config(tracking={"mode": mode, "project": "chains", "name": "first try"})
-    with Trackers(config, RunDirectory(path), said.append) as trackers:
-        trackers.begin()
-        for line in lines:
-            trackers.write(line)
-    return said
+    return of_any_service(path, {"mode": mode}, *lines)
 
 
 def records(file):
