@@ -1,6 +1,7 @@
 """scripts/train_drafter.py: a whole warm-up of a tiny policy, also after an interruption."""
 
 import contextlib
+import functools
 import io
 import json
 import re
@@ -14,6 +15,7 @@ from drafters.eagle.objective import HeadTraining, head_training
 from drafters.eagle.spot_trainer import HeadTrainer
 from rljax.config import load_config
 from rljax.models.config import ModelConfig
+from rljax.training import drafter_warm_up
 from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
@@ -37,7 +39,9 @@ def world(tmp_path_factory):
 
 
 def warm_up(config, output, *more):
-    return train_drafter.main(["--config", str(config), "--output", str(output), *ARGUMENTS, *more])
+    with pytest.MonkeyPatch.context() as patch:  # acceptance by two positions: a small program
+        patch.setattr(drafter_warm_up, "WarmUp", functools.partial(drafter_warm_up.WarmUp, depth=2))
+        return train_drafter.main(["--config", str(config), "--output", str(output), *ARGUMENTS, *more])
 
 
 def test_the_head_is_where_engines_read_it_and_its_acceptance_is_told(world, capsys):
