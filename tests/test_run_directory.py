@@ -116,12 +116,10 @@ def test_a_half_written_line_disappears(run, half):
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"x": 1}', '{"step": "1"}', "3"])
 def test_a_corrupt_line_is_named(run, line):
-    run.metrics_path.write_text('{"step": 0}\n' + line + '\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a metrics line"):
-        run.read_metrics()
-    run.metrics_path.rename(run.decisions_path)
-    with pytest.raises(UserError, match=r"decisions.jsonl:2: not a decisions line"):
-        run.read_decisions()
+    for path, read in ((run.metrics_path, run.read_metrics), (run.decisions_path, run.read_decisions)):
+        path.write_text('{"step": 0, "decisions": []}\n' + line + '\n{"step": 2}\n')
+        with pytest.raises(UserError, match=f"{path.name}:2: not a {path.stem} line"):
+            read()
 
 
 def test_writing_is_atomic(run, monkeypatch):
