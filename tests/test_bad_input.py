@@ -33,16 +33,21 @@ POLICY = ModelConfig("qwen3", 384, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_
 OVERRIDES = ("warm_start=null", "training.steps=9", "speculation.args={}")
 
 
+def write_policy(directory):
+    """Writes a Hugging Face directory of random weights."""
+    write_tokenizer(directory.with_name("tokenizer"))
+    rng = np.random.default_rng(0)
+    fill = lambda shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    params = jax.tree.map(fill, param_shapes(POLICY), is_leaf=lambda node: isinstance(node, tuple))
+    save_model(directory, POLICY, params, "float32", tokenizer_source=directory.with_name("tokenizer"))
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A Hugging Face directory, and a run with checkpoints of its first two steps."""
     directory = tmp_path_factory.mktemp("world")
     config = load_config(write_config(directory), [*OVERRIDES, "speculation.drafter=srt"])
-    write_tokenizer(directory / "tokenizer")
-    rng = np.random.default_rng(0)
-    fill = lambda shape: rng.standard_normal(shape, np.float32)  # noqa: E731
-    params = jax.tree.map(fill, param_shapes(POLICY), is_leaf=lambda node: isinstance(node, tuple))
-    save_model(directory / "policy", POLICY, params, "float32", tokenizer_source=directory / "tokenizer")
+    write_policy(directory / "policy")
     files = RunDirectory(config.run_dir)
     files.write_config(config)
     checkpoints = session.open_checkpoints(files, config.checkpoint)

@@ -24,7 +24,7 @@ from rljax.models.peft import CONFIG as ADAPTER
 from rljax.run_directory import RunDirectory, check_holds_policy
 from rljax.tasks.rows import read_hub
 from tests.hub_stand_in import running
-from tests.models.checkpoints import make_checkpoint
+from tests.test_bad_input import write_policy
 
 CONFIGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 NEVER = ("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "onnx/config.json", "consolidated.safetensors")
@@ -53,7 +53,7 @@ def new_process():
 def policy(tmp_path_factory):
     """A directory of a policy."""
     directory = tmp_path_factory.mktemp("policy") / "tiny"
-    make_checkpoint(directory, "qwen2")
+    write_policy(directory)
     return directory
 
 
