@@ -85,11 +85,6 @@ def test_at_the_end_of_a_run_nothing_can_fail(one, one_page, monkeypatch):
     assert said == ["no report: division by zero"]
 
 
-def test_names_and_responses_are_text(one_page):
-    assert HOSTILE in Elements(one_page).text
-    assert f"<title>{html.escape(NAME)}</title>" in one_page
-
-
 def test_figures_take_their_colours_from_the_page(one_page):
     figures = "".join(re.findall(r"<svg role.*?</svg>", one_page, re.DOTALL))
     for color in COLORS[:3]:
@@ -117,8 +112,9 @@ def test_unusual_values_are_shown_and_tick_labels_are_whole(tmp_path):
     assert not re.search(r'(?: d| x|points)="[^"]*\d\.\d{3}', figure)
 
 
-def test_samples_sessions_and_config_are_there(one_page):
+def test_samples_sessions_and_config_are_there_as_text(one_page):
     text = Elements(one_page).text
+    assert HOSTILE in text and f"<title>{html.escape(NAME)}</title>" in one_page
     assert "<|im_start|>user\n47a5b8c9=<|im_end|>" in text
     assert "<mark>" in one_page and re.search(r"<mark>[^<]{6}</mark>", one_page)
     assert "hidden_size: 192" in text and "0123456789ab" in text and "cpu: A processor" in text
