@@ -192,17 +192,12 @@ def poison(state, value=1e4):
     blocks = cache.keys[0].shape[2]
     in_keys = jnp.asarray(visible.reshape(state.batch, 1, blocks, 1, -1))
     in_values = jnp.asarray(visible[:, None, :, None])
-    return state.replace(
-        cache=cache.replace(
-            keys=[
-                jnp.where(jnp.broadcast_to(in_keys, k.shape), k, jnp.full_like(k, value)) for k in cache.keys
-            ],
-            values=[
-                jnp.where(jnp.broadcast_to(in_values, v.shape), v, jnp.full_like(v, value))
-                for v in cache.values
-            ],
-        )
-    )
+
+    def filled(entries, seen):
+        return [jnp.where(jnp.broadcast_to(seen, x.shape), x, jnp.full_like(x, value)) for x in entries]
+
+    cache = cache.replace(keys=filled(cache.keys, in_keys), values=filled(cache.values, in_values))
+    return state.replace(cache=cache)
 
 
 def tangled(truth, seed=0, right=0.95):

@@ -3,6 +3,7 @@
 Every case goes through scripts/train.py as a user's command does, before anything is compiled.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -28,8 +29,17 @@ from tests.scripts import load_script
 from tests.training.tiny_run import write_config
 
 ROOT = Path(__file__).parents[1]
-POLICY = ModelConfig("qwen3", 384, 32, 1, 2, 1, 16, 32, tie_embeddings=True, qk_norm=True, max_positions=256)
+POLICY = ModelConfig("qwen3", 384, 64, 1, 2, 1, 64, 64, tie_embeddings=True, qk_norm=True, max_positions=256)
 OVERRIDES = ("warm_start=null", "training.steps=9", "speculation.args={}")
+
+
+def write_policy(directory):
+    """Writes a Hugging Face directory of random weights."""
+    write_tokenizer(directory.with_name("tokenizer"))
+    rng = np.random.default_rng(0)
+    fill = lambda shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    params = jax.tree.map(fill, param_shapes(POLICY), is_leaf=lambda node: isinstance(node, tuple))
+    save_model(directory, POLICY, params, "float32", tokenizer_source=directory.with_name("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +47,7 @@ def world(tmp_path_factory):
     """A Hugging Face directory, and a run with checkpoints of its first two steps."""
     directory = tmp_path_factory.mktemp("world")
     config = load_config(write_config(directory), [*OVERRIDES, "speculation.drafter=srt"])
-    write_tokenizer(directory / "tokenizer")
-    rng = np.random.default_rng(0)
-    fill = lambda shape: rng.standard_normal(shape, np.float32)  # noqa: E731
-    params = jax.tree.map(fill, param_shapes(POLICY), is_leaf=lambda node: isinstance(node, tuple))
-    save_model(directory / "policy", POLICY, params, "float32", tokenizer_source=directory / "tokenizer")
+    write_policy(directory / "policy")
     files = RunDirectory(config.run_dir)
     files.write_config(config)
     checkpoints = session.open_checkpoints(files, config.checkpoint)
@@ -62,84 +68,70 @@ def contents(directory):
     return {str(file.relative_to(directory)): file.read_bytes() for file in files}
 
 
-def refusal(directory, monkeypatch, capsys, arguments) -> str:
-    """What training with a config in `directory` says; no file that was there may be gone or another one."""
+@pytest.fixture
+def refusal(tmp_path, monkeypatch, capsys):
+    """What training with the tiny config says; no file that was there may be gone or another one."""
+    monkeypatch.setattr(loop, "compile_programs", lambda _: pytest.fail("compiled"))
+    config = write_config(tmp_path)
 
-    def never(*_):
-        raise AssertionError("compiled")
+    def refusal(*arguments) -> str:
+        before = contents(tmp_path)
+        overrides = [each.replace("POLICY", str(tmp_path / "policy")) for each in (*OVERRIDES, *arguments)]
+        status = load_script("train").main(["--config", str(config), *overrides])
+        errors = capsys.readouterr().err
+        assert status == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
+        after = contents(tmp_path)
+        assert {name: after.get(name) for name in before} == before
+        assert not any("checkpoints" in name or "metrics" in name for name in after.keys() - before.keys())
+        return errors.removeprefix("error: ").rstrip("\n")
 
-    monkeypatch.setattr(loop, "compile_programs", never)
-    before = contents(directory)
-    config = directory / "config.yaml"
-    overrides = [each.replace("POLICY", str(directory / "policy")) for each in (*OVERRIDES, *arguments)]
-    status = load_script("train").main(["--config", str(config), *overrides])
-    errors = capsys.readouterr().err
-    assert status == 2 and errors.startswith("error: ") and errors.count("\n") == 1, errors
-    after = contents(directory)
-    assert {name: after.get(name) for name in before} == before
-    assert not any("checkpoints" in name or "metrics" in name for name in after.keys() - before.keys())
-    return errors.removeprefix("error: ").rstrip("\n")
+    return refusal
 
 
-# -- the config --------------------------------------------------------------------------------------------
+@pytest.fixture
+def policy(world, tmp_path):
+    """A copy of the Hugging Face directory, POLICY in a command."""
+    return shutil.copytree(world / "policy", tmp_path / "policy")
+
+
+# -- the config, problems and rewards ---------------------------------------------------------------------
 
 
 KEYS = """
 mesh.data=4096 -> mesh: data 4096 * fsdp 1 * tensor 1 = 4096 devices, but there
 task.name=chain_arithmatic -> did you mean 'chain_arithmetic'?
-task.args={max_term: 3} -> max_term
 run_dir=config.yaml -> run_dir: cannot create
 run_dir=/proc/self -> cannot be written
-speculation.drafter=str -> speculation.drafter: unknown drafter 'str'; did you mean 'srt'?
 speculation.drafter=eagle & speculation.args={path: nowhere} -> nowhere
 speculation.drafter=small_model & speculation.args={path: nowhere} -> nowhere
 speculation.drafter=small_model & speculation.args={path: POLICY} -> vocab
 rollout.max_prompt_length=8 & rollout.long_prompts=stop
     -> rollout.max_prompt_length: 8, but the prompt of problem train/0
+task={name: dataset, args: {path: cut.jsonl}, rewards: [{name: exact}]} -> cut.jsonl:21: is not valid JSON:
+task={name: dataset, args: {path: rows.jsonl}, rewards: [{name: numerc}]}
+    -> task.rewards.0.name: unknown reward 'numerc'; did you mean
 """
-
-
-def test_no_config_file(tmp_path, monkeypatch, capsys):
-    assert "config.yaml: no such config file" in refusal(tmp_path, monkeypatch, capsys, ())
-    (tmp_path / "config.yaml").write_bytes(b"- a\n- b\n")
-    assert "config.yaml: a config is a mapping of keys to" in refusal(tmp_path, monkeypatch, capsys, ())
+ROWS = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(20))
 
 
 @pytest.mark.parametrize(("arguments", "says"), table(KEYS))
-def test_a_key(world, tmp_path, monkeypatch, capsys, arguments, says):
-    shutil.copytree(world / "policy", tmp_path / "policy")
-    write_config(tmp_path)
+def test_a_key(policy, refusal, tmp_path, monkeypatch, arguments, says):
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    (tmp_path / "cut.jsonl").write_text(ROWS + '{"prompt": \n')
     monkeypatch.chdir(tmp_path)
-    assert says in refusal(tmp_path, monkeypatch, capsys, arguments.split(" & "))
-
-
-# -- problems and rewards ----------------------------------------------------------------------------------
-
-ROWS = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(20))
-DATASET = "task={name: dataset, args: {path: ROWS}, rewards: [REWARD]}"
-DATA = {
-    "not JSON": (ROWS + '{"prompt": \n', "{name: exact}", "rows.jsonl:21: is not valid JSON: "),
-    "another reward": (ROWS, "{name: numerc}", "task.rewards.0.name: unknown reward 'numerc'; did you mean "),
-}
-
-
-@pytest.mark.parametrize("case", DATA)
-def test_data(tmp_path, monkeypatch, capsys, case):
-    rows, reward, says = DATA[case]
-    write_config(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(rows)
-    task = DATASET.replace("ROWS", str(tmp_path / "rows.jsonl")).replace("REWARD", reward)
-    assert says in refusal(tmp_path, monkeypatch, capsys, (task,))
+    assert says in refusal(*arguments.split(" & "))
 
 
 # -- the policy and its tokenizer --------------------------------------------------------------------------
 
 
-def edit_json(name, **changes):
-    def edit(policy):
-        content = json.loads((policy / name).read_text()) | changes
-        content = {key: value for key, value in content.items() if value is not None}
-        (policy / name).write_text(json.dumps(content))
+def edit_json(name, *inside, **changes):
+    """Changes keys of a JSON file, or of what is inside it under these keys."""
+
+    def edit(directory):
+        content = json.loads((directory / name).read_text())
+        functools.reduce(dict.get, inside, content).update(changes)
+        (directory / name).write_text(json.dumps(content))
 
     return edit
 
@@ -163,12 +155,6 @@ def gone(name):
     return lambda of: (of / name).unlink()
 
 
-def larger_vocabulary(policy):
-    content = json.loads((policy / "tokenizer.json").read_text())
-    content["model"]["vocab"]["far"] = 999
-    (policy / "tokenizer.json").write_text(json.dumps(content))
-
-
 NORM = "model.norm.weight"
 WEIGHTS, TOKENIZER, CHAT = "model.safetensors", "tokenizer.json", "tokenizer_config.json"
 POLICIES = {
@@ -178,70 +164,56 @@ POLICIES = {
     "another architecture": (edit_json("config.json", model_type="gpt2"), "gpt2"),
     "no weights": (gone(WEIGHTS), WEIGHTS),
     "cut weights": (cut(WEIGHTS), WEIGHTS),
-    "a missing tensor": (with_norm(None), f"missing tensor {NORM} [32]"),
-    "a misshapen tensor": (with_norm(np.zeros(31, np.float32)), f"{NORM} has shape [31], but config.json"),
+    "a missing tensor": (with_norm(None), f"missing tensor {NORM} [64]"),
+    "a misshapen tensor": (with_norm(np.zeros(63, np.float32)), f"{NORM} has shape [63], but config.json"),
     "another vocabulary": (edit_json("config.json", vocab_size=448), "embed_tokens"),
     "short positions": (edit_json("config.json", max_position_embeddings=64), "made for sequences of 64 tok"),
     "cut tokenizer": (cut(TOKENIZER), "tokenizer.json cannot be read"),
     "a broken template": (edit_json(CHAT, chat_template="{% for %}"), "template, line 1: not valid jinja"),
-    "a tokenizer larger than the embedding": (larger_vocabulary, "has id 999, but the policy's vocab_size"),
+    "a tokenizer larger than the embedding": (
+        edit_json(TOKENIZER, "model", "vocab", far=999),
+        "has id 999, but the policy's vocab_size",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", POLICIES)
-def test_a_policy(world, tmp_path, monkeypatch, capsys, case):
+def test_a_policy(policy, refusal, case):
     damage, says = POLICIES[case]
-    shutil.copytree(world / "policy", tmp_path / "policy")
-    write_config(tmp_path)
-    damage(tmp_path / "policy")
-    assert says in refusal(tmp_path, monkeypatch, capsys, ["policy={path: POLICY}"])
+    damage(policy)
+    assert says in refusal("policy={path: POLICY}")
 
 
-def test_a_policy_that_was_mistyped_does_not_bind_the_run(world, tmp_path, monkeypatch, capsys):
-    shutil.copytree(world / "policy", tmp_path / "policy")
-    write_config(tmp_path)
-    assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
+def test_a_policy_that_was_mistyped_does_not_bind_the_run(policy, refusal, tmp_path, monkeypatch):
+    mistyped = f"policy={{path: {tmp_path}/polizy}}"
+    assert "polizy" in refusal(mistyped)
     assert not (tmp_path / "run" / "config.yaml").exists()
-    shutil.copytree(tmp_path / "policy", tmp_path / "polizy")
+    shutil.copytree(policy, tmp_path / "polizy")
     (tmp_path / "polizy" / WEIGHTS).unlink()
-    assert "polizy" in refusal(tmp_path, monkeypatch, capsys, (f"policy={{path: {tmp_path}/polizy}}",))
+    assert "polizy" in refusal(mistyped)
     assert (tmp_path / "run" / "config.yaml").exists()
     monkeypatch.setattr(loop, "compile_programs", lambda _: None)
     monkeypatch.setattr(session, "train", lambda *_: None)
-    overrides = [*OVERRIDES, f"policy={{path: {tmp_path}/policy}}"]
+    overrides = [*OVERRIDES, f"policy={{path: {policy}}}"]
     assert load_script("train").main(["--config", str(tmp_path / "config.yaml"), *overrides]) == 0
 
 
 # -- a run that is resumed ---------------------------------------------------------------------------------
 
 
-def array_file(run):
+def flip_a_bit(run):
     files = [file for file in (run / "checkpoints" / "2" / "arrays").rglob("*") if file.is_file()]
-    return max(files, key=lambda file: file.stat().st_size)
-
-
-def flip(path):
+    path = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
-
-
-def edit_seal(**changes):
-    def edit(run):
-        seal = run / "checkpoints" / "2" / "checkpoint.json"
-        seal.write_text(json.dumps(json.loads(seal.read_text()) | changes))
-
-    return edit
 
 
 def garbage_line(name):
     return lambda run: (run / name).write_bytes(b"garbage\n" + (run / name).read_bytes())
 
 
-def nothing(run):
-    pass
-
-
+SEAL = "checkpoints/2/checkpoint.json"
 NO_METRICS = "metrics.jsonl:1: not a metrics line"
 SEVERAL = (
     "has 1.0 (and optimizer.learning_rate: 0.001 -> 1e-05); choose another run_dir, set it back to resume"
@@ -250,13 +222,13 @@ SEVERAL = (
 OF_ANOTHER = "in this run; give the run the policy and optimizer it was saved with, or another run_dir"
 UNREADABLE = "holds a run with an unreadable config (nonsense: unknown key"
 RUNS = {  # what is done to the run, what is said, and arguments of the resuming command
-    "several keys": (nothing, SEVERAL, "rollout.temperature=0.5", "optimizer.learning_rate=1e-5"),
-    "another, allowed": (nothing, OF_ANOTHER, "policy.shape.hidden_size=32", "--allow-changes"),
+    "several keys": (lambda _: None, SEVERAL, "rollout.temperature=0.5", "optimizer.learning_rate=1e-5"),
+    "another, allowed": (lambda _: None, OF_ANOTHER, "policy.shape.tie_embeddings=false", "--allow-changes"),
     "an unreadable config": (lambda run: (run / "config.yaml").write_text("nonsense: 1\n"), UNREADABLE),
-    "a flipped bit": (lambda run: flip(array_file(run)), "differs from what was saved (CRC-32)"),
+    "a flipped bit": (flip_a_bit, "differs from what was saved (CRC-32)"),
     "a missing host file": (gone("checkpoints/2/host_arrays.npz"), "cannot be read (No such file or direct"),
-    "a cut seal": (cut("checkpoints/2/checkpoint.json"), "checkpoint.json: damaged; delete "),
-    "no data position": (edit_seal(host_state={}), "data_position"),
+    "a cut seal": (cut(SEAL), "checkpoint.json: damaged; delete "),
+    "no data position": (edit_json(SEAL, host_state={}), "data_position"),
     "garbage metrics": (garbage_line("metrics.jsonl"), NO_METRICS),
     "garbage sessions": (garbage_line("sessions.jsonl"), "sessions.jsonl:1: not a line of JSON"),
     "a cut tokenizer": (cut("tokenizer/tokenizer.json"), "tokenizer.json cannot be read"),
@@ -265,22 +237,21 @@ RUNS = {  # what is done to the run, what is said, and arguments of the resuming
 
 @pytest.fixture
 def run(world, tmp_path):
-    """A copy of the run, with a config that resumes it."""
+    """A copy of the run."""
     shutil.copytree(world / "run", tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(world), str(tmp_path)))
-    write_config(tmp_path)
     return tmp_path / "run"
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_a_run(run, tmp_path, monkeypatch, capsys, case):
+def test_a_run(run, refusal, case):
     damage, says, *arguments = RUNS[case]
     damage(run)
-    assert says in refusal(tmp_path, monkeypatch, capsys, ["speculation.drafter=srt", *arguments])
+    assert says in refusal("speculation.drafter=srt", *arguments)
 
 
-def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys):
+def test_a_run_that_another_process_works_on(run, refusal):
     code = (
         "import sys; from rljax.run_directory import RunDirectory\n"
         "with RunDirectory(sys.argv[1]).locked(): print('locked', flush=True); sys.stdin.read()"
@@ -289,16 +260,16 @@ def test_a_run_that_another_process_works_on(run, tmp_path, monkeypatch, capsys)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, **pipes) as other:
         assert other.stdout.readline() == b"locked\n"
-        says = refusal(tmp_path, monkeypatch, capsys, ("speculation.drafter=srt",))
+        says = refusal("speculation.drafter=srt")
         assert says.startswith(f"run_dir: another process works on the run in {run}; let it end")
 
 
 def test_the_run_is_good_until_it_is_damaged(run, tmp_path, monkeypatch):
     """What the cases above begin with does resume, with a drafter or without."""
-    reached = []
+    config, reached = write_config(tmp_path), []
     monkeypatch.setattr(loop, "compile_programs", lambda run: reached.append(run.state.step))
     monkeypatch.setattr(loop, "advance", lambda run: setattr(run.state, "step", 9))
     for drafter in ("srt", "null"):
         arguments = [*OVERRIDES, f"speculation.drafter={drafter}"]
-        assert load_script("train").main(["--config", str(tmp_path / "config.yaml"), *arguments]) == 0
+        assert load_script("train").main(["--config", str(config), *arguments]) == 0
     assert reached == [2, 2]

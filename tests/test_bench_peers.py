@@ -1,6 +1,5 @@
 """The comparison with other libraries, without them: a stand-in plays the peer."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -9,17 +8,7 @@ import pytest
 from rljax.config import load_config
 from rljax.errors import UserError
 from tests.scripts import load_script
-
-SETTINGS = (
-    "policy.shape={hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, mlp_size: 32,"
-    " tie_embeddings: true, qk_norm: true, max_positions: 128}",
-    "warm_start={steps: 1, tokens_per_step: 256}",
-    "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_prompt_length=64",
-    "rollout.max_response_length=16", "engine.max_slots=4", "engine.batch_buckets=[4]",
-    "engine.cache_buckets=[128]", "training.pack_length=128", "training.steps=3",
-    f"engine.compilation_cache={os.environ['JAX_COMPILATION_CACHE_DIR']}",
-    "tracking.report=false",
-)  # fmt: skip
+from tests.training.tiny_run import write_config
 
 PEER = """
 import json, sys
@@ -39,14 +28,13 @@ def script():
 
 @pytest.mark.long
 def test_steps_here_are_set_against_the_peers(script, tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
     (tmp_path / "trl_grpo.py").write_text(PEER)
     monkeypatch.setattr(script, "_PEER", tmp_path / "trl_grpo.py")
-    settings = [*script._OVERRIDES, *SETTINGS, f"run_dir={tmp_path / 'run'}"]
-    settings.append(f"warm_start.cache_dir={tmp_path / 'cache'}")
-    config = load_config("configs/quickstart.yaml", settings)
-    python = Path(sys.executable)
-    time, tokens, *whole = script.rows_of(config, settings, python, "configs/quickstart.yaml", micro_batch=2)
+    settings = [*script._OVERRIDES, "training.steps=3"]
+    settings += ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"]
+    file, python = write_config(tmp_path), Path(sys.executable)
+    config = load_config(file, settings)
+    time, tokens, *whole = script.rows_of(config, settings, python, file, micro_batch=2)
     names = [row.name for row in whole]
     assert names == ["step without skipping/trl/time", "step without skipping/trl/tokens"]
     assert (time.name, time.baseline_value) == ("step/trl/time", 10.0)

@@ -1,5 +1,7 @@
 """scripts/bench_rollout.py: its sections on a tiny policy."""
 
+from pathlib import Path
+
 import pytest
 
 from rljax.config import load_config
@@ -44,29 +46,18 @@ def test_variants_with_a_device_of_their_own_are_refused_without_one(config):
         variants.check_variants(config, ["plain", variants.BESIDE[0]])
 
 
-_TRAIN = """
-import json, sys
-from pathlib import Path
-from rljax.config import load_config
+def test_rows_of_the_first_step(config, monkeypatch):
+    """Two runs share a compilation cache of their own, with and without the drafter."""
 
-assert sys.argv[1] == "--config"
-config = load_config(sys.argv[2], sys.argv[3:])
-assert config.training.steps == 1
-stored = Path(config.engine.compilation_cache)
-begins = (4.0 if config.speculation.drafter is None else 6.5) / (2 if stored.exists() else 1)
-stored.mkdir(exist_ok=True)
-run_dir = Path(config.run_dir)
-run_dir.mkdir()
-metrics = [{"time/elapsed": 1.0}, {"time/elapsed": begins + 0.5, "time/step": 0.5}]
-(run_dir / "metrics.jsonl").write_text("\\n".join(map(json.dumps, metrics)) + "\\n")
-"""
+    def train(file, run_dir, *keys):
+        config = load_config(file, keys)
+        assert config.training.steps == 1
+        stored = Path(config.engine.compilation_cache)
+        begins = (4.0 if config.speculation.drafter is None else 6.5) / (2 if stored.exists() else 1)
+        stored.mkdir(exist_ok=True)
+        return [{"time/elapsed": 1.0}, {"time/elapsed": begins + 0.5, "time/step": 0.5}], 0
 
-
-def test_rows_of_the_first_step(config, tmp_path, monkeypatch):
-    """Two fresh processes share a compilation cache of their own, with and without the drafter."""
-    train = tmp_path / "train.py"
-    train.write_text(_TRAIN)
-    monkeypatch.setattr(load_script("processes"), "TRAIN", train)
+    monkeypatch.setattr(rollout, "train", train)
     (row,) = rollout.first_step_rows(config, repeats=2)
     assert (row.name, row.value, row.baseline_value) == ("first step/begins/srt", 6.5, 4.0)
     assert (row.details["later"], row.details["first_step_seconds"]) == (2.5, 0.5)

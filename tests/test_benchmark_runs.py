@@ -1,7 +1,9 @@
 """Runs of a benchmark: which sections are measured, what is printed, where results go."""
 
+import contextlib
 import json
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,8 @@ def _row(name: str, **details) -> Row:
     return Row(name, 3.0, "GB/s", "theirs", 2.0, 1.5, details)
 
 
-def _refuse() -> list[Row]:
-    raise UserError("no such thing")
-
-
-def _interrupt() -> list[Row]:
-    raise KeyboardInterrupt
+def _raise(error: BaseException) -> list[Row]:
+    raise error
 
 
 BENCHMARK = Benchmark(
@@ -31,22 +29,11 @@ BENCHMARK = Benchmark(
         Measurement("sum", "1M", lambda: [_row("sum/1M", rounds=4)]),
         Measurement("mean", "1M", lambda: [_row("mean/1M")]),
         Measurement("sum", "2M", lambda: [_row("sum/2M"), _row("sum/2M/again")], disturbed=False),
-        Measurement("refused", "1M", _refuse),
-        Measurement("stopped", "1M", _interrupt),
+        Measurement("refused", "1M", _raise, (UserError("no such thing"),)),
+        Measurement("stopped", "1M", _raise, (KeyboardInterrupt(),)),
     ],
     packages=("numpy",),
 )
-
-
-class _BusyMachine:
-    """Half of the machine is other processes'."""
-
-    def __enter__(self) -> "_BusyMachine":
-        self.share = 0.5
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +110,8 @@ def test_what_cannot_run_is_refused_before_anything_is_measured(capsys):
 
 
 def test_a_busy_machine_is_a_warning_where_it_matters(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark_runs, "Interference", _BusyMachine)
+    half_is_of_others = contextlib.nullcontext(types.SimpleNamespace(share=0.5))
+    monkeypatch.setattr(benchmark_runs, "Interference", lambda: half_is_of_others)
     benchmark = Benchmark("sums", "Sums.", BENCHMARK.plan[:3], disturbance="sums suffer most")
     assert run("--only", "sum", "--output", tmp_path / "results.json", benchmark=benchmark) == 0
     warning = "other processes took 50% of the cores; sums suffer most: repeat on a quiet machine"

@@ -50,12 +50,13 @@ train --config quickstart 'speculation={drafter: srt, others: {quantized: {bit: 
 train --config quickstart speculation.args.rollouts=3 -> speculation.args.rollouts:
 plan --config quickstart --topology v5e:2x4 polcy.path=x -> polcy.path
 plan --config quickstart --topology v5e:2x4 speculation.drafter=srrt -> speculation.drafter:
-evaluate nowhere task.name=chain_arithmetic -> nowhere does not exist
+evaluate runs/mien task.name=chain_arithmetic -> runs/mien: does not exist; the nearest path is runs/mine (
 generate nowhere 1+1 -> nowhere does not exist
+generate runs/mien 1+1 -> runs/mien: does not exist; the nearest path is runs/mine (
 generate nowhere 1+1 --max-tokens 0 -> --max-tokens: 0
 generate nowhere 1+1 --drafter srrt -> --drafter: unknown drafter 'srrt'; did you mean
-serve nowhere --port 0 -> nowhere does not exist
-export nowhere exported -> nowhere does not exist
+serve runs/mien --port 0 -> runs/mien: does not exist; the nearest path is runs/mine (
+export runs/mien exported -> runs/mien: does not exist; the nearest path is runs/mine (
 """
 
 
@@ -67,6 +68,7 @@ def test_what_is_misspelt_is_refused_before_anything_heavy_is_imported(tmp_path)
         "    print(main(arguments), flush=True)\n"
         "print(sorted(set(json.loads(sys.argv[2])) & set(sys.modules)))"
     )
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
     refused = table(REFUSED)
     arguments = [json.dumps([shlex.split(words) for words, _ in refused]), json.dumps(HEAVY)]
     command, environment = [sys.executable, "-c", code, *arguments], os.environ | {"PYTHONPATH": str(ROOT)}

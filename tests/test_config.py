@@ -10,13 +10,7 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter
 
-from rljax.config import (
-    AlgorithmConfig,
-    ExperimentConfig,
-    describe_keys,
-    load_config,
-    to_yaml,
-)
+from rljax.config import AlgorithmConfig, ExperimentConfig, describe_keys, load_config, to_yaml
 from rljax.config.keys import KEYS
 from rljax.config.learning import CHUNK
 from rljax.errors import ConfigError

@@ -4,16 +4,15 @@ import inspect
 
 import pytest
 
-from rljax.config import check_over_processes, load_config
+from rljax.config import load_config
 from rljax.config.contradictions import CONTRADICTIONS, OVER_PROCESSES, WITH_WORKERS
 from rljax.config.keys import KEYS, SUCCESSORS
 from rljax.errors import ConfigError
 from tests.configs import table
 
 RULES = (*CONTRADICTIONS, *WITH_WORKERS, *OVER_PROCESSES)
-TOOLS = "tools={names: [calculator]}"
 SHORT = {
-    "TOOLS": TOOLS,
+    "TOOLS": "tools={names: [calculator]}",
     "CHAIN": "speculation.strategies=[{drafter: srt, depth: 3, top_k: 1, nodes: 3}]",
     "MIXTURE": "task.mixture=[{name: chain_arithmetic, schedule: [[0, 1.0], [9, 2.0]]}]",
 }
@@ -132,27 +131,13 @@ def test_a_broken_rule_is_one_line(config_file, overrides, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_what_is_just_possible_is_accepted(config_file):
+    for overrides in (
         "policy.shape.max_positions=1536 & training.pack_length=1536",
         "algorithm.overlong_buffer=1023",
         "training.minibatches_per_step=256",
         "engine.batch_buckets=[64] & engine.cache_buckets=[1536]",
         "policy={path: somewhere} & warm_start={}",
         "rollout.top_p=1.0 & rollout.top_k=2 & rollout.samples_per_prompt=2",
-    ],
-)
-def test_what_is_just_possible_is_accepted(config_file, overrides):
-    load_config(config_file, overrides_of(overrides))
-
-
-def test_what_one_process_decides_is_not_for_several(config_file):
-    for overrides, message in (
-        ([TOOLS], "tools: decides by the clock of one process"),
-        (["rollout.staleness=1"], "rollout.staleness: is for one process that trains"),
-        (["rollout.max_staleness=2", "cluster.workers=2"], "rollout.max_staleness: is for one process that"),
     ):
-        config = load_config(config_file, ["mesh.data=4", *overrides])
-        with pytest.raises(ConfigError, match=f"^{message}"):
-            check_over_processes(config, 4, 2, {"eagle"})
+        load_config(config_file, overrides_of(overrides))

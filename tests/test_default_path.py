@@ -44,33 +44,14 @@ def test_the_readme_lists_what_a_step_goes_through(readme):
 
 
 def test_the_totals_are_those_of_the_list(readme):
-    """Files may change by a tenth of their lines before the list is another one."""
+    """Files may change by a tenth of their lines before the list is another one, and the path stays short."""
     for files, number, lines in readme:
         assert (number, lines) == (len(files), sum(files.values()))
         for name, said in files.items():
             there = lines_of(name)
             assert abs(there - said) <= max(said / 10, 10), f"{name} has {there} lines, not {said}"
-
-
-def test_the_path_fits_twelve_files_and_4000_lines(readme):
-    path, *_ = readme
-    assert len(path[0]) <= 12
-    assert sum(map(lines_of, path[0])) <= 4000
-
-
-def test_a_part_of_the_list_is_read_by_its_folders():
-    text = (
-        "## The default path\n**2 files and 1,030 lines**\n"
-        "| `rljax/a.py` | 1000 | |\n| `drafters/b.py` | 30 | |\n"
-        "On the way they ask 2 files and 9 lines: `rljax/c/` `d.py` 4, `e.py` 5.\n"
-        "In the compiled programs alone are 1 files and 7 lines: `rljax/f/` `g.py` 7.\n"
-        "## Next\n`rljax/h.py` 1"
-    )
-    assert listed(text) == [
-        ({"rljax/a.py": 1000, "drafters/b.py": 30}, 2, 1030),
-        ({"rljax/c/d.py": 4, "rljax/c/e.py": 5}, 2, 9),
-        ({"rljax/f/g.py": 7}, 1, 7),
-    ]
+    path = readme[0][0]
+    assert len(path) <= 12 and sum(map(lines_of, path)) <= 4000
 
 
 def test_one_pass_names_every_file_of_the_path(readme):

@@ -24,11 +24,13 @@ rows.append({"name": "flags " + os.environ["XLA_FLAGS"], "value": 1.0, "unit": "
 json.dump({"part": name, "rows": rows, "notes": [name + " says"]}, open(output, "w"))
 print("part", name, "prints")
 """
-_HANGS = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-_HANGS += (
-    "child = subprocess.Popen(['sleep', '600']); print('child', child.pid, flush=True); time.sleep(600)\n"
-)
-_NVIDIA_SMI = "#!/bin/sh\necho '{}'\n"
+_HANGS = """
+import signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(['sleep', '600'])
+print('child', child.pid, flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def report(tmp_path):
         for part in gpu_report.PARTS:
             (parts / f"{part.name}.py").write_text(_PART + behind.get(part.name, ""))
         nvidia_smi = tmp_path / "bin" / "nvidia-smi"
-        nvidia_smi.write_text(_NVIDIA_SMI.format(gpu))
+        nvidia_smi.write_text(f"#!/bin/sh\necho '{gpu}'\n")
         nvidia_smi.chmod(0o755)
         paths = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": ""}
@@ -145,7 +147,7 @@ def test_a_part_that_fails_leaves_its_rows_and_the_others_run(report):
 
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path):
     log = gpu_report.Log(tmp_path / "log.txt")
-    command = [sys.executable, "-c", f"import subprocess, time\n{_HANGS}"]
+    command = [sys.executable, "-c", _HANGS]
     start = time.monotonic()
     outcome = gpu_report.run_process(command, dict(os.environ), 1.0, log)
     assert outcome == "cut short after 1 s" and time.monotonic() - start < 60

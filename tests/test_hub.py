@@ -24,7 +24,7 @@ from rljax.models.peft import CONFIG as ADAPTER
 from rljax.run_directory import RunDirectory, check_holds_policy
 from rljax.tasks.rows import read_hub
 from tests.hub_stand_in import running
-from tests.models.checkpoints import make_checkpoint
+from tests.test_bad_input import write_policy
 
 CONFIGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 NEVER = ("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "onnx/config.json", "consolidated.safetensors")
@@ -53,7 +53,7 @@ def new_process():
 def policy(tmp_path_factory):
     """A directory of a policy."""
     directory = tmp_path_factory.mktemp("policy") / "tiny"
-    make_checkpoint(directory, "qwen2")
+    write_policy(directory)
     return directory
 
 
@@ -84,7 +84,7 @@ def test_what_exists_wins(stand_in, tmp_path):
     assert stand_in.asked == []
 
 
-def test_a_mistyped_path_is_not_asked_of_the_hub(stand_in, files, tmp_path):
+def test_a_mistyped_path_is_not_asked_of_the_hub(stand_in, files, tmp_path, capsys):
     for name in ("quickstart", "smollm2"):
         (tmp_path / "runs" / name).mkdir(parents=True)
     wanted = {"runs/quickstat": "runs/quickstart", "runs/q": "runs", "runs/smollm2-b": "runs/smollm2"}
@@ -96,24 +96,13 @@ def test_a_mistyped_path_is_not_asked_of_the_hub(stand_in, files, tmp_path):
             )
     with pytest.raises(ConfigError, match=r"^task\.args\.hub: runs/sums: does not exist; the nearest path"):
         read_hub("runs/sums", None, "train", "task.args.hub")
+    policy = ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/q"]
+    for command in (["train", *policy], ["plan", *policy, "--topology", "v5e:2x4"]):
+        assert main(command) == 2
+        assert capsys.readouterr().err.startswith("error: runs/q: does not exist; the nearest path is runs (")
     assert stand_in.asked == []
     commit = stand_in.push("runs/quickstat", files)
     assert hub.local_directory("runs/quickstat@main").name == commit
-
-
-@pytest.mark.parametrize("command", ["generate", "serve", "evaluate", "export", "train", "plan"])
-def test_commands_say_which_path_is_near(stand_in, command, capsys, tmp_path):
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    arguments = {
-        "generate": ["runs/mien", "hello"],
-        "export": ["runs/mien", "out"],
-        "train": ["--config", "quickstart", "policy.shape=null", "warm_start=null", "policy.path=runs/mien"],
-    }
-    arguments["plan"] = [*arguments["train"], "--topology", "v5e:2x4"]
-    assert main([command, *arguments.get(command, ["runs/mien"])]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: runs/mien: does not exist; the nearest path is runs/mine (")
-    assert stand_in.asked == []
 
 
 def test_only_what_is_read_is_fetched_and_only_once(stand_in, files, policy):

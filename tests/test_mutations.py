@@ -49,6 +49,7 @@ def test_noticed_and_survived_and_remembered(tmp_path, monkeypatch, capsys):
         mutate.Mutation("one is wrong", "constants.py", "one = 1", "one = 3", ("tests/test_constants.py",)),
         mutate.Mutation("two is wrong", "constants.py", "two = 2", "two = 3", ("tests/test_constants.py",)),
     ]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take most of the time of such a test
     monkeypatch.setattr(mutate, "copy_repository", copy_repository)
     monkeypatch.setattr(mutate, "read_mutations", lambda: entries)
     findings = tmp_path / "found.json"

@@ -74,11 +74,15 @@ def test_what_processes_share_and_what_they_cannot(tmp_path):
     check_with_workers(load_config(write_config(tmp_path), [*keys, "speculation.others={quantized: {}}"]))
     more = ["speculation.others={srt: {}, quantized: {}}", "speculation.overlap=true"]
     check("mesh.data=4", "speculation.drafter=eagle", *more)
-    trained = r"^speculation.drafter: eagle is trained in the processes that decode"
-    with pytest.raises(ConfigError, match=trained):
-        check(*keys, "speculation.drafter=eagle")
-    with pytest.raises(ConfigError, match="the product must be 4"):
-        check("mesh.data=2")
+    for broken, message in (
+        ([*keys, "speculation.drafter=eagle"], "speculation.drafter: eagle is trained in the processes that"),
+        (["mesh.data=2"], ".*the product must be 4"),
+        (["mesh.data=4", "tools={names: [calculator]}"], "tools: decides by the clock of one process"),
+        (["mesh.data=4", "rollout.staleness=1"], "rollout.staleness: is for one process that trains"),
+        (["mesh.data=4", "rollout.max_staleness=2", "cluster.workers=2"], "rollout.max_staleness: is for"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            check(*broken)
     sent = load_config(write_config(tmp_path), [*keys, "cluster.weights=jax_transfer"])
     with pytest.raises(ConfigError, match=r"^cluster.weights=jax_transfer: .*several train"):
         check_with_workers(sent)

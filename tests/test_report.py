@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rljax.commands import report
+from rljax.reports import page
 from rljax.reports.decisions import accept_length, by_position
 from rljax.reports.figures import COLORS, new_figure
 from rljax.reports.learning import draw_rewards
@@ -80,7 +81,8 @@ def test_more_runs_than_colours_are_all_drawn(tmp_path):
     assert len(axes.get_legend_handles_labels()[1]) == len(runs)
 
 
-def test_where_the_page_goes(tmp_path, capsys):
+def test_where_the_page_goes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(page, "report_html", lambda runs: "<title>run</title>")  # which takes a second
     run = write_run(tmp_path / "run", 1)
     assert report.main([str(run)]) == 0
     assert (run / "report.html").exists()

@@ -62,55 +62,38 @@ def test_what_is_no_metric_is_refused_and_leaves_no_trace(run):
     assert run.read_metrics() == []
 
 
-def test_truncate_after_a_resumed_step(run):
-    assert run.truncate_after(3) == 0 and not run.metrics_path.exists()
-    for step in range(5):
-        run.append_metrics({"step": step, "x": math.nan})
-    lines = run.metrics_path.read_bytes().splitlines(keepends=True)
-    assert run.truncate_after(2) == 2
-    assert run.metrics_path.read_bytes() == b"".join(lines[:3])  # the kept ones to the byte
-    assert run.truncate_after(2) == 0
-    run.append_metrics({"step": 3})
-    assert [metrics["step"] for metrics in run.read_metrics()] == [0, 1, 2, 3]
-    assert run.truncate_after(-1) == 4
-    assert run.read_metrics() == []
-
-
 DECISIONS = [{"drafter": "srt", "tokens": 12, "seconds": 0.5}, {"drafter": "plain", "tokens": 1}]
 
 
-def test_decisions_round_trip(run):
+def test_decisions_round_trip_in_a_file_of_their_own(run):
     assert run.read_decisions() == []
     run.append_decisions(1, DECISIONS)
     run.append_decisions(2, [])  # no line
-    assert run.read_decisions() == [(1, DECISIONS)]
-    assert run.read_metrics() == []  # a file of their own
+    assert run.read_decisions() == [(1, DECISIONS)] and run.read_metrics() == []
     with pytest.raises(ValueError, match="JSON compliant"):
         run.append_decisions(3, [{"seconds": math.nan}])
-    whole = run.decisions_path.read_bytes()
-    assert len(whole.splitlines()) == 1
-    run.decisions_path.write_bytes(whole + whole[:-1])  # half a line
-    assert run.read_decisions() == [(1, DECISIONS)]
-    run.append_decisions(2, DECISIONS)
-    assert run.read_decisions() == [(1, DECISIONS), (2, DECISIONS)]
-    run.decisions_path.write_text("nonsense\n")
-    with pytest.raises(UserError, match=r"decisions.jsonl:1: not a decisions line"):
-        run.read_decisions()
+    assert len(run.decisions_path.read_bytes().splitlines()) == 1
 
 
-def test_a_resumed_run_drops_later_decisions(run):
-    for step in range(1, 4):
-        run.append_metrics({"step": step})
+def test_a_resumed_run_drops_the_lines_after_its_step(run):
+    """To the byte, in every file that has a line a step; what is counted is metrics alone."""
+    assert run.truncate_after(3) == 0 and not run.metrics_path.exists()
+    for step in range(5):
+        run.append_metrics({"step": step, "x": math.nan})
         run.append_decisions(step, DECISIONS)
-    lines = run.decisions_path.read_bytes().splitlines(keepends=True)
-    run.decisions_path.write_bytes(b"".join(lines) + b'{"step": 4, "dec')
-    run.metrics_path.unlink()  # what is counted is metrics alone
+    paths = run.metrics_path, run.decisions_path
+    kept = [b"".join(path.read_bytes().splitlines(keepends=True)[:3]) for path in paths]
+    with open(run.decisions_path, "ab") as file:
+        file.write(b'{"step": 4, "dec')
+    assert run.truncate_after(2) == 2
+    assert [path.read_bytes() for path in paths] == kept
     assert run.truncate_after(2) == 0
-    assert run.decisions_path.read_bytes() == b"".join(lines[:2])
+    run.append_metrics({"step": 3})
     run.append_decisions(3, DECISIONS)
-    assert [step for step, _ in run.read_decisions()] == [1, 2, 3]
-    run.truncate_after(-1)
-    assert run.read_decisions() == []
+    assert [metrics["step"] for metrics in run.read_metrics()] == [0, 1, 2, 3]
+    assert [step for step, _ in run.read_decisions()] == [0, 1, 2, 3]
+    assert run.truncate_after(-1) == 4
+    assert run.read_metrics() == run.read_decisions() == []
 
 
 @pytest.mark.parametrize("half", [b'{"st', b'{"step": 2}', b"\x00\x00"])
@@ -133,9 +116,10 @@ def test_a_half_written_line_disappears(run, half):
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"x": 1}', '{"step": "1"}', "3"])
 def test_a_corrupt_line_is_named(run, line):
-    run.metrics_path.write_text('{"step": 0}\n' + line + '\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a metrics line"):
-        run.read_metrics()
+    for path, read in ((run.metrics_path, run.read_metrics), (run.decisions_path, run.read_decisions)):
+        path.write_text('{"step": 0, "decisions": []}\n' + line + '\n{"step": 2}\n')
+        with pytest.raises(UserError, match=f"{path.name}:2: not a {path.stem} line"):
+            read()
 
 
 def test_writing_is_atomic(run, monkeypatch):

@@ -19,7 +19,6 @@ from rljax.config import AlgorithmConfig, LoraConfig, MeshConfig, OptimizerConfi
 from rljax.engine.buckets import make_buckets
 from rljax.engine.engine import DecodeEngine
 from rljax.engine.shapes import warm_up_plain
-from rljax.engine.host_sync import Assignment
 from rljax.engine.executables import ExecutablePool
 from rljax.sampling.noise import request_key
 from rljax.sampling.distribution import SamplingParams
@@ -33,7 +32,7 @@ from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.training.update import Recipe, Trainer
 from rljax.training.weight_copies import weight_copies
-from tests.engines import scaled_params
+from tests.engines import Asked, decode, scaled_params
 
 results, pool = {"devices": jax.device_count()}, ExecutablePool()
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
@@ -101,43 +100,31 @@ results["moment_shapes"] = [
     shapes(optax.tree.get(sharded.optimizer_state, moment)) for moment in ("mu", "nu")
 ]
 
-def decode(mesh, batches, lengths):
+def decode_on(mesh, batches, lengths):
     buckets = make_buckets(8, 128, True, batches, lengths, row_multiple(mesh))
     engine = DecodeEngine(config, Numerics(), SamplingParams(), buckets, [0], pool=pool, mesh=mesh)
     weights = engine.load_params(params)
     if mesh is not None:
         warm_up_plain(engine, weights, 8, 16)
-    compiled = engine.pool.compilations
-    results["decoding_shapes"] = shapes(weights)
-    prompts = [[1 + i, 2, 3 + i] for i in range(5)]
-    prefix = engine.prefill(weights, prompts)
-    assignments = [Assignment(i, 6 - i, request_key(15, i), 30 if i < 4 else 70) for i in range(5)]
-    state = engine.bulk_insert(prefix, engine.init_state(8, 64), assignments)
-    results["cache_shapes"] = []
-    order = np.arange(8)
-    tokens, logprobs = [], []
-    while True:
-        state, result = engine.generate(weights, state, max_steps=16)
-        results["cache_shapes"].append(state.cache.keys[0].addressable_shards[0].data.shape)
-        for into, part, empty in ((tokens, result.tokens, -1), (logprobs, result.logprobs, 0)):
-            whole = np.full((8, result.steps), empty, part.dtype)
-            whole[order[:len(part)]] = part
-            into.append(whole)
-        if not result.active.any():
-            results["compiled_late_decoding"] = engine.pool.compilations - compiled
-            return np.concatenate(tokens, 1), np.concatenate(logprobs, 1)
-        active = np.flatnonzero(result.active)
-        if len(active) <= 4 < state.batch and 4 in batches:
-            kept = [int(slot) for slot in active]
-            state, order = engine.compact(state, kept), np.asarray(kept + [7] * (4 - len(kept)))
-        if result.lengths.max() >= 63 and state.cache.length == 64:
-            state = engine.grow(state)
-        state = engine.free_resource(state, [])
+    compiled, generate, caches = engine.pool.compilations, engine.generate, []
 
-tokens, token_logprobs = decode(None, (8,), (128,))
-sharded_tokens, sharded_token_logprobs = decode(mesh, (4, 8), (64, 128))
-results["num_tokens"] = int((tokens >= 0).sum())
-results["tokens_equal"] = bool(np.array_equal(tokens, sharded_tokens))
+    def noted(weights, state, steps):
+        state, result = generate(weights, state, max_steps=steps)
+        caches.append(state.cache.keys[0].addressable_shards[0].data.shape)
+        return engine.free_resource(state, []), result
+
+    engine.generate = noted
+    asked = [Asked([1 + i, 2, 3 + i], request_key(15, i), 30 if i < 4 else 70) for i in range(5)]
+    outputs = decode(engine, weights, asked, [6, 5, 4, 3, 2], capacity=64, visit_steps=16)
+    results["decoding_shapes"], results["cache_shapes"] = shapes(weights), caches
+    results["compiled_late_decoding"] = engine.pool.compilations - compiled
+    tokens, logprobs = zip(*outputs)
+    return tokens, np.concatenate(logprobs)
+
+tokens, token_logprobs = decode_on(None, (8,), (128,))
+sharded_tokens, sharded_token_logprobs = decode_on(mesh, (4, 8), (64, 128))
+results["num_tokens"] = len(token_logprobs)
+results["tokens_equal"] = tokens == sharded_tokens
 results["token_logprobs"] = largest_difference([token_logprobs], [sharded_token_logprobs])
 
 def refused(mesh_config, **changes):

@@ -27,6 +27,7 @@ def factors(rows: int, inputs: int = 48, outputs: int = 80):
     return x, weight, cotangent.astype(jnp.float32)
 
 
+@pytest.mark.default_cases("2", "7")
 @pytest.mark.parametrize("rows", [2, 7, 64])
 def test_rounded_dot_has_the_bits_of_dot(rows):
     x, weight, _ = factors(rows)
@@ -35,6 +36,7 @@ def test_rounded_dot_has_the_bits_of_dot(rows):
         np.testing.assert_array_equal(products.padded_dot(x, weight, form, rounded=True), plain)
 
 
+@pytest.mark.default_cases("1", "129")
 @pytest.mark.parametrize("rows", [1, 64, 129])
 def test_gradients_of_rounded_dot_are_exact_products_rounded_once(rows):
     """An odd number of rows is among them: it is contracted as an even one with a row of zeros."""

@@ -18,6 +18,7 @@ def compiled(function, *arrays):
     return np.asarray(program(*arrays))
 
 
+@pytest.mark.default_cases("64-attention", "320-norms", "768-*")
 @pytest.mark.parametrize("ordered", [False, True], ids=["norms", "attention"])
 @pytest.mark.parametrize("width", [64, 320, 768])
 def test_a_sum_does_not_depend_on_the_rows_beside_it(width, ordered):

@@ -27,6 +27,17 @@ class Failing:
         self.closed = failed
 
 
+def session(path, service, *lines):
+    """A process that works on the run, with these keys of `tracking`; returns what was said to the user."""
+    said = []
+    config = make_config(tracking={"project": "chains", "name": "first try"} | service)
+    with Trackers(config, RunDirectory(path), said.append) as trackers:
+        trackers.begin()
+        for line in lines:
+            trackers.write(line)
+    return said
+
+
 @pytest.fixture
 def said():
     return []
@@ -51,12 +62,10 @@ def test_one_that_fails_is_left_out_and_the_others_go_on(directory, said):
     assert file.read_bytes().count(b"\x01x") == 4  # TensorBoard has all of them
 
 
-def test_a_tracker_that_cannot_begin_is_a_warning(directory, said, monkeypatch):
+def test_a_tracker_that_cannot_begin_is_a_warning(directory, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # is not asked for, and so not imported
     (directory.path / "tensorboard").write_text("a file is in the way")
-    with Trackers(make_config(), directory, said.append) as trackers:
-        trackers.begin()
-        trackers.write({"step": 0})
+    said = session(directory.path, {}, {"step": 0})
     assert len(said) == 1 and said[0].startswith("warning: TensorBoard failed, the run goes on without it: ")
 
 

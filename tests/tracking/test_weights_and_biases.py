@@ -8,9 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from rljax.run_directory import RunDirectory
-from rljax.tracking import Trackers
-from tests.test_run_directory import make_config
+from tests.tracking.test_trackers import session
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="the wandb extra is not installed")
 
@@ -22,17 +20,6 @@ def _apart(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
-
-
-def session(path, *lines, mode="offline"):
-    """A process that works on the run; what was said to the user."""
-    said = []
-    config = make_config(tracking={"mode": mode, "project": "chains", "name": "first try"})
-    with Trackers(config, RunDirectory(path), said.append) as trackers:
-        trackers.begin()
-        for line in lines:
-            trackers.write(line)
-    return said
 
 
 def records(file):
@@ -78,11 +65,11 @@ def sent(path):
 def test_sessions_of_a_run_directory_are_one_run_without_doubled_steps(tmp_path):
     path = tmp_path / "run"
     first = {"step": 0, "x": 0.5, "note": "n"}
-    said = session(path, first, {"step": 1, "x": math.nan}, {"step": 2, "x": 2.0})
+    said = session(path, {"mode": "offline"}, first, {"step": 1, "x": math.nan}, {"step": 2, "x": 2.0})
     kept = json.loads((path / "wandb.json").read_text())
     assert kept["step"] == 2
     # It resumes from a checkpoint of step 1.
-    said += session(path, {"step": 2, "x": 2.0}, {"step": 3, "x": 3.0})
+    said += session(path, {"mode": "offline"}, {"step": 2, "x": 2.0}, {"step": 3, "x": 3.0})
     runs, lines = sent(path)
     assert said == []
     assert runs == {(kept["id"], "chains", "first try")}
@@ -92,7 +79,7 @@ def test_sessions_of_a_run_directory_are_one_run_without_doubled_steps(tmp_path)
 
 def test_no_key_and_no_network_are_one_warning(tmp_path):
     """As on a machine where nobody has logged in: the run goes on."""
-    said = session(tmp_path / "run", {"step": 0, "x": 1.0}, {"step": 1, "x": 1.0}, mode="online")
+    said = session(tmp_path / "run", {"mode": "online"}, {"step": 0, "x": 1.0}, {"step": 1, "x": 1.0})
     assert len(said) == 1, said
     assert said[0].startswith("warning: Weights & Biases failed, the run goes on without it: ")
     assert "\n" not in said[0]
