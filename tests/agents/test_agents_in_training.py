@@ -12,6 +12,7 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import ConfigError
+from rljax.tasks.rewards import checkers
 from rljax.training import loop
 from rljax.training.session import run
 from tests.agents import players
@@ -145,18 +146,17 @@ def test_agents_that_fail_are_left_out_and_the_run_goes_on(tmp_path, learned):
     assert group.episodes == (3,)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ((f"agents={{agent: '{HERE}:no_address'}}",), "agents.agent: .*takes no keyword `base_url`"),
-        ((f"agents={{agent: '{HERE}:absent'}}",), "agents.agent: .*has no absent"),
-        ((f"agents={{agent: '{HERE}:twice', args: {{logs: 1}}}}",), "agents.agent: .*cannot be called with"),
-        (
-            ("agents={}", "task={name: guess_number}"),
-            "task.name: guess_number is an environment, which agents",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path, overrides, says):
-    with pytest.raises(ConfigError, match=says):
-        run(load_config(write_config(tmp_path), (*TINY, *overrides)))
+def test_a_mistake_is_one_line(tmp_path):
+    for name, args, says in (
+        ("no_address", {}, "agent: .*takes no keyword `base_url`"),
+        ("absent", {}, "agent: .*has no absent"),
+        ("twice", {"logs": 1}, "agent: .*cannot be called with"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            checkers.agent(f"{HERE}:{name}", args)
+    for says, *overrides in (
+        ("agents.agent: .*takes no keyword", f"agents={{agent: '{HERE}:no_address'}}"),
+        ("task.name: guess_number is an env.*, which agents", "agents={}", "task={name: guess_number}"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            run(load_config(write_config(tmp_path), (*TINY, *overrides)))

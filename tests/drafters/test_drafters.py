@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import yaml
 
 from drafters.base import DraftRequest, Outcome, Queries, Sampled
 from drafters.names import ARGUMENTS
@@ -9,18 +10,22 @@ from drafters.registry import DRAFTERS, HOST_DRAFTERS, make_drafter, make_drafte
 from drafters.validation import usable_nodes
 from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError
+from tests.configs import table
 
 A, B = (11, 12, 13), (21, 22, 23, 24)
 RESPONSE = list(range(30, 60))
 
 
 class Rollout:
-    """A rollout of requests, as the speculator tells a drafter about it."""
+    """A rollout of requests, as the speculator tells a drafter about it; of the first one, tokens may have
+    been sampled ahead.
+    """
 
-    def __init__(self, drafter, prompts):
+    def __init__(self, drafter, prompts, ahead=None):
         self.drafter, self.prompts = drafter, prompts
         self.tokens = [[] for _ in prompts]
-        drafter.begin([DraftRequest(prompt, None) for prompt in prompts])
+        first, *others = prompts
+        drafter.begin([DraftRequest(first, None, ahead), *(DraftRequest(each, None) for each in others)])
 
     def say(self, request, tokens, drafted=0, accepted=0):
         """One request's next tokens; what stands behind them in the array is not among them."""
@@ -184,25 +189,17 @@ def test_a_drafter_with_the_state_of_another_drafts_as_it_does(name, live):
 
 @every_drafter
 def test_metrics_are_numbers_and_count_what_was_learned_alone(name):
-    """A rollout that is no training, such as an evaluation, leaves nothing in the history."""
+    """A rollout that is no training, such as an evaluation, leaves nothing in the history, nor in what the
+    next rollout is drafted from.
+    """
     drafter = learned(make_drafter(name), A, RESPONSE, RESPONSE[:5])
     after(drafter, RESPONSE, B)
     metrics = drafter.metrics()
     assert all(isinstance(value, int | float) for value in metrics.values())
     if name != "prompt_lookup":
         assert metrics["history_tokens"] == 35 and metrics["history_bytes"] == 2 * 35 + 2 * 8 + 4 * 3
-
-
-def test_what_all_prompts_share_does_not_hold_an_evaluation():
-    drafter = learned(make_drafter("suffix_decoding"), A, RESPONSE[:8])
-    evaluation = Rollout(drafter, [B, B])
-    evaluation.say(0, [90, 91, 92, 93])
-    evaluation.say(1, [90, 91])
-    assert evaluation.chain(1) == [92, 93]  # while it runs, its samples help each other
-    rollout = after(drafter, [90, 91], B)
-    assert rollout.chain(0) == []
-    rollout.say(0, RESPONSE[:3])
-    assert rollout.chain(0) == RESPONSE[3:8]
+    if name != "suffix_decoding":  # the only one that drafts from other prompts
+        assert after(drafter, RESPONSE[:5], B).chain(0) == []
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -217,16 +214,8 @@ def test_srt_learns_from_group_mates_while_they_run(live):
     assert rollout.chain(1) == (RESPONSE[3:8] if live else [])
 
 
-def test_srt_does_not_share_between_prompts():
-    drafter = learned(make_drafter("srt"), A, RESPONSE)
-    rollout = Rollout(drafter, [B, A])
-    for request in range(2):
-        rollout.say(request, RESPONSE[:4])
-    assert rollout.chain(0) == [] and rollout.chain(1) == RESPONSE[4:20]
-
-
 @pytest.mark.parametrize("live", [True, False])
-def test_suffix_decoding_shares_between_prompts(live):
+def test_suffix_decoding_shares_between_prompts_and_not_between_rollouts(live):
     drafter = learned(make_drafter("suffix_decoding", live=live), A, RESPONSE)
     rollout = Rollout(drafter, [B, B])
     rollout.say(0, RESPONSE[:4])
@@ -234,6 +223,10 @@ def test_suffix_decoding_shares_between_prompts(live):
     rollout.say(0, [90, 91, 92, 93])
     rollout.say(1, [90, 91])
     assert rollout.chain(1) == ([92, 93] if live else [])
+    rollout = after(drafter, [90, 91], B)  # the one before was not learned
+    assert rollout.chain(0) == []
+    rollout.say(0, RESPONSE[:3])
+    assert rollout.chain(0, nodes=5) == RESPONSE[3:8]
 
 
 def test_prompt_lookup_continues_its_own_text():
@@ -246,13 +239,6 @@ def test_prompt_lookup_continues_its_own_text():
     rollout.say(1, [70, 71])
     rollout.say(2, [70, 71])
     assert rollout.chain(1) == [] and rollout.chain(2) == []
-
-
-@pytest.mark.parametrize("name", ["prompt_lookup", "srt", "histospec"])
-def test_a_new_rollout_knows_nothing_of_the_running_texts_before(name):
-    drafter = make_drafter(name)
-    after(drafter, RESPONSE)
-    assert after(drafter, RESPONSE[:5]).chain(0) == []
 
 
 @pytest.mark.parametrize("name", ["srt", "histospec"])
@@ -276,24 +262,18 @@ def test_the_longest_match_from_the_least_on_decides_and_sets_the_budget(name):
 
 
 def test_histospecs_window():
+    """It grows by 2 to 32 while what is drafted is accepted whole, and begins again where it is not."""
     drafter = learned(make_drafter("histospec"), A, list(range(100, 300)))
     rollout = Rollout(drafter, [A, A])
     for request in range(2):
         rollout.say(request, [100, 101, 102])
-    wanted = [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 32, 32]
-    place = 103
-    for window in wanted:
+    steps = [(window, window, window) for window in (*range(2, 33, 2), 32)]  # the window, drafted, accepted
+    steps += [(32, 32, 31), (2, 1, 1), (4, 0, 0), (4, 0, 0)]  # plain decoding says nothing
+    for place, (window, verified, accepted) in enumerate(steps, 103):
         assert rollout.chain(0, nodes=40) == list(range(place, place + window))
-        rollout.say(0, [place], drafted=window, accepted=window)
-        place += 1
-    assert rollout.propose(1, nodes=40).counts.tolist() == [2]  # every request has its own
-    rollout.say(0, [place], drafted=32, accepted=31)
-    assert rollout.propose(0, nodes=40).counts.tolist() == [2]
-    rollout.say(0, [place + 1], drafted=1, accepted=1)  # all that was verified
-    assert rollout.propose(0, nodes=40).counts.tolist() == [4]
-    rollout.say(0, [place + 2], drafted=0, accepted=0)  # plain decoding says nothing
-    assert rollout.propose(0, nodes=40).counts.tolist() == [4]
+        rollout.say(0, [place], verified, accepted)
     assert rollout.propose(0, nodes=3).counts.tolist() == [3]
+    assert rollout.propose(1, nodes=40).counts.tolist() == [2]  # every request has its own
     assert after(drafter, [100, 101, 102]).propose(0, nodes=40).counts.tolist() == [2]
 
 
@@ -308,33 +288,14 @@ def test_histospec_matches_seven_tokens_down_to_three(matched):
     assert candidates == ([] if matched < 3 else [40] if matched <= 7 else [41])
 
 
-@pytest.mark.parametrize("rewards", [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 100.0], [-3.0, 0.0, 0.1]])
-def test_histospecs_probability_is_a_share_of_counts(rewards):
-    """Whatever the rewards' scale: of three responses one goes on with what is drafted."""
-    texts = [[30, 31, 32, 33, 40], [30, 31, 32, 33, 41], [30, 31, 32, 33, 42]]
-    drafts = after(learned(make_drafter("histospec"), A, *texts, rewards=rewards), texts[0][:4]).propose(0)
-    assert drafts.counts.tolist() == [1]
-    np.testing.assert_allclose(np.exp(drafts.log_probability[0, 0]), 1 / 3.5, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("texts", "wanted"),
-    [
-        # It stops at the leaf: the last drafted tokens occur elsewhere, too; no text is made of two.
-        ([[30, 31, 32, 50, 51, 52], [9, 50, 51, 52, 60, 61]], [50, 51, 52]),
-        # Behind more than seven drafted tokens, too, the branch is one that followed the whole match.
-        (
-            [[30, 31, 32, *range(60, 70), 80, 81], [9, *range(60, 70), 90, 91], [8, *range(60, 70), 90, 92]],
-            [*range(60, 70), 80, 81],
-        ),
-    ],
-    ids=["leaf", "branch"],
-)
-def test_histospec_descends_one_subtree_to_its_leaf(texts, wanted):
-    rewards = [0.1, *[1.0] * (len(texts) - 1)]
-    drafter = learned(make_drafter("histospec", first_window=12), A, *texts, rewards=rewards)
-    drafts = after(drafter, [30, 31, 32]).propose(0, nodes=12)
-    assert drafts.tokens[0, : drafts.counts[0]].tolist() == wanted
+def test_histospec_descends_one_subtree_to_its_leaf():
+    """Behind more than seven drafted tokens, too, the branch is one that followed the whole match; no text is
+    made of two.
+    """
+    same = range(60, 70)
+    texts = [30, 31, 32, *same, 80, 81], [9, *same, 90, 91], [8, *same, 90, 92]
+    drafter = learned(make_drafter("histospec", first_window=15), A, *texts, rewards=[0.1, 1.0, 1.0])
+    assert after(drafter, [30, 31, 32]).chain(0) == [*same, 80, 81]
 
 
 def test_histospecs_window_fits_into_a_pass():
@@ -353,66 +314,53 @@ def test_histospecs_window_fits_into_a_pass():
         ([40, 40, 40, 41], [-1.0, -1.0, -1.0, 0.5], 41),
         ([40, 41, 41], [0.0, 0.0, 0.0], 41),  # without rewards, the frequent one
         ([40, 41, 41], [-1.0, -1.0, -1.0], 41),
+        ([40, 41, 42], [0.0, 0.0, 100.0], 42),
+        ([40, 41, 42], [-3.0, 0.0, 0.1], 42),
     ],
 )
 def test_histospec_takes_the_branch_of_the_largest_reward(endings, rewards, wanted):
+    """Its probability is its share of counts, whatever the rewards' scale."""
     texts = [[30, 31, 32, 33, ending, ending + 10] for ending in endings]
     drafts = after(learned(make_drafter("histospec"), A, *texts, rewards=rewards), texts[0][:4]).propose(0)
     assert drafts.tokens[0, :2].tolist() == [wanted, wanted + 10]
     assert drafts.parents[0, :2].tolist() == [-1, 0]  # a chain, one branch only
+    share = endings.count(wanted) / (len(endings) + 0.5)
+    np.testing.assert_allclose(np.exp(drafts.log_probability[0, 0]), share, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        (
-            "str",
-            {},
-            r"speculation\.drafter: unknown drafter 'str'; did you mean 'srt'\? Known: block, eagle, ",
-        ),
-        (
-            "xyz",
-            {},
-            r"unknown drafter 'xyz'; Known: block, eagle, histospec, prompt_.*, quantized, small.*, srt, s.*,"
-            r" or a class of yours as module:Class$",
-        ),
-        ("srt", {"rolouts": 1}, r"speculation\.args\.rolouts: srt has .*; did you mean 'rollouts'\? Known: "),
-        ("srt", {"rollouts": 1.5}, r"args\.rollouts: should be a whole number, got 1\.5"),
-        ("srt", {"novelty": "x"}, r"args\.novelty: should be a number, got 'x'"),
-        ("srt", {"live": 1}, r"args\.live: should be true or false, got 1"),
-        ("prompt_lookup", {"substitutions": True}, r"substitutions: prompt_lookup has no such argument"),
-        ("srt", {"spill_dir": 3}, r"args\.spill_dir: should be text or null, got 3"),
-        ("srt", {"novelty": -0.1}, r"args\.novelty: should be greater than or equal to 0, got -0\.1"),
-        ("srt", {"novelty": float("nan")}, r"args\.novelty: should be a finite number, got nan"),
-        ("srt", {"min_match": 0, "max_match": 0}, r"args\.max_match: should be .* equal to 1, got 0"),
-        ("srt", {"min_match": 5, "max_match": 4}, r"args\.min_match: 5 is more than max_match 4"),
-        ("histospec", {"max_window": 1}, r"args\.first_window: 2 is more than max_window 1"),
-        ("quantized", {"bits": 3}, r"args\.bits: 3 is not supported; use 4 or 8"),
-        ("quantized", {"quantizer": "rtm"}, r"args\.quantizer: unknown quantizer 'rtm'; .*rtn"),
-    ],
-    ids=str,
-)
+WRONG = r"""
+str -> {} -> speculation\.drafter: unknown drafter 'str'; did you mean 'srt'\? Known: block, eagle,
+xyz -> {} -> unknown drafter 'xyz'; Known: block, eagle, histospec, prompt_.*, quantized, small.*, srt, s.*,
+    or a class of yours as module:Class$
+srt -> {rolouts: 1} -> speculation\.args\.rolouts: srt has .*; did you mean 'rollouts'\? Known:
+srt -> {rollouts: 1.5} -> args\.rollouts: should be a whole number, got 1\.5
+srt -> {novelty: x} -> args\.novelty: should be a number, got 'x'
+srt -> {live: 1} -> args\.live: should be true or false, got 1
+prompt_lookup -> {substitutions: true} -> substitutions: prompt_lookup has no such argument
+srt -> {spill_dir: 3} -> args\.spill_dir: should be text or null, got 3
+srt -> {novelty: -0.1} -> args\.novelty: should be greater than or equal to 0, got -0\.1
+srt -> {novelty: .nan} -> args\.novelty: should be a finite number, got nan
+srt -> {min_match: 0, max_match: 0} -> args\.max_match: should be .* equal to 1, got 0
+srt -> {min_match: 5, max_match: 4} -> args\.min_match: 5 is more than max_match 4
+histospec -> {max_window: 1} -> args\.first_window: 2 is more than max_window 1
+quantized -> {bits: 3} -> args\.bits: 3 is not supported; use 4 or 8
+quantized -> {quantizer: rtm} -> args\.quantizer: unknown quantizer 'rtm'; .*rtn
+"""
+
+
+@pytest.mark.parametrize(("name", "args", "message"), table(WRONG))
 def test_wrong_drafters_and_arguments_are_refused(name, args, message):
     with pytest.raises(ConfigError, match=message) as error:
-        make_drafter(name, **args)
+        make_drafter(name, **yaml.safe_load(args))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["srt", "suffix_decoding", "prompt_lookup"])
 def test_what_was_sampled_ahead_for_one_request_serves_its_group(name):
     """But not requests that are drafted from their own tokens only."""
-    drafter = make_drafter(name)
-    ahead = np.asarray(RESPONSE, np.int32)
-    drafter.begin([DraftRequest(A, None, ahead), DraftRequest(A, None), DraftRequest(B, None)])
-    row = np.asarray([RESPONSE[:4]], np.int32)
+    rollout = Rollout(make_drafter(name), [A, A, B], ahead=np.asarray(RESPONSE, np.int32))
     for request in (1, 2):
-        drafter.observe(
-            Sampled(np.asarray([request]), row, np.asarray([4]), np.zeros(1), np.zeros(1), np.zeros(1))
-        )
-    positions = np.asarray([7, 8], np.int32)
-    drafts = drafter.propose(
-        Queries(np.asarray([1, 2], np.int32), positions, np.asarray([5, 5], np.int32), 5)
-    )
-    assert drafts.counts.tolist() == {"srt": [5, 0], "suffix_decoding": [5, 5], "prompt_lookup": [0, 0]}[name]
-    if drafts.counts[0]:
-        assert drafts.tokens[0].tolist() == RESPONSE[4:9]
+        rollout.say(request, RESPONSE[:4])
+    served = {"srt": [1], "suffix_decoding": [1, 2], "prompt_lookup": []}[name]
+    for request in (1, 2):
+        assert rollout.chain(request, nodes=5) == (RESPONSE[4:9] if request in served else [])

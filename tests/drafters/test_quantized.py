@@ -13,7 +13,7 @@ from drafters.quantized import PROJECTIONS, QuantizedDrafter, QuantizedPolicy, W
 from rljax.errors import ConfigError
 from rljax.kernels import tuned
 from rljax.kernels.linear import linear, product
-from rljax.numerics.quantized import dequantize, pack_nibbles, unpack_nibbles
+from rljax.numerics.quantized import dequantize
 from rljax.numerics.rows import Numerics
 from tests.engines import CONFIGS, lively_params
 
@@ -23,6 +23,7 @@ round_off = jax.jit(rtn, static_argnums=(1, 2))
 clip = jax.jit(clipped, static_argnums=(1, 2))
 restore = jax.jit(dequantize)
 multiply = jax.jit(lambda x, weight: product(x, weight, Numerics()))
+add_bias = jax.jit(lambda x, weight, bias: linear(x, weight, Numerics(), bias))
 
 
 def matrix(inputs, outputs=48, seed=0):
@@ -35,7 +36,7 @@ def matrix(inputs, outputs=48, seed=0):
 
 
 # The bits of every format, short last groups included: in tests/kernels/test_round_to_nearest.py.
-@pytest.mark.parametrize("inputs", [192, 257, 1])
+@pytest.mark.parametrize("inputs", [257, 1])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_a_restored_weight_is_within_half_a_step_of_its_grid(fmt, inputs):
     weight = matrix(inputs)
@@ -45,14 +46,6 @@ def test_a_restored_weight_is_within_half_a_step_of_its_grid(fmt, inputs):
     steps = np.repeat(np.asarray(quantized.scale), fmt.group or inputs, axis=1)[:, :inputs]
     assert (np.abs(ours - weight) <= 0.5 * steps * 1.0001 + 1e-6).all()
     assert (ours[0] == 0).all() and (quantized.zero is None) == (fmt.bits == 8)
-
-
-@pytest.mark.parametrize("inputs", [192, 257, 1])
-def test_nibbles_come_back(inputs):
-    values = np.random.default_rng(0).integers(0, 16, (5, inputs)).astype(np.int8)
-    packed = pack_nibbles(jnp.asarray(values))
-    assert packed.dtype == jnp.uint8 and packed.shape == (5, -(-inputs // 2))
-    np.testing.assert_array_equal(unpack_nibbles(packed, inputs), values)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -83,7 +76,7 @@ def test_a_product_is_that_with_the_restored_matrix(fmt, dtype, rows):
     else:
         scale = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(restore(weight), np.float64)).T
         assert (np.abs(ours - wanted) <= (2.0**-8 if dtype == "bfloat16" else 1e-6) * (scale + 1e-3)).all()
-    y = linear(x.reshape(1, rows, 192), weight, Numerics(), jnp.ones(48))
+    y = add_bias(x[None], weight, np.ones(48, np.float32))
     assert y.dtype == x.dtype and y.shape == (1, rows, 48)
 
 
@@ -93,10 +86,7 @@ def test_sums_of_integers_do_not_depend_on_the_rows_beside():
     together = multiply(x, weight)
     for rows in (1, 2, 3, 8):
         np.testing.assert_array_equal(multiply(x[:rows], weight), together[:rows])
-
-
-def test_inputs_of_zeros_give_zeros():
-    assert (multiply(jnp.zeros((2, 192)), round_off(jnp.asarray(matrix(192)), W8A8)) == 0).all()
+    assert (multiply(jnp.zeros((2, 192)), weight) == 0).all()
 
 
 def pointers(tree):

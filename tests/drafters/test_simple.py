@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from drafters.base import DraftRequest, Queries, Sampled
 from drafters.registry import make_drafter, make_drafters, rehearse_drafters
@@ -14,6 +15,7 @@ from rljax.config.speculation import SpeculationConfig
 from rljax.errors import ConfigError, DrafterError
 from rljax.rollout.collector import Scheduler
 from rljax.speculation.speculator import Speculator
+from tests.configs import table
 from tests.tiny_policy import SLOTS, CheapTimes, assert_same, make_engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "drafters.md"
@@ -54,29 +56,6 @@ def test_the_drafter_of_the_page_runs(engine, params, requests, expected, module
     assert 0 < statistics.accepted < statistics.drafted and not statistics.unusable
 
 
-class Oracle:
-    """Knows the responses."""
-
-    def __init__(self, requests, expected):
-        self.texts = [
-            [*request.prompt_ids, *completion.response_ids.tolist()]
-            for request, completion in zip(requests, expected, strict=True)
-        ]
-
-    def propose(self, tokens, limit):
-        assert tokens.dtype == np.int32 and not tokens.flags.writeable
-        size = len(tokens)
-        texts = [text for text in self.texts if len(text) > size and text[:size] == tokens.tolist()]
-        return texts[0][size : size + limit + 3] if texts else ()  # more than asked for
-
-
-def test_tokens_are_prompt_and_response_so_far(engine, params, requests, expected):
-    drafter = SimpleDrafterAdapter(Oracle(requests, expected))
-    completions, statistics = speculate(engine, params, requests, {"oracle": drafter})
-    assert_same(completions, expected)
-    assert statistics.accepted > 0.5 * statistics.drafted and not statistics.unusable
-
-
 def saying(tokens):
     """A drafter that always proposes these."""
     return {"mine": SimpleDrafterAdapter(types.SimpleNamespace(propose=lambda *_: tokens))}
@@ -104,8 +83,9 @@ def test_every_request_has_its_tokens_and_its_budget():
 
     class Recording:
         def propose(self, tokens, limit):
+            assert tokens.dtype == np.int32 and not tokens.flags.writeable
             seen.append((tokens.tolist(), limit))
-            return tokens[::-1]
+            return tokens[::-1]  # more than asked for
 
     drafter = SimpleDrafterAdapter(Recording())
     drafter.begin([DraftRequest((5, 6), None), DraftRequest((7,), None)])
@@ -164,30 +144,23 @@ def test_tiers_by_import_path(module):
     assert list(others) == ["srt", f"{name}:Small"]
 
 
-@pytest.mark.parametrize(
-    ("path", "args", "message"),
-    [
-        ("{}:", {}, r"speculation\.drafter: write it as module:name, not '.*:'"),
-        (":Small", {}, r"speculation\.drafter: write it as module:name, not ':Small'"),
-        ("./no_file.py:Small", {}, r"speculation\.drafter: .*: there is no file \./no_file\.py in "),
-        (
-            "no_such_module:Small",
-            {},
-            r"speculation\.drafter: no_such_module:Small: importing no_such_module raised M",
-        ),
-        ("{}:Smal", {}, r"speculation\.drafter: .*:Smal: .* has no Smal"),
-        ("{}:Small", {}, r"speculation\.drafter: .* cannot be called with its args: missing .* 'width'"),
-        ("{}:Small", {"width": 1, "depth": 2}, r"speculation\.drafter: .* unexpected keyword .* 'depth'"),
-        ("{}:number", {}, r"speculation\.drafter: .*:number: is a int, not a class or a function"),
-        ("{}:Raising", {}, r"speculation\.drafter: .*:Raising: calling it raised RuntimeError"),
-        ("{}:Silent", {}, r"speculation\.drafter: .*:Silent: Silent has no method propose"),
-        ("{}:Partial", {}, r"Partial has more methods than propose; derive it from drafters\.base\.Drafter"),
-    ],
-)
-def test_a_drafter_that_cannot_be_loaded_is_one_line(path, args, message, module):
-    with pytest.raises(ConfigError, match=message) as error:
-        make_drafter(path.format(module(SOURCE)), **args)
+WRONG = r"""
+HERE: -> {} -> write it as module:name, not '.*:'
+:Small -> {} -> write it as module:name, not ':Small'
+./no_file.py:Small -> {} -> .*: there is no file \./no_file\.py in
+no_such_module:Small -> {} -> no_such_module:Small: importing no_such_module raised M
+HERE:Smal -> {} -> .*:Smal: .* has no Smal
+HERE:Small -> {} -> .* cannot be called with its args: missing .* 'width'
+HERE:Small -> {width: 1, depth: 2} -> .* unexpected keyword .* 'depth'
+HERE:number -> {} -> .*:number: is a int, not a class or a function
+HERE:Raising -> {} -> .*:Raising: calling it raised RuntimeError
+HERE:Silent -> {} -> .*:Silent: Silent has no method propose
+HERE:Partial -> {} -> .*Partial has more methods than propose; derive it from drafters\.base\.Drafter
+"""
+
+
+@pytest.mark.parametrize(("path", "args", "says"), table(WRONG))
+def test_a_drafter_that_cannot_be_loaded_is_one_line(path, args, says, module):
+    with pytest.raises(ConfigError, match=rf"^speculation\.drafter: {says}") as error:
+        make_drafter(path.replace("HERE", module(SOURCE)), **yaml.safe_load(args))
     assert "\n" not in str(error.value)
-
-
-# -- wrapped -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.speculator import Speculator
 from tests.engines import stored_pool
 from tests.speculation.speculators import FEW, make_engine
-from tests.tiny_policy import CONFIG, SLOTS, CheapTimes, assert_same, make_params, make_requests
+from tests.tiny_policy import CONFIG, SLOTS, CheapTimes, assert_same, make_params, make_requests, outcomes
 
 SMALL = dataclasses.replace(CONFIG, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
 LENGTH, TEMPERATURE = 64, 0.7
@@ -153,12 +153,7 @@ def test_rollouts_with_a_model_that_learns_are_those_of_plain_decoding(small):
         completions, statistics = scheduler.run(params, requests)
         assert_same(completions, expected)
         accepted.append(statistics.accepted / statistics.drafted)
-        speculator.learn(
-            [
-                Outcome(request.prompt_ids, np.asarray(completion.response_ids, np.int32), 0.0)
-                for request, completion in zip(requests, completions, strict=True)
-            ]
-        )
+        speculator.learn(outcomes(requests, completions))
     assert min(accepted[1:]) > accepted[0]
     assert drafter.metrics()["sft/loss"] > 0 and drafter.training.state()["train.updates"] == 60
 
@@ -196,25 +191,20 @@ def test_a_checkpoint_goes_on_with_the_same_bits(small):
     assert same(drafter._companion.params, other._companion.params)
     fixed = attached(small)  # trains no further
     fixed.load_state(drafter.state())
-    fixed.refresh(None)
-    assert same(fixed._companion.params, drafter._companion.params) and fixed.training is None
-    bad = {name: leaf[..., :1] for name, leaf in state.items() if leaf.ndim}
-    other.load_state(bad)
-    with pytest.raises(CheckpointError, match="of the drafter"):
-        other.learn(outcomes_of(1))
-
-
-def test_a_frozen_one_takes_weights_and_does_not_train(small):
-    drafter, frozen = attached(small, slices=1), attached(small, slices=1)
+    frozen = attached(small, slices=1)  # takes weights and does not train
     frozen.training.freeze()
-    drafter.learn(outcomes_of(2))
     weights = drafter.training.weights()
     assert weights and all(name.startswith("train.params.") for name in weights)
     frozen.load_state(weights)
     frozen.learn(outcomes_of(2, seed=1))
-    for each in (drafter, frozen):
+    for each in (fixed, frozen):
         each.refresh(None)
-    assert frozen.training._trainer is None and same(drafter._companion.params, frozen._companion.params)
+        assert same(each._companion.params, drafter._companion.params)
+    assert fixed.training is None and frozen.training._trainer is None
+    bad = {name: leaf[..., :1] for name, leaf in state.items() if leaf.ndim}
+    other.load_state(bad)
+    with pytest.raises(CheckpointError, match="of the drafter"):
+        other.learn(outcomes_of(1))
 
 
 def test_on_a_mesh_it_is_not_trained(small):

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from drafters import compilation, draft_loops
 from drafters import suffix_loops as kernels
-from drafters.suffix_automaton import SuffixForest
+from drafters.suffix_automaton import SuffixForest, new_mixture
 
 MARKER = kernels.MARKER
 LARGE = 2**31 - 1  # the largest token there can be
+MIXTURE = new_mixture(0.5)
 
 
 @dataclasses.dataclass
@@ -210,6 +211,7 @@ OPTIONS = {
 @settings(deadline=None, max_examples=150)
 @given(histories(), st.fixed_dictionaries({}, optional=OPTIONS), st.integers(0, 12))
 def test_proposals_are_the_most_probable_paths(history, options, budget):
+    """And a chain follows the best child of each."""
     forest, reference = history
     for sequence in range(len(reference.texts)):
         proposals = forest.propose(ints(sequence), ints(budget), 12, **options)
@@ -223,24 +225,13 @@ def test_proposals_are_the_most_probable_paths(history, options, budget):
             assert score == pytest.approx(expected[path], abs=1e-5, rel=1e-4), path
         best = sorted(expected.values(), reverse=True)[:budget]
         assert sorted(found.values(), reverse=True) == pytest.approx(best, abs=1e-5, rel=1e-4)
-
-
-@settings(deadline=None, max_examples=100)
-@given(histories(), st.integers(1, 8))
-def test_a_chain_follows_the_best_child(history, budget):
-    forest, reference = history
-    ids = np.arange(len(reference.texts), dtype=np.int32)
-    proposals = forest.propose(ids, np.full(len(ids), budget), 8, chain_only=True)
-    for sequence in ids.tolist():
-        expected, _ = reference.all_paths(sequence, budget)
-        count = proposals.counts[sequence]
-        assert proposals.parents[sequence, :count].tolist() == list(range(-1, count - 1))
-        path = ()
-        for token in proposals.tokens[sequence, :count].tolist():
-            siblings = [score for other, score in expected.items() if other[:-1] == path]
-            path = (*path, token)
-            assert expected[path] == max(siblings)
-        assert count == budget or not [other for other in expected if other[:-1] == path]
+        chain = tree_paths(forest.propose(ints(sequence), ints(budget), 12, chain_only=True, **options), 0)
+        *_, last = (), *chain
+        for length in range(1, len(last) + 1):
+            siblings = [score for path, score in expected.items() if path[:-1] == last[: length - 1]]
+            assert last[:length] in chain and expected[last[:length]] == max(siblings)
+        assert len(last) == len(chain)
+        assert len(chain) == budget or not any(path[:-1] == last for path in expected)
 
 
 @settings(deadline=None, max_examples=80)
@@ -267,23 +258,11 @@ def test_by_weight_a_chain_goes_down_one_subtree(history, budget, max_match):
         assert len(tokens) == budget or not following
 
 
-def _one_prompt(*texts: list[int], weights=None) -> tuple[SuffixForest, np.ndarray]:
+def _one_prompt(*texts: list[int]) -> tuple[SuffixForest, np.ndarray]:
     forest = SuffixForest()
-    root = forest.add_root()
-    weights = np.ones(len(texts), np.float32) if weights is None else np.array(weights, np.float32)
-    ids = forest.start(np.full(len(texts), root), weights)
+    ids = forest.start(np.full(len(texts), forest.add_root()))
     forest.extend(ids, *padded(list(texts)))
     return forest, ids
-
-
-def test_budgets_follow_the_length_of_the_match():
-    forest, _ = _one_prompt([*range(20)])
-    reader = forest.track(ints(0, 0))
-    forest.advance(reader, *padded([[3], [3, 4, 5]]))
-    proposals = forest.propose(reader, ints(9, 9), 16, budget_per_match=1.5)
-    assert proposals.match_lengths.tolist() == [1, 3]
-    assert proposals.counts.tolist() == [2, 5]  # floor(1.5) + 1 and floor(4.5) + 1
-    assert forest.propose(reader, ints(9, 30), 16).counts.tolist() == [9, 14]
 
 
 def test_a_least_probability_ends_the_growth():
@@ -341,6 +320,13 @@ def test_memory_is_accounted_for():
     assert 4000 * 32 < forest.used_bytes <= forest.nbytes < 2.5 * forest.used_bytes
 
 
+def adopting(forest, limit, roots):
+    other = SuffixForest(limit)
+    for _ in range(roots):
+        other.add_root()
+    forest.adopt(other)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -352,22 +338,27 @@ def test_memory_is_accounted_for():
         (lambda f: f.extend(ints(2), np.array([[1]]), ints(1)), "sequences: 2 is not known"),
         (lambda f: f.extend(ints(1), np.array([[1]]), ints(1)), "sequences: 1 was begun with track"),
         (lambda f: f.advance(ints(0), np.array([[1]]), ints(1)), "sequences: 0 was begun with start"),
+        (lambda f: f.follow(ints(7), np.array([[1]]), ints(1), MIXTURE), "sequences: 7 is not known"),
+        (lambda f: f.follow(ints(0), np.array([[-1]]), ints(1), MIXTURE), r"tokens\[0, 0\]: -1"),
+        (lambda f: f.follow(ints(0), np.array([[1]]), ints(1), MIXTURE[1:]), "mixture: float64"),
         (lambda f: f.propose(ints(7), ints(1), 1), "sequences: 7 is not known"),
         (lambda f: f.propose(ints(0), ints(1, 2), 1), r"budgets: shape \[2\], expected \[1\]"),
         (lambda f: f.propose(ints(0), ints(1), 0), "max_nodes: 0"),
         (lambda f: f.propose(ints(0), ints(1), 1, rank="reward"), "rank: 'reward'"),
         (lambda f: f.propose(ints(0), ints(1), 1, novelty=math.nan), "novelty"),
+        (lambda f: f.propose(ints(0), ints(1), 1, mixture=MIXTURE.astype(int)), "mixture: int64"),
+        (lambda f: f.propose(ints(0), ints(1), 1, mixture=MIXTURE, rank="weight"), "rank: 'weight'"),
         (lambda f: f.start(ints(1)), "roots: 1 is not known"),
         (lambda f: f.start(ints(0), np.array([math.nan])), "weights"),
         (lambda f: f.track(ints(-1)), "roots: -1 is not known"),
+        (lambda f: adopting(f, 5, roots=1), "expected 1 with None"),
+        (lambda f: adopting(f, None, roots=0), "0 automata"),
         (lambda f: SuffixForest(max_match=0), "max_match: 0"),
     ],
 )
 def test_what_is_wrong_is_refused_and_changes_nothing(call, message):
-    forest = SuffixForest()
-    root = forest.add_root()
-    forest.extend(forest.start(ints(root)), np.array([[1, 2, 1]]), ints(3))
-    forest.track(ints(root))
+    forest, _ = _one_prompt([1, 2, 1])
+    forest.track(ints(0))
     before = forest._header.tolist(), forest._nodes[:6].tolist(), forest._states[:2].tolist()
     with pytest.raises(ValueError, match=message):
         call(forest)
@@ -415,12 +406,3 @@ def test_adopted_automata_are_those_that_were_built_in_place(max_match):
         assert (mine.counts > 0).sum() > 100
         for name in ("tokens", "parents", "counts", "log_probability", "match_lengths"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
-
-
-def test_an_automaton_of_another_limit_is_not_adopted():
-    forest, other = SuffixForest(4), SuffixForest(5)
-    other.add_root()
-    with pytest.raises(ValueError, match="expected 1 with 4"):
-        forest.adopt(other)
-    with pytest.raises(ValueError, match="0 automata"):
-        forest.adopt(SuffixForest(4))

@@ -115,32 +115,20 @@ def test_what_are_no_drafts_is_named_and_any_integers_are_tokens(change, message
         usable_nodes(drafts, queries_of([2], 2), VOCAB)
 
 
-# -- chains ------------------------------------------------------------------------------------------------
-
-
-def chain_of(row, nodes, usable=None):
-    drafts = drafts_of([row], nodes)
-    if usable is None:
-        usable = usable_nodes(drafts, queries_of([nodes], nodes), VOCAB)
-    cut, valid = chains(drafts, np.asarray(usable).reshape(1, nodes))
-    assert usable_nodes(cut, queries_of([nodes], nodes), VOCAB).tolist() == valid.tolist()
-    assert cut.tokens.dtype == cut.parents.dtype == np.int32
-    count = int(cut.counts[0])
-    assert valid[0].tolist() == [node < count for node in range(nodes)]
-    assert cut.parents[0].tolist() == list(range(-1, nodes - 1))
-    return cut.tokens[0, :count].tolist(), cut.log_probability[0, :count].tolist()
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, VOCAB), st.integers(-2, 6)), min_size=1, max_size=7))
 def test_chains_are_those_of_a_plain_walk(row):
-    drafts = drafts_of([row], len(row))
-    usable = usable_nodes(drafts, queries_of([len(row)], len(row)), VOCAB)[0]
-    wanted, last = [], -1
-    while True:
-        children = [node for node, (_, parent) in enumerate(row) if parent == last and usable[node]]
-        if not children:
-            break
-        last = children[0]
-        wanted.append(row[last][0])
-    assert chain_of(row, len(row))[0] == wanted
+    """Of first usable children; a chain is a draft like any other."""
+    nodes, drafts = len(row), drafts_of([row], len(row))
+    usable = usable_nodes(drafts, queries_of([nodes], nodes), VOCAB)
+    walk = [-1]
+    while children := [node for node in range(nodes) if row[node][1] == walk[-1] and usable[0, node]]:
+        walk.append(children[0])
+    count = len(walk) - 1
+    cut, valid = chains(drafts, usable)
+    assert cut.tokens.dtype == cut.parents.dtype == np.int32 and cut.counts.tolist() == [count]
+    assert cut.tokens[0, :count].tolist() == [row[node][0] for node in walk[1:]]
+    assert cut.log_probability[0, :count].tolist() == [-node for node in walk[1:]]
+    assert cut.parents[0].tolist() == list(range(-1, nodes - 1))
+    assert valid[0].tolist() == [node < count for node in range(nodes)]
+    np.testing.assert_array_equal(usable_nodes(cut, queries_of([nodes], nodes), VOCAB), valid)

@@ -3,14 +3,11 @@
 `test_drafting.py` holds it, like every head, to what training unrolls.
 """
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_shapes, init_head
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig
 from drafters.eagle.saving import AsyncHeadSaver
 from drafters.registry import make_drafter, states_read
 from rljax.errors import ConfigError
@@ -18,16 +15,8 @@ from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import gumbel, request_key
 from rljax.speculation.speculator import Speculator
-from tests.drafters.eagle.published import attend, norm, rotate, silu
-from tests.drafters.eagle.tiny import (
-    POLICY,
-    begun,
-    chain,
-    policy_params,
-    policy_states,
-    rollouts,
-    shared,
-)
+from tests.drafters.eagle.published import layer_outputs, norm, silu
+from tests.drafters.eagle.tiny import POLICY, begun, chain, noisy, policy_states, rollouts, shared
 from tests.exactness import exact_numerics
 from tests.speculation.speculators import FEW
 from tests.tiny_policy import (
@@ -44,18 +33,9 @@ from tests.tiny_policy import (
 
 SHAPE = BlockShape(size=3, depth=2, width=24)
 VOCABULARY = DraftVocabulary(np.arange(1, 45)[::-1])
-ARGUMENTS = HEAD | {"block_size": 4}
+BLOCK = HeadConfig("block", POLICY, vocabulary=VOCABULARY, block=SHAPE)
+ARGUMENTS = HEAD | {"block_size": 4, "block_depth": 1}
 jitted_gumbel = jax.jit(gumbel)
-
-
-@functools.cache
-def noisy(vocabulary=VOCABULARY):
-    """A head with opinions: noise on everything."""
-    config = HeadConfig("block", POLICY, vocabulary=vocabulary, block=SHAPE)
-    rng = np.random.default_rng(6)
-    params = jax.device_get(init_head(config, policy_params(), 5))
-    stir = lambda leaf: np.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), np.float32)  # noqa: E731
-    return config, jax.device_put(jax.tree.map(stir, params))
 
 
 def sigmoid(x):
@@ -69,27 +49,18 @@ def proposed(params, states, tokens, last, key, depth, temperature):
       states: [n, 4, d] of the tokens [n] before `last`.
     """
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    embed, n, dim = np.asarray(shared()["embed"], np.float64), len(tokens), POLICY.head_dim
+    embed, n = np.asarray(shared()["embed"], np.float64), len(tokens)
     behind = [*tokens[1:], last]
     a = np.concatenate([embed[behind], states[:, :3].reshape(n, -1)], axis=1) @ params["fc"].T
     context = norm(a, params["context_norm"], POLICY)
-    rows = [[a[-1] + params["place"][i]] for i in range(depth)]  # of each position, behind every layer
+    rows = a[-1] + params["place"][:depth]
     for number in range(SHAPE.depth):
         layer = params["layers"][str(number)]
-        keys = rotate((context @ layer["k"].T).reshape(n, -1, dim), np.arange(n), POLICY)
-        values = (context @ layer["v"].T).reshape(n, -1, dim)
-        for i in range(depth):
-            x = rows[i][-1]
-            h, at = norm(x, layer["attention_norm"], POLICY)[None], np.asarray([n + i])
-            q, k = (rotate((h @ layer[name].T).reshape(1, -1, dim), at, POLICY) for name in ("q", "k"))
-            keys = np.concatenate([keys, k])
-            values = np.concatenate([values, (h @ layer["v"].T).reshape(1, -1, dim)])
-            x = x + layer["o"] @ attend(q, keys, values)[0]
-            h = norm(x, layer["mlp_norm"], POLICY)
-            rows[i].append(x + layer["down"] @ (silu(layer["gate"] @ h) * (layer["up"] @ h)))
+        h = norm(rows, layer["attention_norm"], POLICY)
+        rows = layer_outputs(rows, h, np.concatenate([context, h]), layer, POLICY, causal=True)
     state, found, total = np.zeros(SHAPE.width), [], 0.0
     for i in range(depth):
-        x = norm(rows[i][-1], params["norm"], POLICY)
+        x = norm(rows[i], params["norm"], POLICY)
         mixed = params["mix"] @ np.concatenate([x, state])
         logits = params["lm_head"] @ x + params["out"] @ silu(mixed)
         noise = jitted_gumbel(key, np.int32(n + i + 1), VOCABULARY.tokens.astype(np.uint32))
@@ -106,7 +77,7 @@ def proposed(params, states, tokens, last, key, depth, temperature):
 
 def test_a_block_proposes_what_plain_numpy_does():
     """Under the noise, at a temperature, behind contexts of two lengths; a shorter draft is its beginning."""
-    config, params = noisy()
+    config, params = noisy(BLOCK)
     tokens, lengths = rollouts(2, 24, 11), (17, 9)
     states = np.stack(policy_states(config, tokens))
     keys = np.stack([request_key(1, 2), request_key(1, 3)])
@@ -119,17 +90,6 @@ def test_a_block_proposes_what_plain_numpy_does():
             np.testing.assert_array_equal(drafted.tree.tokens[slot], [token for token, _ in expected])
             scores = [score for _, score in expected]
             np.testing.assert_allclose(drafted.log_probability[slot], scores, atol=2e-3)
-
-
-def test_shapes_are_those_documented():
-    config, params = noisy()
-    assert jax.tree.map(jnp.shape, params) == head_shapes(config)
-    assert config.states == 4 and config.layer.num_layers == 2
-    for shape in ({"size": 0}, {"depth": 0}, {"width": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(shape))}: should be at least 1"):
-            BlockShape(**shape)
-    with pytest.raises(ValueError, match="block: eagle3 drafts token by token"):
-        HeadConfig("eagle3", POLICY, block=SHAPE)
 
 
 def speculator_of(name, arguments, numerics=None):
@@ -174,7 +134,7 @@ def test_the_tokens_are_those_of_plain_decoding(dtype, tmp_path):
 
 
 def test_a_saved_head_is_refused_where_it_does_not_fit(tmp_path):
-    config, params = noisy()
+    config, params = noisy(BLOCK)
     saver = AsyncHeadSaver(tmp_path)
     saver.save(3, params, config)
     saver.wait()

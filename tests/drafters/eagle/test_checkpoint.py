@@ -1,4 +1,4 @@
-"""Heads out and in: names, config, what does not fit."""
+"""Heads out and in, in the layouts of serving engines: names, config, draft vocabulary, what does not fit."""
 
 import dataclasses
 import json
@@ -14,8 +14,10 @@ from drafters.eagle.checkpoint import load_head, save_head
 from drafters.eagle.model import HeadConfig, init_head
 from rljax.errors import CheckpointError
 from rljax.models.config import RopeScaling
+from tests.drafters.eagle.published import write_dflash, write_eagle3
 from tests.drafters.eagle.tiny import POLICY, policy_params
 
+TOKENS = np.flatnonzero(np.arange(POLICY.vocab_size) % 3 != 1)  # 32 of 48
 NAMES = [
     f"{name}.weight"
     for name in (
@@ -31,20 +33,32 @@ def head(variant, layers=()):
 
 
 def test_round_trip(tmp_path):
-    """EAGLE-3's is in `test_draft_vocabulary.py`."""
-    config, params = head("eagle")
-    save_head(tmp_path / "head", config, params, "float32")
-    loaded_config, loaded = load_head(tmp_path / "head", POLICY)
-    assert loaded_config == config
-    jax.tree.map(np.testing.assert_array_equal, params, loaded)
-
-
-def test_bfloat16_is_the_rounded_head_and_a_trained_bias_survives(tmp_path):
+    """In bfloat16, of the rounded head; a trained bias survives."""
     config, params = head("eagle")
     params["fc_bias"] = jnp.arange(32, dtype=jnp.float32)
-    save_head(tmp_path / "head", config, params)
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf, ml_dtypes.bfloat16).astype(np.float32), params)
-    jax.tree.map(np.testing.assert_array_equal, rounded, load_head(tmp_path / "head", POLICY)[1])
+    for dtype, expected in ("float32", params), ("bfloat16", rounded):
+        save_head(tmp_path / dtype, config, params, dtype)
+        loaded_config, loaded = load_head(tmp_path / dtype, POLICY)
+        assert loaded_config == config
+        jax.tree.map(np.testing.assert_array_equal, expected, loaded)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_round_trip_of_a_published_head_with_a_draft_vocabulary(engine, tmp_path):
+    tensors = write_eagle3(tmp_path / "published", POLICY, TOKENS, layers=(1, 2, 3))
+    config, params = load_head(tmp_path / "published", POLICY)
+    save_head(tmp_path / "written", config, params, "float32", engine)
+    written = safetensors.numpy.load_file(tmp_path / "written" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(written[name], array)
+        assert written[name].dtype == array.dtype
+    content = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert content["draft_vocab_size"] == len(TOKENS) and content["vocab_size"] == POLICY.vocab_size
+    again, loaded = load_head(tmp_path / "written", POLICY)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 
 def test_eagle_names_and_config(tmp_path):
@@ -100,16 +114,27 @@ def test_a_head_of_another_policy_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("variant", "change", "message"),
     [
-        (lambda t: t.pop("fc.weight"), r"fc\.weight \[32, 64\] is missing"),
-        (lambda t: t.update({"layers.0.self_attn.q_proj.bias": np.ones(64)}), "q_proj.bias is not part"),
-        (lambda t: t.update({"d2t": np.arange(10)}), "d2t and t2d belong to EAGLE-3 heads only"),
+        ("eagle", lambda t: t.pop("fc.weight"), r"fc\.weight \[32, 64\] is missing"),
+        ("eagle", lambda t: t.update({"layers.0.mlp.bias": np.ones(64)}), r"mlp\.bias is not part"),
+        ("eagle", lambda t: t.update(d2t=np.arange(10)), "d2t and t2d belong to EAGLE-3 heads only"),
+        ("eagle3", lambda t: t.update(d2t=t["d2t"] + 100), "d2t leads to token 147, but the policy has 48"),
+        ("eagle3", lambda t: t.update(d2t=-np.arange(32)), "d2t: tokens: expected .* each once"),
+        ("eagle3", lambda t: t.update(d2t=t["d2t"][:5]), r"d2t is \[5\], but draft_vocab_size is 32"),
+        ("eagle3", lambda t: t.update(t2d=~t["t2d"]), "t2d marks other tokens than d2t"),
+        ("eagle3", lambda t: t.pop("d2t"), r"d2t \[32\] is missing"),
+        ("eagle3", lambda t: t.pop("lm_head.weight"), r"lm_head\.weight \[32, 32\] is missing"),
+        ("dflash", lambda t: t.update({"layers.2.mlp.bias": np.ones(64)}), "is not part of a block head"),
     ],
 )
-def test_other_heads_are_refused(change, message, tmp_path):
-    config, params = head("eagle")
-    save_head(tmp_path / "head", config, params, "float32")
+def test_other_tensors_are_refused(variant, change, message, tmp_path):
+    if variant == "eagle":
+        save_head(tmp_path / "head", *head("eagle"), "float32")
+    elif variant == "eagle3":
+        write_eagle3(tmp_path / "head", POLICY, TOKENS)
+    else:
+        write_dflash(tmp_path / "head", POLICY, (1, 3), TOKENS)
     file = tmp_path / "head" / "model.safetensors"
     tensors = dict(safetensors.numpy.load_file(file))
     change(tensors)

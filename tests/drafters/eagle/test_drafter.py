@@ -1,10 +1,10 @@
 """When the head learns in the loop, from what, and what becomes of its saves; nothing is computed here."""
 
-import collections
 import types
 
 import numpy as np
 import pytest
+import yaml
 
 from drafters.arguments import checked
 from drafters.base import DraftRequest, Sampled
@@ -13,10 +13,10 @@ from drafters.eagle import saving, time_budget
 from drafters.eagle.arguments import BlockArguments, EagleArguments
 from drafters.eagle.drafter import EagleDrafter
 from drafters.eagle.model import HeadConfig
-from drafters.eagle.slots import HeadSlots, PrefilledHead
-from rljax.engine.host_sync import Assignment
+from drafters.eagle.slots import HeadSlots
 from rljax.errors import ConfigError, DrafterError
 from rljax.numerics.rows import Numerics
+from tests.configs import table
 from tests.drafters.eagle.tiny import POLICY
 
 TOKEN = 3 * 2 * 4  # bytes of its states here: float32 [3, 2]
@@ -55,31 +55,17 @@ class Trainer:
 
 
 class Slots(HeadSlots):
-    """Computes nothing, and absorbs features at once, those of two host syncs at a time."""
+    """Computes nothing."""
 
     numerics = types.SimpleNamespace(dtype=np.float32)
-    unread_bytes = -1
 
     def __init__(self, collector):
-        self._collector = collector
-        self._state = types.SimpleNamespace(lengths=np.zeros(3))
-        self.start(3)
-
-    def start(self, batch):
-        self._unread, self._unread_size, self._held = collections.deque(), 0, np.zeros(batch, np.int64)
+        self._collector, self._state = collector, types.SimpleNamespace(lengths=np.zeros(3))
 
     def use(self, *of):
         pass
 
-    _insert = _forget = use
-
-    def _here(self, states):
-        return states
-
-    def _absorb_oldest(self):
-        self._unread.clear()
-        self._unread_size = -1
-        return 2
+    _skip = _forget = use
 
 
 @pytest.fixture
@@ -157,25 +143,17 @@ def test_the_share_of_the_step_before_reaches_the_buffer(monkeypatch):
     assert settings[0].previous_share == 0.25
 
 
-def visit(counts):
-    states, tokens = np.zeros((len(counts), 4, 3, 2), np.float32), np.arange(4) < np.asarray(counts)[:, None]
-    return types.SimpleNamespace(states=states, tokens=tokens.astype(np.int32) - 1)
-
-
 def test_responses_that_run_count_against_the_buffer(clock):
     """Of room for 24 tokens, half may be theirs; the shortest is given up for it."""
     drafter = make(clock, buffer_bytes=24 * TOKEN)
     drafter.begin([DraftRequest((1, 2, 3), None)] * 3)
-    prefix = types.SimpleNamespace(cache=types.SimpleNamespace(length=4))
-    prompts = PrefilledHead(prefix, np.zeros((3, 2, 3, 2), np.float32), (3, 3, 3))
-    drafter.slots.insert(prompts, [Assignment(row, row, None, 9) for row in range(3)], range(3))
+    collector, states = drafter.collector, np.zeros((3, 4, 3, 2), np.float32)
+    collector.insert(states, range(3), range(3), range(3))
     assert drafter.trainer.reserved == 6 * TOKEN
-    drafter.slots.advance(visit([4, 1, 1]))
-    assert drafter.trainer.reserved == 12 * TOKEN
-    assert drafter.metrics()["head/dropped_running"] == 0
-    drafter.slots.advance(visit([1, 1, 2]))
-    assert drafter.trainer.reserved == 12 * TOKEN  # 7 of the first, 5 of the third
-    assert drafter.metrics()["head/dropped_running"] == 1
+    for counts, dropped in ([4, 1, 1], 0), ([1, 1, 2], 1):  # then 7 of the first, 5 of the third
+        collector.advance(states, np.asarray(counts))
+        assert drafter.trainer.reserved == 12 * TOKEN
+        assert drafter.metrics()["head/dropped_running"] == dropped
     counts, ended = np.asarray([5, 2, 3], np.int32), np.ones(3, bool)
     tokens = np.zeros((3, 5), np.int32)
     drafter.observe(Sampled(np.arange(3), tokens, counts, counts, counts, ended))
@@ -183,15 +161,13 @@ def test_responses_that_run_count_against_the_buffer(clock):
 
 
 def test_contexts_are_counted_over_the_run(clock):
-    drafter = make(clock)
-    drafter.begin([])
-    drafter.slots.advance(visit([1, 0]))
+    drafter, resumed = make(clock), make(clock)
     drafter.slots.append([0, 1], [4, 4], np.zeros((2, 1), np.int32), np.ones(2, np.int32))
-    resumed = make(clock)
+    drafter.collector.totals["absorbed_early"] += 4
     resumed.load_state(drafter.state())
-    resumed.slots.advance(visit([1, 0]))
+    resumed.slots.append([0], [4], np.zeros((1, 1), np.int32), np.ones(1, np.int32))
     assert resumed.metrics()["head/absorbed_early"] == 4
-    assert resumed.metrics()["head/lost_contexts"] == 2
+    assert resumed.metrics()["head/lost_contexts"] == 3
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -211,22 +187,21 @@ def test_a_failed_save_is_told_and_stops_the_run_if_that_is_asked(clock, tmp_pat
         drafter.state() if last else drafter.learn([])
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "message"),
-    [
-        ("eagle", {"hidden_weight": 1.0}, "hidden_weight: eagle3's outputs are no hidden states"),
-        (
-            "eagle",
-            {"variant": "eagle", "cross_entropy_weight": -1.0},
-            "cross_entropy_weight: should be a fin",
-        ),
-        ("eagle", {"unrolled_steps": 15, "pack_length": 16}, "pack_length: 16 is too short for 15 unrolled"),
-        ("block", {"depths": [9]}, "depths: 9 is more than block_size 8"),
-        ("block", {"unrolled_steps": 9}, "unrolled_steps: 9 is more than block_size 8"),
-        ("block", {"hidden_weight": 1.0}, "hidden_weight: block's outputs are no hidden states"),
-        ("block", {"variant": "eagle3"}, "variant"),
-    ],
-)
-def test_arguments_that_cannot_be_are_one_line(kind, given, message):
+WRONG = """
+{hidden_weight: 1.0} -> hidden_weight: eagle3's outputs are no hidden states
+{variant: eagle, cross_entropy_weight: -1.0} -> cross_entropy_weight: should be a fin
+{unrolled_steps: 15, pack_length: 16} -> pack_length: 16 is too short for 15 unrolled
+{block: {depths: [9]}} -> depths: 9 is more than block_size 8
+{block: {unrolled_steps: 9}} -> unrolled_steps: 9 is more than block_size 8
+{block: {hidden_weight: 1.0}} -> hidden_weight: block's outputs are no hidden states
+{block: {variant: eagle3}} -> variant
+"""
+
+
+@pytest.mark.parametrize(("given", "message"), table(WRONG))
+def test_arguments_that_cannot_be_are_one_line(given, message):
+    """Of an EAGLE head, or of a block."""
+    given = yaml.safe_load(given)
+    kind, arguments = ("block", BlockArguments) if "block" in given else ("eagle", EagleArguments)
     with pytest.raises(ConfigError, match=f"^speculation.args.{message}"):
-        checked("speculation.args", kind, {"eagle": EagleArguments, "block": BlockArguments}[kind], given)
+        checked("speculation.args", kind, arguments, given.get("block", given))

@@ -10,7 +10,7 @@ import pytest
 
 from drafters.eagle.drafting import DraftStrategy, draft, empty_state, forget
 from drafters.eagle.drafting_behind import draft_behind
-from drafters.eagle.model import HeadConfig, head_logits, init_head
+from drafters.eagle.model import HeadConfig, head_logits
 from drafters.eagle.objective import published_training
 from drafters.eagle.training import head_loss
 from drafters.eagle.unrolling import HeadBatch, unroll
@@ -24,7 +24,7 @@ from tests.drafters.eagle.tiny import (
     POLICY,
     jitted_absorb,
     jitted_draft,
-    policy_params,
+    noisy,
     policy_states,
     rollouts,
     with_policy,
@@ -43,14 +43,8 @@ NOISE = {"eagle": KEYS, "eagle3": None, "block": KEYS}  # HASS is EAGLE, trained
 EVERY_VARIANT = pytest.mark.parametrize("variant", NOISE)
 
 
-@functools.cache
 def head(variant):
-    """A head with opinions: noise on everything."""
-    config = HeadConfig(variant, POLICY)
-    params = init_head(config, policy_params(), 5)
-    rng = np.random.default_rng(6)
-    noisy = lambda leaf: np.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), np.float32)  # noqa: E731
-    return config, jax.device_put(jax.tree.map(noisy, jax.device_get(params)))
+    return noisy(HeadConfig(variant, POLICY))
 
 
 @functools.cache
@@ -212,7 +206,6 @@ def test_absorbing_in_pieces(variant):
     """Prompt, single steps and verified paths of any length: the same state as all at once."""
     whole = absorbed(variant)
     state = absorbed(variant, (7, 2))
-    drafted(variant, state, TREE, NOISE[variant])  # and nobody remembers what was drafted in between
     for begins, ends in [((7, 2), (8, 3)), ((8, 3), (13, 3)), ((13, 3), (20, 9))]:
         state = more(variant, state, begins, ends)
     np.testing.assert_array_equal(state.lengths, whole.lengths)

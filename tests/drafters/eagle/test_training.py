@@ -1,4 +1,4 @@
-"""Training: masks, what is differentiated, what is learned."""
+"""Training: masks, losses, what is differentiated. That heads learn is in `test_spot_trainer.py`."""
 
 import dataclasses
 import functools
@@ -10,12 +10,13 @@ import optax
 import pytest
 
 from drafters.eagle import unrolling as unrolling_module
-from drafters.eagle.model import HeadConfig, head_logits, head_shapes, init_head
+from drafters.eagle.model import BlockShape, DraftVocabulary, HeadConfig, head_logits, head_shapes, init_head
 from drafters.eagle.objective import VARIANTS, HeadTraining, published_training
-from drafters.eagle.spot_trainer import head_optimizer
 from drafters.eagle.training import head_loss, init_state, jitted_train_step
 from drafters.eagle.unrolling import unroll
 from rljax.models import transformer
+from rljax.sampling.distribution import SamplingParams, transform_logits
+from tests.drafters.eagle.test_coupled import chances
 from tests.drafters.eagle.tiny import (
     NUMERICS,
     POLICY,
@@ -26,12 +27,9 @@ from tests.drafters.eagle.tiny import (
     with_policy,
 )
 
-ROWS = [[2 * r, 2 * r + 1] for r in range(4)]
-TRAINING = dataclasses.replace(published_training("eagle3"), steps=2, reverse_kl_weight=0.5, lk_weight=0.5)
-
-
-def optimizer(rate=3e-3):
-    return head_optimizer(rate, clip_norm=1.0)
+TRAINING = dataclasses.replace(
+    published_training("eagle3"), steps=2, reverse_kl_weight=0.5, lk_weight=0.5, sampled_weight=1.0
+)
 
 
 def head_of(variant, seed=0):
@@ -47,18 +45,23 @@ def loss_of(config, training):
 
 @functools.cache
 def gradient_of(config, training):
-    """(params, batch, shared weights) -> gradients of the first and the last, compiled."""
+    """(params, batch) -> ((loss, metrics), gradient), compiled."""
 
-    def loss(params, batch, shared):
-        return head_loss(with_policy(config, params).replace(shared=shared), training, batch)[0]
+    def loss(params, batch):
+        return head_loss(with_policy(config, params), training, batch)
 
-    return jax.jit(jax.grad(loss, argnums=(0, 2)))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 @functools.cache
-def unrolled(config, steps):
-    """(params, batch) -> outputs, compiled."""
+def _unrolled(config, steps):
     return jax.jit(lambda params, batch: unroll(with_policy(config, params), batch, steps))
+
+
+def unrolled(config, params, batch, steps=2):
+    """The outputs of the head, whose own LM head has no part in them."""
+    own = {name: leaf for name, leaf in params.items() if name != "lm_head"}
+    return _unrolled(dataclasses.replace(config, vocabulary=None), steps)(own, batch)
 
 
 def sequences():
@@ -69,7 +72,7 @@ def test_an_untrained_head_answers_one_token_late():
     """The hidden state goes through: step 0 at s is near the policy's own state at s."""
     config, params = head_of("eagle")
     batch = packed_batch(config, sequences(), [[0, 2]], 64)
-    (output,) = unrolled(config, 1)(params, batch)
+    (output,) = unrolled(config, params, batch, 1)
     inside = np.asarray(batch.segment_ids > 0)
     here, later = (
         np.abs(np.asarray(output - jnp.roll(batch.states[:, :, 0], -shift, axis=1)))[inside].mean()
@@ -91,11 +94,11 @@ def test_segments_do_not_see_each_other():
     )
     batch = dataclasses.replace(batch, response_mask=batch.response_mask & ~poisoned)
     mine = ~poisoned & np.asarray(batch.segment_ids > 0)
-    run = functools.partial(unrolled(config, 2), params)
+    run = functools.partial(unrolled, config, params)
     for before, after in zip(run(batch), run(other), strict=True):
         np.testing.assert_array_equal(np.asarray(before)[mine], np.asarray(after)[mine])
         assert not np.array_equal(np.asarray(before)[poisoned], np.asarray(after)[poisoned])
-    gradients = [gradient_of(config, TRAINING)(params, b, shared())[0] for b in (batch, other)]
+    gradients = [gradient_of(config, TRAINING)(params, each)[1] for each in (batch, other)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *gradients)
 
 
@@ -104,7 +107,7 @@ def test_where_a_sequence_lies_does_not_matter(variant):
     config, params = head_of(variant)
     alone, packed = (packed_batch(config, sequences(), [row, [1]], 64) for row in ([2], [4, 2, 5]))
     first = len(sequences()[4])
-    for a, b in zip(*(unrolled(config, 2)(params, each) for each in (alone, packed)), strict=True):
+    for a, b in zip(*(unrolled(config, params, each) for each in (alone, packed)), strict=True):
         n = len(sequences()[2]) - 2
         np.testing.assert_allclose(a[0, :n], b[0, first : first + n], atol=2e-4)
 
@@ -114,7 +117,7 @@ def test_the_head_does_not_see_what_it_should_predict():
     config, params = head_of("eagle3")
     batch = packed_batch(config, sequences(), [[0], [1]], 64)
     s = 10
-    run = functools.partial(unrolled(config, 2), params)
+    run = functools.partial(unrolled, config, params)
     reference = run(batch)
     later_states = batch.states.at[:, s + 1 :].add(3.0)
     for j in range(2):
@@ -126,113 +129,144 @@ def test_the_head_does_not_see_what_it_should_predict():
         assert not np.array_equal(reference[j][:, s], changed[j][:, s])
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _log_softmax(config, params, states, outputs):
-    logits = [transformer.logits(shared(), POLICY, states, NUMERICS)]
-    logits += [head_logits(with_policy(config, params), output) for output in outputs]
-    return [jax.nn.log_softmax(each) for each in logits]
+@functools.partial(jax.jit, static_argnames=("config", "sampling"))
+def opinions(params, config, batch, outputs, sampling):
+    """Log-probabilities of the policy [R, T, V] and of the head at every step [k, R, T, V'], of each at the
+    temperature alone and with its filters.
+    """
+    policys = transformer.logits(shared(), POLICY, batch.states[:, :, -1], NUMERICS)
+    heads = jnp.stack([head_logits(with_policy(config, params), output) for output in outputs])
+    return [
+        jax.nn.log_softmax(each)
+        for logits in (policys, heads)
+        for each in (logits / sampling.temperature, transform_logits(logits, sampling, NUMERICS))
+    ]
 
 
-def log_probabilities(config, params, batch, outputs):
-    """Of the policy at every position, and of the head at every start, one array a step."""
-    found = _log_softmax(config, params, batch.states[:, :, -1], outputs)
-    policys, *heads = (np.asarray(each, np.float64) for each in found)
-    return policys, heads
-
-
-def test_the_loss_by_a_plain_loop():
-    """Masks, targets, chunks, decay and metrics against numpy, position by position."""
-    config, params = head_of("hass")
+@pytest.mark.parametrize("variant", ["hass", "eagle3"])
+def test_the_loss_by_a_plain_loop(variant):
+    """Masks, targets, chunks, decay and metrics against numpy, start by start: of hidden states and cross
+    entropy; and for a head that drafts some tokens alone, of whole drafts under the noise, too, at a
+    temperature and with filters. Targets outside of its vocabulary have no part in the cross entropy.
+    """
+    config, ids = HeadConfig("hass", POLICY), np.arange(POLICY.vocab_size)
     training = HeadTraining(
         steps=2, step_decay=0.5, hidden_weight=1.0, cross_entropy_weight=0.1, logit_chunk=37
     )
-    members = [[0, 4], [1]]
+    if variant == "eagle3":
+        ids, sampling = np.arange(3, 40)[::-1], SamplingParams(temperature=0.7, top_k=20)
+        config = HeadConfig(variant, POLICY, vocabulary=DraftVocabulary(ids))
+        others = {"hidden_weight": 0.0, "coupled_weight": 2.0, "sampled_weight": 3.0}
+        training = dataclasses.replace(training, sampling=sampling, **others)
+    params, members = init_head(config, policy_params(), 0), [[0, 4], [1]]
     batch = packed_batch(config, sequences(), members, 64)
     value, metrics = loss_of(config, training)(params, batch)
-    outputs = unrolled(config, 2)(params, batch)
-    log_p, log_q = log_probabilities(config, params, batch, outputs)
-    expected, lengths = 0.0, {}
-    for j, output in enumerate(outputs):
-        terms, agrees = [], []
-        for r, row in enumerate(members):
-            start = 0
-            for member in row:
-                n = len(sequences()[member])
-                for s in range(n - j - 1):
-                    target = s + j + 1  # the policy there predicts token target + 1
-                    if not 2 <= target + 1 < n:
+    outputs = unrolled(config, params, batch)
+    found = opinions(params, config, batch, outputs, training.sampling or SamplingParams())
+    p, sampled, log_q, log_offered = (np.asarray(each, np.float64) for each in found)
+
+    terms, agrees, accepted, outside = ([], []), ([], []), ([], []), 0
+    drafts = {"accepted": [], "coupled": [], "sampled": [], "offered": []}  # chances of whole ones
+    for r, row in enumerate(members):
+        end = 0
+        for member in row:
+            begin, end = end, end + len(sequences()[member])
+            for s in range(begin, end - 2):
+                chain = {name: [] for name in drafts}
+                for j in range(min(2, end - 2 - s)):
+                    at = s + j + 1  # the policy there predicts the next token
+                    token, likeliest = int(batch.tokens[r, at + 1]), p[r, at].argmax()
+                    q, offered = log_q[j, r, s], np.exp(log_offered[j, r, s])
+                    agrees[j].append(likeliest == ids[q.argmax()])
+                    accepted[j].append(np.minimum(np.exp(sampled[r, at, ids]), offered).sum())
+                    chain["accepted"].append(accepted[j][-1])
+                    here = np.exp(sampled[r, at, token])
+                    for name, each in ("sampled", q), ("offered", log_offered[j, r, s]):
+                        whole = np.full(POLICY.vocab_size, -np.inf)
+                        whole[ids] = each
+                        both = chances(sampled[r, at], whole)
+                        chain[name].append(both[token] / here if here else 0.0)
+                        if name == "sampled":
+                            chain["coupled"].append(both.sum())
+                    if likeliest not in ids:
+                        outside += j == 0
                         continue
-                    out, hidden = output[r, start + s], batch.states[r, start + target, -1]
-                    p, q = log_p[r, start + target], log_q[j][r, start + s]
-                    x = np.abs(np.asarray(out - hidden, np.float64))
-                    l1 = np.where(x < 1, 0.5 * x * x, x - 0.5).mean()
-                    terms.append(l1 - 0.1 * (np.exp(p) * q).sum())
-                    agrees.append(p.argmax() == q.argmax())
-                    lengths.setdefault((r, start + s), []).append(np.minimum(np.exp(p), np.exp(q)).sum())
-                start += n
-        expected += 0.5**j * np.mean(terms)
-        np.testing.assert_allclose(metrics[f"agreement/{j + 1}"], np.mean(agrees), rtol=1e-5)
+                    target = np.exp(p[r, at, ids])
+                    terms[j].append(-0.1 * (target / target.sum() * q).sum())
+                    if not config.fused:
+                        x = np.abs(np.asarray(outputs[j][r, s] - batch.states[r, at, -1], np.float64))
+                        terms[j][-1] += np.where(x < 1, 0.5 * x * x, x - 0.5).mean()
+                for name, each in chain.items():
+                    drafts[name].append(np.pad(np.cumprod(each), (0, 2 - len(each))))
+
+    lengths = {name: np.sum(each, axis=1) for name, each in drafts.items()}
+    logs = {name: np.log(np.where(each > 0, each, 1.0)).mean() for name, each in lengths.items()}
+    expected = sum(0.5**j * np.mean(each) for j, each in enumerate(terms))
+    expected -= training.coupled_weight * logs["coupled"] + training.sampled_weight * logs["sampled"]
     np.testing.assert_allclose(value, expected, rtol=1e-4)
-    accept = np.mean([1 + np.cumprod(each).sum() for each in lengths.values()])
-    np.testing.assert_allclose(metrics["accept_length"], accept, rtol=1e-4)
-    assert metrics["starts"] == len(lengths)
+    assert metrics["starts"] == len(drafts["offered"])
+    np.testing.assert_allclose(metrics["accept_length"], 1 + lengths["accepted"].mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["coupled_length"], 1 + lengths["offered"].mean(), rtol=2e-4)
+    for j in range(2):
+        np.testing.assert_allclose(metrics[f"loss/{j + 1}"], np.mean(terms[j]), rtol=1e-4)
+        np.testing.assert_allclose(metrics[f"agreement/{j + 1}"], np.mean(agrees[j]), rtol=1e-5)
+        np.testing.assert_allclose(metrics[f"acceptance/{j + 1}"], np.mean(accepted[j]), rtol=1e-5)
+        expected = np.mean([each[j] for each in drafts["offered"]])
+        np.testing.assert_allclose(metrics[f"coupled/{j + 1}"], expected, rtol=2e-4)
+    if variant == "eagle3":
+        assert 0 < outside == metrics["outside_vocabulary"] < len(drafts["offered"])
 
 
 def test_a_step_is_the_gradient_of_the_whole_head_and_of_nothing_else():
-    """No gradient reaches the shared weights, and with plain SGD the update is the gradient."""
+    """With plain SGD the update is the gradient, also where chunks without a response are skipped; none
+    reaches the shared weights.
+    """
     config, params = head_of("eagle3")
     batch = packed_batch(config, sequences(), [[0, 2], [1]], 64)
-    own, policys = gradient_of(config, TRAINING)(params, batch, shared())
+    late = batch.response_mask & (jnp.arange(64)[None] >= 20)
+    batch = dataclasses.replace(batch, response_mask=late)
+    (_, expected), own = gradient_of(config, TRAINING)(params, batch)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(own))
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(policys))
     before, tx = jax.tree.map(np.array, policy_params()), optax.sgd(1.0)
-    expected = jax.tree.map(lambda p, g: np.asarray(p - g), params, own)
-    state, metrics = jitted_train_step(init_state(params, tx), batch, with_policy(config, None), TRAINING, tx)
+    changed = jax.tree.map(lambda p, g: np.asarray(p - g), params, own)
+    chunked = dataclasses.replace(TRAINING, logit_chunk=16)
+    state, metrics = jitted_train_step(init_state(params, tx), batch, with_policy(config, None), chunked, tx)
     jax.tree.map(np.testing.assert_array_equal, before, policy_params())
-    assert np.isfinite(metrics["loss"]) and int(state.updates) == 1
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, expected)
+    assert int(state.updates) == 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, changed)
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-4, err_msg=name)
 
+    @jax.jit
+    @jax.grad
+    def of_shared(shared):
+        return head_loss(with_policy(config, params).replace(shared=shared), TRAINING, batch)[0]
 
-def train(config, params, training, updates):
-    """The state after some updates on four batches of rollouts in turn, and the metrics of the last."""
-    tx = optimizer(1e-2)
-    state = init_state(params, tx)
-    batches = [packed_batch(config, rollouts(8, 48, seed), ROWS, 96) for seed in range(4)]
-    for update in range(updates):
-        batch = batches[update % 4]
-        state, metrics = jitted_train_step(state, batch, with_policy(config, None), training, tx)
-    return state, metrics
-
-
-@pytest.mark.parametrize("variant", ["eagle3", pytest.param("hass", marks=pytest.mark.long)])
-def test_a_head_learns_its_policy(variant):
-    """On rollouts it has not seen: the next token, and as many behind it as it was trained for."""
-    config, params = head_of(variant)
-    training = dataclasses.replace(published_training(variant), steps=2)
-    state, _ = train(config, params, training, 80)
-    held_out = packed_batch(config, rollouts(8, 48, 99), ROWS, 96)
-    after = loss_of(config, training)(state.params, held_out)[1]
-    before = loss_of(config, training)(params, held_out)[1]
-    for step in (1, 2):
-        assert after[f"agreement/{step}"] > before[f"agreement/{step}"] + 0.15
-    assert after["accept_length"] > before["accept_length"] + 0.15
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_shared(shared())))
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch):
     config, params = head_of("hass")
     batch = packed_batch(config, sequences(), [[0, 2], [1]], 64)
-    whole = unrolled(config, 2)(params, batch)[1]
+    whole = unrolled(config, params, batch)[1]
     monkeypatch.setattr(unrolling_module, "_QUERY_BLOCK", 24)  # the last one is shorter
-    in_blocks = unrolled.__wrapped__(config, 2)(params, batch)[1]
+    in_blocks = _unrolled.__wrapped__(config, 2)(params, batch)[1]
     np.testing.assert_allclose(whole, in_blocks, atol=2e-5)
 
 
-def test_init_has_the_documented_shapes_and_eagle3_no_hidden_loss():
-    for variant in VARIANTS:
-        config, params = head_of(variant)
-        assert jax.tree.map(jnp.shape, params) == head_shapes(config)
+def test_heads_have_the_documented_shapes_and_eagle3_no_hidden_loss():
+    block = BlockShape(size=3, depth=2, width=24)
+    with_vocabulary = HeadConfig("block", POLICY, vocabulary=DraftVocabulary(np.arange(1, 45)), block=block)
+    assert with_vocabulary.layer.num_layers == 2
+    for config in (*(HeadConfig(variant, POLICY) for variant in VARIANTS), with_vocabulary):
+        assert jax.tree.map(jnp.shape, init_head(config, policy_params(), 0)) == head_shapes(config)
         assert config.states == (4 if config.fused else 1)
     config, params = head_of("eagle3")
     batch = packed_batch(config, sequences(), [[0]], 64)
     with pytest.raises(ValueError, match="hidden_weight"):
         head_loss(with_policy(config, params), HeadTraining(hidden_weight=1.0), batch)
+    for name in ("size", "depth", "width"):
+        with pytest.raises(ValueError, match=f"{name}: should be at least 1"):
+            BlockShape(**{name: 0})
+    with pytest.raises(ValueError, match="block: eagle3 drafts token by token"):
+        HeadConfig("eagle3", POLICY, block=block)

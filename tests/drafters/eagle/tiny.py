@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafters.eagle.drafting import DraftStrategy, append_pairs, compute_pairs, draft, empty_state
-from drafters.eagle.model import Head, HeadConfig, shared_params
+from drafters.eagle.model import Head, HeadConfig, init_head, shared_params
 from drafters.eagle.unrolling import HeadBatch
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
@@ -34,6 +34,15 @@ def policy_params():
 
 def shared():
     return shared_params(policy_params(), POLICY)
+
+
+@functools.cache
+def noisy(config: HeadConfig):
+    """A head with opinions: noise on everything. Its config and weights."""
+    rng = np.random.default_rng(6)
+    stir = lambda leaf: np.asarray(leaf + 0.08 * rng.standard_normal(leaf.shape), np.float32)  # noqa: E731
+    params = jax.device_get(init_head(config, policy_params(), 5))
+    return config, jax.device_put(jax.tree.map(stir, params))
 
 
 def with_policy(config, params, numerics=NUMERICS):
