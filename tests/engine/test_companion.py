@@ -131,17 +131,32 @@ def stranger(world, config=OTHER):
 # -- a companion that is the policy ------------------------------------------------------------------------
 
 
-def test_the_policy_beside_itself_drafts_what_will_be_sampled():
-    """After passes that took all, some and none of the drafts, of chains of every length."""
-    world = world_of()
-    pair, rng, taken = Pair(world, itself(world)), np.random.default_rng(0), set()
+@pytest.mark.default_cases("one shape")  # test_head_drafting.py has a wider state
+@pytest.mark.parametrize(
+    ("members", "capacity"),
+    [((0, 1, 2, 3), 512), ((3, 0, 2), 64)],
+    ids=["one shape", "through compaction and growth"],
+)
+def test_the_policy_beside_itself_drafts_what_will_be_sampled(members, capacity):
+    """After passes that took all, some and none of the drafts, of chains of every length; requests move while
+    what drafting wrote is still to be used.
+    """
+    world, moves = world_of(), capacity == 64
+    pair, rng, taken = Pair(world, itself(world), members, capacity=capacity), np.random.default_rng(0), set()
+    lengths, batches = set(), set()
     while pair.slots:
+        lengths.add(pair.state.cache.length)
+        batches.add(pair.state.batch)
         steps = int(rng.choice([1, 2, 4, NODES, NODES]))
         pair.check_drafts(steps)
         spoil = {slot: int(rng.integers(steps)) for slot in pair.slots if rng.random() < 0.5}
         taken |= set(pair.verify(spoil).tolist())
-    assert pair.emitted == world.truth
+        if moves and pair.slots and world.engine.buckets.batch_for(len(pair.slots)) < pair.state.batch:
+            assert list(pair.slots) != list(range(len(pair.slots)))
+            pair.compact()
+    assert [pair.emitted[i] for i in members] == [world.truth[i] for i in members]
     assert taken >= {1, 2, 4, 8}
+    assert lengths == {capacity, 512} and batches == ({2, 5} if moves else {5})
 
 
 def test_after_plain_steps_and_chains_that_were_not_verified():
@@ -154,24 +169,6 @@ def test_after_plain_steps_and_chains_that_were_not_verified():
     pair.plain(1)
     pair.plain(16)  # twice, without drafting in between
     pair.finish(pair.check_drafts)
-
-
-@pytest.mark.long  # test_head_drafting.py has a wider state
-def test_through_compaction_and_growth():
-    """With what drafting wrote before still to be used: requests move between a pass and the next chain."""
-    world = world_of()
-    pair = Pair(world, itself(world), members=(3, 0, 2), capacity=64)
-    lengths, batches = set(), set()
-    while pair.slots:
-        lengths.add(pair.state.cache.length)
-        pair.check_drafts()
-        pair.verify(dict.fromkeys(list(pair.slots)[::2], 3))
-        if pair.slots and world.engine.buckets.batch_for(len(pair.slots)) < pair.state.batch:
-            assert list(pair.slots) != list(range(len(pair.slots)))
-            pair.compact()
-        batches.add(pair.state.batch)
-    assert lengths == {64, 512} and batches == {2, 5}
-    assert [pair.emitted[i] for i in (0, 2, 3)] == [world.truth[i] for i in (0, 2, 3)]
 
 
 def test_requests_that_come_later():

@@ -9,16 +9,15 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
+from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
-from rljax.learning.packing import pack_sequences
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
-from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from tests import engines
 from tests.engines import (
@@ -35,6 +34,7 @@ from tests.engines import (
     speculate,
     stored_pool,
     tangled,
+    trained_logprobs,
 )
 from tests.exactness import MOST_FLIPS
 from tests.misbehaving_products import every_count, replaced
@@ -101,45 +101,10 @@ def test_same_bits_where_many_slots_are_computed_and_fewer_later(dtype):
     assert decode(engine, params, asked, [23, 9]) == decode(engine, params, asked)
 
 
-def packed_rows(world):
-    """Every prompt with its response, packed: (tokens, positions, segment_ids) int32 [N, T], and where."""
-    sequences = [each.prompt + tokens for each, (tokens, _) in zip(world.asked, world.plain, strict=True)]
-    packing = pack_sequences([len(sequence) for sequence in sequences], LONGEST)
-    rows = np.zeros((3, packing.num_rows, LONGEST), np.int32)
-    for i, sequence in enumerate(sequences):
-        where = packing.row[i], slice(packing.start[i], packing.start[i] + len(sequence))
-        rows[0][where], rows[1][where], rows[2][where] = sequence, np.arange(len(sequence)), i + 1
-    return tuple(jnp.asarray(row) for row in rows), packing
-
-
 def check_training(world, gradients):
     """The logprobs of decoding, by the pass that scores or inside the one that computes gradients."""
-    rows, packing = packed_rows(world)
-    assert len(np.unique(packing.row)) < len(world.asked)  # some do share a row
-    rope = jnp.asarray(rope_table(world.engine.config, LONGEST))
-
-    def logprobs(params, tokens, positions, segment_ids):
-        attention = PackedAttention(segment_ids, world.engine.numerics)
-        hidden, _ = transformer.forward(
-            params, world.engine.config, tokens, positions, attention, rope, world.engine.numerics
-        )
-        logits = transform_logits(
-            transformer.logits(params, world.engine.config, hidden, world.engine.numerics), SAMPLING, NUMERICS
-        )
-        return token_logprobs(logits, jnp.roll(tokens, -1, axis=1), NUMERICS)
-
-    def loss(params, *rows):
-        chosen = logprobs(params, *rows)
-        return jnp.mean(chosen), chosen
-
-    function = jax.value_and_grad(loss, has_aux=True) if gradients else logprobs
-    found = jax.jit(function, compiler_options=row_invariant_compiler_options())(world.params, *rows)
-    recomputed = np.asarray(found[0][1] if gradients else found)
-    for i, each in enumerate(world.asked):
-        first = packing.start[i] + len(each.prompt) - 1
-        mine = recomputed[packing.row[i], first : first + each.limit]
-        mismatch = np.abs(mine - np.asarray(world.plain[i][1], np.float32))
-        assert mismatch.max() == 0.0
+    found = trained_logprobs(world.engine, world.params, world.asked, world.plain, gradients)
+    assert found == [logprobs for _, logprobs in world.plain]
 
 
 def test_training_recomputes_the_logprobs_bit_for_bit(world):

@@ -3,29 +3,25 @@
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree
-from rljax.engine.executables import row_invariant_compiler_options
-from rljax.models import transformer
-from rljax.models.packed_attention import PackedAttention
-from rljax.models.rope import rope_table
-from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.distribution import SamplingParams
 from tests.engines import (
     CONFIGS,
     LONGEST,
     SAMPLING,
     VOCAB,
+    Asked,
     ask,
     decode,
     engine_of,
     lively_params,
     speculate,
     tangled,
+    trained_logprobs,
     world_of,
 )
 from tests.exactness import check_same
@@ -286,30 +282,9 @@ def test_an_accepted_run_beyond_a_full_cache_waits_for_its_growth(prompt):
     assert first.counts == [min(16, 64 - prompt + 1), 16]
 
 
-@functools.lru_cache
-def _scoring(engine):
-    """(params, sequence int32 [1, T]) -> log-probabilities float32 [1, T] of the tokens that follow."""
-
-    def logprobs(params, sequence):
-        positions = jnp.arange(sequence.shape[1], dtype=jnp.int32)[None]
-        attention = PackedAttention(jnp.ones_like(sequence), engine.numerics)
-        rope = jnp.asarray(rope_table(engine.config, sequence.shape[1]))
-        hidden, _ = transformer.forward(
-            params, engine.config, sequence, positions, attention, rope, engine.numerics
-        )
-        logits = transformer.logits(params, engine.config, hidden, engine.numerics)
-        logits = transform_logits(logits, engine.sampling, engine.numerics)
-        return token_logprobs(logits, jnp.roll(sequence, -1, axis=1), engine.numerics)
-
-    return jax.jit(logprobs, compiler_options=row_invariant_compiler_options())
-
-
 def score(engine, params, prompt, tokens):
     """Log-probabilities of a response, as training computes them."""
-    sequence = np.zeros((1, engine.buckets.cache[-1]), np.int32)
-    sequence[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
-    first = len(prompt) - 1
-    return np.asarray(_scoring(engine)(params, sequence))[0, first : first + len(tokens)].tolist()
+    return trained_logprobs(engine, params, [Asked(prompt, None, 0)], [(tokens, [0.0] * len(tokens))])[0]
 
 
 @pytest.mark.parametrize("rule", ["target_only", "rejection"])

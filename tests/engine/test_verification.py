@@ -266,23 +266,11 @@ def drawn_chain(drafter, q_params, length):
       (state, rng) -> (tree, states [B, M], proposal: log-probabilities float32 [B, M, V]).
     """
 
-    @jax.jit
-    def log_q(logits):
-        return jax.nn.log_softmax(transform_logits(logits, q_params, NUMERICS), axis=-1)
-
+    log_q = jax.jit(lambda logits: jax.nn.log_softmax(transform_logits(logits, q_params, NUMERICS), axis=-1))
     table = np.asarray(log_q(drafter.logits))
 
     def make(state, rng):
-        batch = len(state)
-        tokens = np.zeros((batch, length), np.int32)
-        states = np.zeros((batch, length + 1), np.int64)
-        states[:, 0] = state
-        for node in range(length):
-            noisy = table[states[:, node]] + rng.gumbel(size=(batch, VOCAB))
-            tokens[:, node] = noisy.argmax(axis=1)
-            states[:, node + 1] = next_state(states[:, node], tokens[:, node])
-        parents = np.broadcast_to(np.arange(-1, length - 1, dtype=np.int32), (batch, length))
-        tree = DraftTree(tokens=tokens, parents=parents, valid=np.ones((batch, length), bool))
+        tree, states = propose(Drafter(table, drawn=True), range(-1, length - 1), state, rng)
         return tree, states, table[states]
 
     return make

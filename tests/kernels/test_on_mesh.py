@@ -186,7 +186,7 @@ expected, _ = Scheduler(engine, SLOTS).run(params, requests)
 results["tokens"] = sum(map(len, tokens_of(expected)))
 outcomes = [Outcome(r.prompt_ids, done.response_ids, 1.0) for r, done in zip(requests, expected)]
 for label, mesh in each_mesh():
-    engine, params = make_engine(mesh, on(mesh, tree_attention=backend))
+    engine, params = make_engine(mesh, on(mesh, tree_attention=backend, compaction=backend))
     plain, _ = Scheduler(engine, SLOTS).run(params, requests)
     choice = by_rows(lambda candidates, *_: 8)
     speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, strategies=choice)

@@ -273,7 +273,7 @@ def _decoded(implementation, dtype):
     return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
 
 
-@pytest.mark.default_cases("interpret_gpu-*")  # test_compaction.py has an engine with a TPU's
+@pytest.mark.default_cases("interpret_gpu-*")  # test_on_mesh.py has an engine with a TPU's
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
     [
