@@ -23,8 +23,8 @@ PLAIN, PENALTIES = SamplingParams(), SamplingParams(presence_penalty=1.5, freque
 
 
 @functools.cache
-def engine_of(dtype, sampling=PLAIN):
-    return make_engine(sampling, numerics=Numerics(compute_dtype=dtype), hidden_layers=(0,))
+def engine_of(dtype, sampling=PLAIN, hidden_layers=None):
+    return make_engine(sampling, numerics=Numerics(compute_dtype=dtype), hidden_layers=hidden_layers)
 
 
 def run(engine, gain=0.0, overlap=False, stop=None):
@@ -65,7 +65,7 @@ def test_a_stop_string_ends_a_response_in_either_loop():
 @pytest.mark.parametrize(("steps", "until_active"), [(None, 0), (None, 1), (16, 3)])
 def test_states_of_a_fixed_loop_are_the_same(steps, until_active):
     """Bit for bit, also what is handed out, where slots are full or few; so is the number of steps."""
-    engine = engine_of("float32")
+    engine = engine_of("float32", hidden_layers=(0,))
     params, results = engine.load_params(make_params()), []
     for fixed in (False, True):
         loop = open_loop(open_slots(engine, params), SLOTS)

@@ -28,6 +28,7 @@ from tests.training.tiny_run import write_config
 POLICY = ModelConfig("qwen3", 96, 64, 1, 4, 2, 64, 96, tie_embeddings=True, qk_norm=True)
 BUCKETS = Buckets((2, 18), (64,), (), 3)
 COUNTS = RowCounts((2, 6, 18, 33), (2, 18), ((2, 3), (18, 3)))
+FEW = RowCounts((2, 48), (2,), ())
 ADDED = ProductForm(4, 4)  # the cheapest form without rests of one or two rows
 SLABS = ProductForm(64, 64, slabs=True)
 
@@ -201,7 +202,7 @@ def test_row_invariance_that_is_off_is_not_measured(tmp_path, monkeypatch):
 
 
 def test_a_measurement_is_kept_until_it_is_damaged(tmp_path, monkeypatch):
-    arguments = POLICY, Numerics(), RowCounts((2, 48), (2,), ()), tmp_path
+    arguments = POLICY, Numerics(), FEW, tmp_path
     first = measured(*arguments)
     calls = []
 
@@ -219,10 +220,11 @@ def test_a_measurement_is_kept_until_it_is_damaged(tmp_path, monkeypatch):
 
 
 def test_a_fingerprint_is_of_the_numerics_alone():
-    counts = RowCounts((2, 4, 64), (2, 4), ())
-    one = measure(POLICY, Numerics(), counts).fingerprint
-    wider = dataclasses.replace(POLICY, mlp_size=128)
-    assert one == measure(wider, Numerics(), counts).fingerprint
-    assert one != measure(POLICY, Numerics(compute_dtype="bfloat16"), counts).fingerprint
+    def fingerprint(policy=POLICY, numerics=Numerics()):  # noqa: B008 (frozen)
+        return measured(policy, numerics, FEW, None).fingerprint
+
+    one = fingerprint()
+    assert one == fingerprint(dataclasses.replace(POLICY, mlp_size=128))
+    assert one != fingerprint(numerics=Numerics(compute_dtype="bfloat16"))
     with replaced(every_call):
-        assert one != measure(POLICY, Numerics(), counts).fingerprint
+        assert one != fingerprint()

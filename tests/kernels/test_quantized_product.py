@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.quantized import QuantizedPolicy, WeightFormat, rtn
+from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.kernels.quantized_product import mosaic_gpu, mosaic_tpu, quantized_product
@@ -265,8 +266,6 @@ def test_a_drafter_drafts_the_same_with_a_kernel(implementation):
 
 def test_the_drafter_takes_the_engines_choice(monkeypatch):
     """Of who multiplies, and of who rounds the weights as the engine has them, in bfloat16."""
-    from drafters.registry import make_drafter
-
     asked = []
 
     def rounding(weight, bits, group):
