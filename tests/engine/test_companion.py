@@ -12,7 +12,6 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.engine.shapes import Shapes
 from rljax.models.config import ModelConfig
-from rljax.numerics.rows import Numerics
 from tests import engines
 from tests.engines import BUCKETS, PROMPTS, SAMPLING, VOCAB, World, ask, lively_params, stored_pool
 
@@ -107,20 +106,10 @@ class Pair:
             wanted[slot] = self.world.truth[index][done : done + min(steps, max(room - 1, 0))]
         assert [row[row >= 0].tolist() for row in tokens] == wanted
 
-    def finish(self, draft):
-        """Verifies what `draft` drafts to the end, and returns the number of passes."""
-        passes = 0
-        while self.slots:
-            draft()
-            self.verify()
-            passes += 1
-        assert self.emitted == self.world.truth
-        return passes
 
-
-def itself(world, numerics=None):
+def itself(world):
     """The policy as its own companion."""
-    return Companion(world.engine, world.engine.config, lively_params(world.engine.config), numerics)
+    return Companion(world.engine, world.engine.config, lively_params(world.engine.config))
 
 
 def stranger(world, config=OTHER):
@@ -168,7 +157,10 @@ def test_after_plain_steps_and_chains_that_were_not_verified():
     pair.check_drafts()
     pair.plain(1)
     pair.plain(16)  # twice, without drafting in between
-    pair.finish(pair.check_drafts)
+    while pair.slots:
+        pair.check_drafts()
+        pair.verify()
+    assert pair.emitted == world.truth
 
 
 def test_requests_that_come_later():
@@ -302,21 +294,6 @@ def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
 # -- a companion that knows nothing ------------------------------------------------------------------------
 
 
-@pytest.mark.long  # test_small_model.py: a model that knows fewer tokens
-def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
-    world = world_of()
-    pair = Pair(world, itself(world, Numerics(True, "bfloat16")))
-    assert pair.finish(pair.draft) < max(map(len, world.truth)) / 1.5
-    pair = Pair(world, stranger(world, SHORT))
-
-    def draft():
-        assert pair.drafted().max() < SHORT.vocab_size
-
-    pair.finish(draft)
-    with pytest.raises(ValueError, match="vocab_size: 97 is more than the target's 96"):
-        stranger(world, ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
-
-
 @pytest.mark.long  # test_self_drafting.py has rejection
 def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
     world = other_of(Buckets((5,), (64,), (40,), NODES), rule="rejection")
@@ -336,6 +313,11 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
 
 
 # -- the contract ------------------------------------------------------------------------------------------
+
+
+def test_a_companion_that_knows_more_tokens_is_refused():
+    with pytest.raises(ValueError, match="vocab_size: 97 is more than the target's 96"):
+        stranger(world_of(), ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
 
 
 def test_warm_programs_serve_the_rollout():
