@@ -23,9 +23,8 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from tests.engines import stored_pool
 from tests.kernels.compilation import HOPPER, compile_for
+from tests.kernels.test_gated_product import SLOW
 
-SLOW_INTERPRETER = jax.__version_info__ < (0, 11)  # for GPUs: ten times as slow
-SLOW = pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
 INTERPRETED = [pytest.param("interpret_gpu", marks=SLOW), "interpret_tpu"]
 NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 BACKENDS = [*INTERPRETED, pytest.param("native", marks=pytest.mark.accelerator)]

@@ -21,15 +21,12 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.training.scoring import score_packed
 from tests.engines import scaled_params
 from tests.kernels.compilation import HOPPER, compile_for
+from tests.kernels.test_gated_product import SLOW
 
 NUMERICS = Numerics(compute_dtype="bfloat16")
-OLD = jax.__version_info__ < (0, 11)
-INTERPRETED_GPU = pytest.param(
-    "interpret_gpu", marks=pytest.mark.skipif(OLD, reason="JAX 0.10 takes too long to interpret it")
-)
 NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 ON_THE_DEVICE = pytest.param("native", marks=pytest.mark.accelerator)
-KERNELS = [INTERPRETED_GPU, "interpret_tpu"]
+KERNELS = [pytest.param("interpret_gpu", marks=SLOW), "interpret_tpu"]
 BACKENDS = ["xla", *KERNELS, ON_THE_DEVICE]
 SMALL = (1, 6), 300  # tokens and vocabulary of three tests, which share a program
 
