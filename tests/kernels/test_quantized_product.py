@@ -17,7 +17,7 @@ from rljax.kernels.round_to_nearest import mosaic_gpu as mosaic_gpu_rounding
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params
 from rljax.numerics.kernel_choice import KernelChoice, Refused
-from rljax.numerics.quantized import QuantizedWeight, dequantize
+from rljax.numerics.quantized import dequantize
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
@@ -191,15 +191,9 @@ MATRICES = [
 
 
 def abstract_weight(outputs, inputs, bits):
-    group = 128 if bits == 4 else inputs
-    shape = jax.ShapeDtypeStruct
-    return QuantizedWeight(
-        values=shape((outputs, inputs // 2 if bits == 4 else inputs), jnp.uint8 if bits == 4 else jnp.int8),
-        scale=shape((outputs, -(-inputs // group)), jnp.float32),
-        zero=shape((outputs, -(-inputs // group)), jnp.uint8) if bits == 4 else None,
-        bits=bits,
-        inputs=inputs,
-        group=group,
+    fmt = WeightFormat(bits, 128 if bits == 4 else 0)
+    return jax.eval_shape(
+        lambda matrix: rtn(matrix, fmt), jax.ShapeDtypeStruct((outputs, inputs), jnp.float32)
     )
 
 
