@@ -17,13 +17,16 @@ from rljax.engine.background import BackgroundCompiler
 from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree, pack_rows
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
+from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
 from rljax.engine.host_sync import Assignment
 from rljax.engine.invariance import row_counts
+from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models import transformer
 from rljax.models.config import ModelConfig, RopeScaling
+from rljax.models.rope import rope_table
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
+from rljax.training.scoring import score_packed
 from tests.exactness import exact_numerics
 
 VOCAB, LONGEST = 96, 512
@@ -144,6 +147,43 @@ def decode(engine, params, asked, order=None, capacity=0, one_by_one=False, visi
             state = engine.grow(state)
         state, result = visit(state)
     return outputs
+
+
+@functools.lru_cache
+def _scoring(config, numerics, sampling, length, gradients):
+    def score(params, batch):
+        rope = jnp.asarray(rope_table(config, length))
+        logprobs, _ = score_packed(params, config, batch, rope, numerics, sampling)
+        return jnp.mean(logprobs), logprobs
+
+    function = jax.value_and_grad(score, has_aux=True) if gradients else score
+    return jax.jit(function, compiler_options=row_invariant_compiler_options())
+
+
+def trained_logprobs(engine, params, asked, outputs, gradients=False, length=None):
+    """Log-probabilities of every response as training computes them: by the pass that scores, or inside the
+    one that computes gradients.
+
+    Args:
+      outputs: (tokens, logprobs) of each request, as from `decode`.
+      length: tokens of a packed row; None for the longest cache.
+    """
+    length = length or engine.buckets.cache[-1]
+    sequences = [
+        TrainingSequence(each.prompt, np.asarray(tokens), np.asarray(logprobs, np.float32), 0.0, 1.0)
+        for each, (tokens, logprobs) in zip(asked, outputs, strict=True)
+    ]
+    packing = pack_sequences([sequence.length for sequence in sequences], length)
+    assert packing.num_rows < len(asked) or len(asked) == 1  # some do share a row
+    batch = build_batch(sequences, packing, range(packing.num_rows))
+    score = _scoring(engine.config, engine.numerics, engine.sampling, length, gradients)
+    found = score(params, batch)
+    logprobs = np.asarray(found[0][1] if gradients else found[1])
+    first = packing.start + [len(each.prompt) - 1 for each in asked]
+    return [
+        logprobs[row, start : start + len(tokens)].tolist()
+        for row, start, (tokens, _) in zip(packing.row, first, outputs, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

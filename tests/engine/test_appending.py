@@ -16,14 +16,11 @@ from tests.tiny_policy import VOCAB, make_engine, make_params
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def params():
-    return make_params()
-
-
 @functools.lru_cache
-def engine_of(dtype):
-    return make_engine(None, Buckets((4,), (64, 128)), (), STEPS, Numerics(True, dtype))
+def policy_of(dtype):
+    """An engine and its weights."""
+    engine = make_engine(None, Buckets((4,), (64, 128)), (), STEPS, Numerics(True, dtype))
+    return engine, engine.load_params(make_params())
 
 
 def prompt(seed, length):
@@ -50,9 +47,8 @@ def start(engine, params, prompts, limit=40):
     ],
     ids=str,
 )
-def test_decoding_goes_on_as_behind_a_prompt(params, dtype, counts):
-    engine = engine_of(dtype)
-    params = engine.load_params(params)
+def test_decoding_goes_on_as_behind_a_prompt(dtype, counts):
+    engine, params = policy_of(dtype)
     prompts = [prompt(slot, length) for slot, length in enumerate((3, 9, 20))]
     answers = [prompt(100 + slot, count) for slot, count in enumerate(counts)]
     whole = [own + more for own, more in zip(prompts, answers, strict=True)]
@@ -82,9 +78,8 @@ def test_decoding_goes_on_as_behind_a_prompt(params, dtype, counts):
     np.testing.assert_array_equal(found.lengths[:3], [len(own) - 1 + STEPS for own in whole])
 
 
-def test_a_response_ends_where_its_limit_says(params):
-    engine = engine_of("float32")
-    params = engine.load_params(params)
+def test_a_response_ends_where_its_limit_says():
+    engine, params = policy_of("bfloat16")
     own = prompt(0, 4)
     state = start(engine, params, [own], limit=1)
     state, _ = engine.generate(params, state)  # it is over: an answer makes it go on
@@ -94,8 +89,8 @@ def test_a_response_ends_where_its_limit_says(params):
     assert (result.tokens[0] >= 0).sum() == 2 and not np.asarray(state.active).any()
 
 
-def test_what_does_not_fit_is_refused(params):
-    engine = engine_of("float32")
+def test_what_does_not_fit_is_refused():
+    engine, params = policy_of("bfloat16")
     state = engine.init_state(4, 64)
     with pytest.raises(ValueError, match="up to position 65 of 64"):
         engine.append(params, state, [Continuation(0, 60, [1, 2, 3, 4, 5], 1)])
@@ -103,8 +98,8 @@ def test_what_does_not_fit_is_refused(params):
         engine.append(params, state, [Continuation(0, 3, [1], 1)])
 
 
-def test_nothing_compiles_after_warm_up(params):
-    engine = make_engine(None, Buckets((4,), (64,)), (), STEPS)
+def test_nothing_compiles_after_warm_up():
+    engine, params = make_engine(None, Buckets((4,), (64,)), (), STEPS), make_params()
     warm_up_plain(engine, params, 4, 64, appends=True)
     compiled = len(engine.pool)
     assert sum(key[0] == "append" for key in engine.pool.bytes()) == len(ROWS)

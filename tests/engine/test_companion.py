@@ -12,7 +12,6 @@ from rljax.engine.engine import DecodeEngine
 from rljax.engine.host_sync import Assignment
 from rljax.engine.shapes import Shapes
 from rljax.models.config import ModelConfig
-from rljax.numerics.rows import Numerics
 from tests import engines
 from tests.engines import BUCKETS, PROMPTS, SAMPLING, VOCAB, World, ask, lively_params, stored_pool
 
@@ -107,20 +106,10 @@ class Pair:
             wanted[slot] = self.world.truth[index][done : done + min(steps, max(room - 1, 0))]
         assert [row[row >= 0].tolist() for row in tokens] == wanted
 
-    def finish(self, draft):
-        """Verifies what `draft` drafts to the end, and returns the number of passes."""
-        passes = 0
-        while self.slots:
-            draft()
-            self.verify()
-            passes += 1
-        assert self.emitted == self.world.truth
-        return passes
 
-
-def itself(world, numerics=None):
+def itself(world):
     """The policy as its own companion."""
-    return Companion(world.engine, world.engine.config, lively_params(world.engine.config), numerics)
+    return Companion(world.engine, world.engine.config, lively_params(world.engine.config))
 
 
 def stranger(world, config=OTHER):
@@ -131,17 +120,32 @@ def stranger(world, config=OTHER):
 # -- a companion that is the policy ------------------------------------------------------------------------
 
 
-def test_the_policy_beside_itself_drafts_what_will_be_sampled():
-    """After passes that took all, some and none of the drafts, of chains of every length."""
-    world = world_of()
-    pair, rng, taken = Pair(world, itself(world)), np.random.default_rng(0), set()
+@pytest.mark.default_cases("one shape")  # test_head_drafting.py has a wider state
+@pytest.mark.parametrize(
+    ("members", "capacity"),
+    [((0, 1, 2, 3), 512), ((3, 0, 2), 64)],
+    ids=["one shape", "through compaction and growth"],
+)
+def test_the_policy_beside_itself_drafts_what_will_be_sampled(members, capacity):
+    """After passes that took all, some and none of the drafts, of chains of every length; requests move while
+    what drafting wrote is still to be used.
+    """
+    world, moves = world_of(), capacity == 64
+    pair, rng, taken = Pair(world, itself(world), members, capacity=capacity), np.random.default_rng(0), set()
+    lengths, batches = set(), set()
     while pair.slots:
+        lengths.add(pair.state.cache.length)
+        batches.add(pair.state.batch)
         steps = int(rng.choice([1, 2, 4, NODES, NODES]))
         pair.check_drafts(steps)
         spoil = {slot: int(rng.integers(steps)) for slot in pair.slots if rng.random() < 0.5}
         taken |= set(pair.verify(spoil).tolist())
-    assert pair.emitted == world.truth
+        if moves and pair.slots and world.engine.buckets.batch_for(len(pair.slots)) < pair.state.batch:
+            assert list(pair.slots) != list(range(len(pair.slots)))
+            pair.compact()
+    assert [pair.emitted[i] for i in members] == [world.truth[i] for i in members]
     assert taken >= {1, 2, 4, 8}
+    assert lengths == {capacity, 512} and batches == ({2, 5} if moves else {5})
 
 
 def test_after_plain_steps_and_chains_that_were_not_verified():
@@ -153,25 +157,10 @@ def test_after_plain_steps_and_chains_that_were_not_verified():
     pair.check_drafts()
     pair.plain(1)
     pair.plain(16)  # twice, without drafting in between
-    pair.finish(pair.check_drafts)
-
-
-@pytest.mark.long  # test_head_drafting.py has a wider state
-def test_through_compaction_and_growth():
-    """With what drafting wrote before still to be used: requests move between a pass and the next chain."""
-    world = world_of()
-    pair = Pair(world, itself(world), members=(3, 0, 2), capacity=64)
-    lengths, batches = set(), set()
     while pair.slots:
-        lengths.add(pair.state.cache.length)
         pair.check_drafts()
-        pair.verify(dict.fromkeys(list(pair.slots)[::2], 3))
-        if pair.slots and world.engine.buckets.batch_for(len(pair.slots)) < pair.state.batch:
-            assert list(pair.slots) != list(range(len(pair.slots)))
-            pair.compact()
-        batches.add(pair.state.batch)
-    assert lengths == {64, 512} and batches == {2, 5}
-    assert [pair.emitted[i] for i in (0, 2, 3)] == [world.truth[i] for i in (0, 2, 3)]
+        pair.verify()
+    assert pair.emitted == world.truth
 
 
 def test_requests_that_come_later():
@@ -305,21 +294,6 @@ def test_slots_whose_tokens_are_not_told_yet_draft_nothing_and_lose_nothing():
 # -- a companion that knows nothing ------------------------------------------------------------------------
 
 
-@pytest.mark.long  # test_small_model.py: a model that knows fewer tokens
-def test_a_companion_may_compute_in_another_type_and_know_fewer_tokens():
-    world = world_of()
-    pair = Pair(world, itself(world, Numerics(True, "bfloat16")))
-    assert pair.finish(pair.draft) < max(map(len, world.truth)) / 1.5
-    pair = Pair(world, stranger(world, SHORT))
-
-    def draft():
-        assert pair.drafted().max() < SHORT.vocab_size
-
-    pair.finish(draft)
-    with pytest.raises(ValueError, match="vocab_size: 97 is more than the target's 96"):
-        stranger(world, ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
-
-
 @pytest.mark.long  # test_self_drafting.py has rejection
 def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
     world = other_of(Buckets((5,), (64,), (40,), NODES), rule="rejection")
@@ -339,6 +313,11 @@ def test_rejection_gets_a_proposal_as_wide_as_the_vocabulary():
 
 
 # -- the contract ------------------------------------------------------------------------------------------
+
+
+def test_a_companion_that_knows_more_tokens_is_refused():
+    with pytest.raises(ValueError, match="vocab_size: 97 is more than the target's 96"):
+        stranger(world_of(), ModelConfig("llama", VOCAB + 1, 32, 1, 2, 1, 32, 64))
 
 
 def test_warm_programs_serve_the_rollout():

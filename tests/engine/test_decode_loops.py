@@ -17,33 +17,26 @@ from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop, open_slots
 from rljax.rollout.stop_strings import StopStrings
 from rljax.sampling.distribution import SamplingParams
-from tests.tiny_policy import (
-    SLOTS,
-    assert_same,
-    make_engine,
-    make_params,
-    make_requests,
-    spell,
-)
+from tests.tiny_policy import SLOTS, assert_same, make_engine, make_params, make_requests, spell
 
 PLAIN, PENALTIES = SamplingParams(), SamplingParams(presence_penalty=1.5, frequency_penalty=0.5)
 
 
 @functools.cache
-def engine_of(dtype, sampling=PLAIN):
-    return make_engine(sampling, numerics=Numerics(compute_dtype=dtype), hidden_layers=(0,))
+def engine_of(dtype, sampling=PLAIN, hidden_layers=None):
+    return make_engine(sampling, numerics=Numerics(compute_dtype=dtype), hidden_layers=hidden_layers)
 
 
-def run_rollout(engine, overlap=False, stop=None):
-    """Responses that end inside of calls, by EOS and limits, in caches that fill and batches that shrink."""
-    scheduler = Scheduler(engine, SLOTS, stop, overlap=overlap)
-    return scheduler.run(engine.load_params(make_params()), make_requests())
+def run(engine, gain=0.0, overlap=False, stop=None):
+    """Responses that end inside of calls, by EOS and limits, in caches that fill and batches that shrink.
 
-
-def run(engine, fixed, overlap, stop=None):
-    engine.fixed_gain = math.inf if fixed else 0.0
+    Args:
+      gain: what a step of a fixed loop gains; with `math.inf` every loop is fixed.
+    """
+    engine.fixed_gain = gain
     try:
-        return run_rollout(engine, overlap, stop)
+        scheduler = Scheduler(engine, SLOTS, stop, overlap=overlap)
+        return scheduler.run(engine.load_params(make_params()), make_requests())[0]
     finally:
         engine.fixed_gain = 0.0
 
@@ -51,33 +44,28 @@ def run(engine, fixed, overlap, stop=None):
 @pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize(
     ("dtype", "sampling"),
-    [
-        ("bfloat16", PLAIN),
-        ("float32", PENALTIES),
-        ("float32", PLAIN),
-        ("bfloat16", PENALTIES),
-    ],
+    [("bfloat16", PLAIN), ("float32", PENALTIES), ("float32", PLAIN), ("bfloat16", PENALTIES)],
     ids=["bfloat16", "float32, penalties", "float32", "bfloat16, penalties"],
 )
 def test_rollouts_are_the_same(dtype, sampling):
     engine = engine_of(dtype, sampling)
-    expected, _ = run(engine, False, False)
-    for fixed, overlap in ((True, False), (False, True), (True, True)):
-        assert_same(run(engine, fixed, overlap)[0], expected)
+    expected = run(engine)
+    for gain, overlap in ((math.inf, False), (0.0, True), (math.inf, True)):
+        assert_same(run(engine, gain, overlap), expected)
 
 
 def test_a_stop_string_ends_a_response_in_either_loop():
     engine, stop = engine_of("float32"), StopStrings(("ab", "cdc"), spell)
-    expected, _ = run(engine, False, False, stop)
+    expected = run(engine, stop=stop)
     assert any(each.finish_reason == "stop" for each in expected)
-    for fixed in (False, True):
-        assert_same(run(engine, fixed, True, stop)[0], expected)
+    for gain in (0.0, math.inf):
+        assert_same(run(engine, gain, True, stop), expected)
 
 
 @pytest.mark.parametrize(("steps", "until_active"), [(None, 0), (None, 1), (16, 3)])
 def test_states_of_a_fixed_loop_are_the_same(steps, until_active):
     """Bit for bit, also what is handed out, where slots are full or few; so is the number of steps."""
-    engine = engine_of("float32")
+    engine = engine_of("float32", hidden_layers=(0,))
     params, results = engine.load_params(make_params()), []
     for fixed in (False, True):
         loop = open_loop(open_slots(engine, params), SLOTS)
@@ -110,18 +98,15 @@ def test_a_call_behind_one_that_ended_early_ends_as_soon_as_it_may(monkeypatch):
         return result
 
     monkeypatch.setattr(engine, "finish", noted)
-    monkeypatch.setattr(engine, "fixed_gain", 1.1)
-    expected = [each.response_ids for each in run_rollout(engine)[0]]
+    mixed = run(engine, 1.1)
     assert {fixed for _, fixed in calls} == {False, True}
     assert all(fixed == (steps >= 15) for (steps, _), (_, fixed) in itertools.pairwise(calls))
-    monkeypatch.setattr(engine, "fixed_gain", 0.0)
-    for ours, theirs in zip(run_rollout(engine)[0], expected, strict=True):
-        np.testing.assert_array_equal(ours.response_ids, theirs)
+    assert_same(mixed, run(engine))
 
 
 def test_a_response_is_cancelled_while_a_call_is_in_flight():
     engine = engine_of("float32")
-    expected, _ = run(engine, False, False)
+    expected = run(engine)
     chosen = [2, 8, 15]
     responses = [LiveResponse(make_requests()[i]) for i in chosen]
     loop = open_loop(

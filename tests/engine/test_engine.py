@@ -9,16 +9,15 @@ import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool, row_invariant_compiler_options
+from rljax.engine.executables import ExecutablePool
 from rljax.engine.host_sync import Assignment
-from rljax.learning.packing import pack_sequences
 from rljax.models import transformer
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.kernel_choice import KernelChoice
 from rljax.numerics.products import ProductForm
 from rljax.numerics.rows import Numerics
-from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from tests import engines
 from tests.engines import (
@@ -33,13 +32,12 @@ from tests.engines import (
     lively_params,
     poison,
     speculate,
-    stored_pool,
     tangled,
+    trained_logprobs,
 )
 from tests.exactness import MOST_FLIPS
 from tests.misbehaving_products import every_count, replaced
 
-NUMERICS = Numerics()
 SLOW_INTERPRETER = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="JAX 0.10 takes two minutes to interpret these kernels"
 )
@@ -95,51 +93,16 @@ def test_same_bits_however_decoded(world, members, order, capacity, one_by_one):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_same_bits_where_many_slots_are_computed_and_fewer_later(dtype):
-    config, buckets = CONFIGS["three"], Buckets((2, 24), (LONGEST,))
+    config, buckets = CONFIGS["three"], Buckets((2, 40), (LONGEST,), prompts=2)
     engine = engine_of(config, buckets, dtype)
     params, asked = engine.load_params(lively_params(config)), ask([40, 64], [230, 90])
-    assert decode(engine, params, asked, [23, 9]) == decode(engine, params, asked)
-
-
-def packed_rows(world):
-    """Every prompt with its response, packed: (tokens, positions, segment_ids) int32 [N, T], and where."""
-    sequences = [each.prompt + tokens for each, (tokens, _) in zip(world.asked, world.plain, strict=True)]
-    packing = pack_sequences([len(sequence) for sequence in sequences], LONGEST)
-    rows = np.zeros((3, packing.num_rows, LONGEST), np.int32)
-    for i, sequence in enumerate(sequences):
-        where = packing.row[i], slice(packing.start[i], packing.start[i] + len(sequence))
-        rows[0][where], rows[1][where], rows[2][where] = sequence, np.arange(len(sequence)), i + 1
-    return tuple(jnp.asarray(row) for row in rows), packing
+    assert decode(engine, params, asked, [39, 9]) == decode(engine, params, asked)
 
 
 def check_training(world, gradients):
     """The logprobs of decoding, by the pass that scores or inside the one that computes gradients."""
-    rows, packing = packed_rows(world)
-    assert len(np.unique(packing.row)) < len(world.asked)  # some do share a row
-    rope = jnp.asarray(rope_table(world.engine.config, LONGEST))
-
-    def logprobs(params, tokens, positions, segment_ids):
-        attention = PackedAttention(segment_ids, world.engine.numerics)
-        hidden, _ = transformer.forward(
-            params, world.engine.config, tokens, positions, attention, rope, world.engine.numerics
-        )
-        logits = transform_logits(
-            transformer.logits(params, world.engine.config, hidden, world.engine.numerics), SAMPLING, NUMERICS
-        )
-        return token_logprobs(logits, jnp.roll(tokens, -1, axis=1), NUMERICS)
-
-    def loss(params, *rows):
-        chosen = logprobs(params, *rows)
-        return jnp.mean(chosen), chosen
-
-    function = jax.value_and_grad(loss, has_aux=True) if gradients else logprobs
-    found = jax.jit(function, compiler_options=row_invariant_compiler_options())(world.params, *rows)
-    recomputed = np.asarray(found[0][1] if gradients else found)
-    for i, each in enumerate(world.asked):
-        first = packing.start[i] + len(each.prompt) - 1
-        mine = recomputed[packing.row[i], first : first + each.limit]
-        mismatch = np.abs(mine - np.asarray(world.plain[i][1], np.float32))
-        assert mismatch.max() == 0.0
+    found = trained_logprobs(world.engine, world.params, world.asked, world.plain, gradients)
+    assert found == [logprobs for _, logprobs in world.plain]
 
 
 def test_training_recomputes_the_logprobs_bit_for_bit(world):
@@ -200,23 +163,14 @@ def test_old_and_unwritten_cache_is_invisible(world):
         assert len(expected) in (5, 40) and outputs[i] == expected
 
 
-# -- the contract, on one policy whose responses may end ---------------------------------------------------
-
-EOS = 7
+# -- the contract, on one policy ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small():
-    config, buckets = CONFIGS["three"], Buckets((2, 4), (64, 128))
-    engine = DecodeEngine(config, NUMERICS, SAMPLING, buckets, [EOS, EOS + 1], 16, stored_pool())
-    return engines.World(engine, engine.load_params(lively_params(config)), [])
-
-
-def insert(world, prompts, placed, slots=4, length=64):
+def insert(world, prompts, placed, slots=5):
     """A state with requests in it: (row of the prompt, key, limit) of each slot from the first on."""
     prefix = world.engine.prefill(world.params, prompts)
     assignments = [Assignment(row, slot, key, limit) for slot, (row, key, limit) in enumerate(placed)]
-    return world.engine.bulk_insert(prefix, world.engine.init_state(slots, length), assignments)
+    return world.engine.bulk_insert(prefix, world.engine.init_state(slots, LONGEST), assignments)
 
 
 def test_each_request_has_its_own_longest_response_and_generate_returns_when_few_are_active():
@@ -225,7 +179,7 @@ def test_each_request_has_its_own_longest_response_and_generate_returns_when_few
     asked = [dataclasses.replace(world.asked[1], limit=limit) for limit in limits]
     for limit, (tokens, logprobs) in zip(limits, decode(world.engine, world.params, asked), strict=True):
         assert tokens == world.plain[1][0][:limit] and logprobs == world.plain[1][1][:limit]
-    state = insert(world, [asked[0].prompt], [(0, each.key, each.limit) for each in asked], 5, LONGEST)
+    state = insert(world, [asked[0].prompt], [(0, each.key, each.limit) for each in asked])
     steps = []
     for until_active in (3, 3, 2, 0):
         state, result = world.engine.generate(world.params, state, until_active=until_active)
@@ -234,9 +188,10 @@ def test_each_request_has_its_own_longest_response_and_generate_returns_when_few
     assert steps == [1, 0, 1, 8]
 
 
-def test_freed_slots_stop_and_can_be_taken_again(small):
-    engine, params = small.engine, small.params
-    state = insert(small, [[3, 4], [9]], [(i, request_key(0, i), 60) for i in range(2)])
+def test_freed_slots_stop_and_can_be_taken_again():
+    world = world_of("three")
+    engine, params = world.engine, world.params
+    state = insert(world, [[3, 4], [9]], [(i, request_key(0, i), 60) for i in range(2)])
     state, first = engine.generate(params, state, 3)
     assert first.active[:2].all() and first.steps == 3
     state = engine.free_resource(state, [0])
@@ -247,20 +202,18 @@ def test_freed_slots_stop_and_can_be_taken_again(small):
     taken = [Assignment(0, 0, request_key(5, 5), 12)]
     prefix = engine.prefill(params, [[30, 31, 32]])
     state, again = engine.generate(params, engine.bulk_insert(prefix, state, taken))
-    _, alone = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(2, 64), taken))
+    _, alone = engine.generate(params, engine.bulk_insert(prefix, engine.init_state(2, LONGEST), taken))
     np.testing.assert_array_equal(again.tokens[0][: alone.steps], alone.tokens[0])
     np.testing.assert_array_equal(again.logprobs[0][: alone.steps], alone.logprobs[0])
 
 
 @pytest.mark.accelerator(needed=False)
-def test_greedy_tokens_are_those_of_full_forward_passes(small):
+def test_greedy_tokens_are_those_of_full_forward_passes():
     """Prefill and cached decoding against the whole sequence at once."""
-    config = small.engine.config
-    engine = DecodeEngine(
-        config, NUMERICS, SamplingParams(temperature=0.0), small.engine.buckets, [], 16, stored_pool()
-    )
-    asked = ask([1, 2, 30, 59], [16] * 4)
-    outputs = decode(engine, small.params, asked, capacity=128)
+    config = CONFIGS["three"]
+    engine = engine_of(config, sampling=SamplingParams(temperature=0.0))
+    params, asked = engine.load_params(lively_params(config)), ask([1, 2, 30, 59], [16] * 4)
+    outputs = decode(engine, params, asked, capacity=LONGEST)
     rope = jnp.asarray(rope_table(config, 128))
 
     @jax.jit
@@ -268,9 +221,9 @@ def test_greedy_tokens_are_those_of_full_forward_passes(small):
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         attention = PackedAttention(jnp.ones_like(tokens), Numerics(row_invariant=False))
         hidden, _ = transformer.forward(
-            small.params, config, tokens, positions, attention, rope, Numerics(row_invariant=False)
+            params, config, tokens, positions, attention, rope, Numerics(row_invariant=False)
         )
-        return jnp.argmax(transformer.logits(small.params, config, hidden, Numerics()), axis=-1)[0]
+        return jnp.argmax(transformer.logits(params, config, hidden, Numerics()), axis=-1)[0]
 
     for each, (tokens, logprobs) in zip(asked, outputs, strict=True):
         sequence = np.zeros((1, 128), np.int32)  # what follows cannot be seen from before it
@@ -281,24 +234,24 @@ def test_greedy_tokens_are_those_of_full_forward_passes(small):
         assert logprobs == [0.0] * 16
 
 
-def test_what_samples_nothing_is_compiled_once_for_all_ways_to_sample(small):
-    engine, pool = small.engine, ExecutablePool()
-    kinds = []
-    for sampling, eos, hidden_layers in ((SAMPLING, [EOS], None), (SamplingParams(0.5, top_k=3), [], (1,))):
-        other = DecodeEngine(
-            engine.config, NUMERICS, sampling, engine.buckets, eos, 16, pool, hidden_layers=hidden_layers
+def test_what_samples_nothing_is_compiled_once_for_all_ways_to_sample():
+    pool, buckets, kinds = ExecutablePool(), Buckets((2,), (64, 128)), []
+    for sampling, eos, layers in ((SAMPLING, [7], None), (SamplingParams(0.5, top_k=3), [], (1,))):
+        engine = DecodeEngine(
+            CONFIGS["three"], Numerics(), sampling, buckets, eos, 16, pool, hidden_layers=layers
         )
-        known = set(pool._programs)
-        prefix = other.prefill(small.params, [[1, 2, 3]])
+        params, known = engine.load_params(lively_params(CONFIGS["three"])), set(pool._programs)
+        prefix = engine.prefill(params, [[1, 2, 3]])
         first = Assignment(0, 0, request_key(0, 0), 4)
-        state = other.bulk_insert(prefix, other.init_state(1, 8), [first])
-        state, _ = other.generate(small.params, state, 1)
-        state = other.free_resource(other.grow(state), [0])
+        state = engine.bulk_insert(prefix, engine.init_state(1, 8), [first])
+        state, _ = engine.generate(params, state, 1)
+        state = engine.free_resource(engine.grow(state), [0])
         kinds.append(sorted(key[0] for key in set(pool._programs) - known))
     assert kinds == [["free", "generate", "grow", "insert", "prefill"], ["generate", "prefill"]]
 
 
-def test_an_empty_prompt_or_none_is_refused(small):
+def test_an_empty_prompt_or_none_is_refused():
+    world = world_of("three")
     for prompts in ([], [[1], []]):
         with pytest.raises(ValueError, match="prompt"):
-            small.engine.prefill(small.params, prompts)
+            world.engine.prefill(world.params, prompts)

@@ -12,7 +12,8 @@ from rljax.engine.shapes import Shapes, warm_up_plain
 from rljax.rollout.collector import Scheduler
 from tests.tiny_policy import SLOTS, assert_same, make_engine, make_params, make_requests
 
-SHORT = ((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # lengths of prompts and responses that fit the smallest cache
+SHORT = make_requests((3, 20, 8, 1, 5), (40, 30, 7, 1, 44))  # fit the smallest cache
+REQUESTS = make_requests((3, 20, 8, 1, 30), (60, 40, 7, 1, 98))
 
 
 def compile_in_background(engine, params, requests, slots=SLOTS, longest=128, **others):
@@ -46,60 +47,51 @@ def params():
 
 
 @pytest.fixture(scope="module")
-def short():
-    return make_requests(*SHORT)
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return make_requests((3, 20, 8, 1, 30), (60, 40, 7, 1, 98))
-
-
-@pytest.fixture(scope="module")
 def plain(params):
+    """What requests get where everything is compiled when it is needed."""
     engine = make_engine()
     return lambda requests: Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
-def test_a_state_stays_wide_until_smaller_ones_are_compiled(params, short, plain, held_back, monkeypatch):
+def test_a_state_stays_wide_until_smaller_ones_are_compiled(params, plain, held_back, monkeypatch):
     engine = make_engine()
-    background = compile_in_background(engine, params, short)
+    background = compile_in_background(engine, params, SHORT)
     compiled, batches = compilations(engine), batches_of(engine, monkeypatch)
-    completions, _ = Scheduler(engine, SLOTS).run(params, short)
-    assert_same(completions, plain(short))
+    completions, _ = Scheduler(engine, SLOTS).run(params, SHORT)
+    assert_same(completions, plain(SHORT))
     assert set(batches) == {4} and background.seconds_waited == 0
     assert compilations(engine) == compiled and engine.pool.background_programs == 0 and background.left > 0
     held_back.set()
     background.wait()
     assert engine.pool.background_programs > 0 and background.left == 0
     later = engine.pool.background_programs
-    completions, _ = Scheduler(engine, SLOTS).run(params, short)
-    assert_same(completions, plain(short))
+    completions, _ = Scheduler(engine, SLOTS).run(params, SHORT)
+    assert_same(completions, plain(SHORT))
     assert set(batches) == {2, 4}
     assert compilations(engine) == compiled and engine.pool.background_programs == later
 
 
-def test_growth_waits_for_the_programs_and_counts_the_seconds(params, requests, plain, held_back):
+def test_growth_waits_for_the_programs_and_counts_the_seconds(params, plain, held_back):
     engine = make_engine()
-    background = compile_in_background(engine, params, requests)
+    background = compile_in_background(engine, params, REQUESTS)
     compiled = compilations(engine)
     release = threading.Timer(0.2, held_back.set)
     release.start()
-    completions, _ = Scheduler(engine, SLOTS).run(params, requests)
+    completions, _ = Scheduler(engine, SLOTS).run(params, REQUESTS)
     release.join()
-    assert_same(completions, plain(requests))
+    assert_same(completions, plain(REQUESTS))
     assert background.seconds_waited > 0 and compilations(engine) == compiled
     background.wait()
     waited = background.seconds_waited
-    assert_same(Scheduler(engine, SLOTS).run(params, requests)[0], plain(requests))
+    assert_same(Scheduler(engine, SLOTS).run(params, REQUESTS)[0], plain(REQUESTS))
     assert background.seconds_waited == waited
 
 
-def test_a_rollout_begins_in_a_longer_cache_that_is_ready(params, short, plain):
+def test_a_rollout_begins_in_a_longer_cache_that_is_ready(params, plain):
     engine = make_engine()
     background = compile_in_background(engine, params, make_requests((70,), (10,)))
     assert background.start_length(4, 64) == 128  # and asks for the shorter one
-    assert_same(Scheduler(engine, SLOTS).run(params, short)[0], plain(short))
+    assert_same(Scheduler(engine, SLOTS).run(params, SHORT)[0], plain(SHORT))
     background.wait()
     assert background.start_length(4, 64) == 64
     compiled = len(engine.pool)
@@ -120,10 +112,10 @@ def test_shorter_prompts_than_the_first_are_padded_until_their_programs_are_comp
     assert prefilled() == {16, 64}
 
 
-def test_only_shapes_that_will_be_used_are_compiled(params, short):
+def test_only_shapes_that_will_be_used_are_compiled(params):
     buckets = make_buckets(SLOTS, 192, True, (2, 4, 8), (64, 128, 192))
     engine = make_engine(None, buckets)
-    compile_in_background(engine, params, short, longest=100).wait()
+    compile_in_background(engine, params, SHORT, longest=100).wait()
     shapes = [key[1:3] for key in engine.pool.bytes() if key[0] in ("generate", "prefill")]
     assert {batch for batch, _ in shapes} == {2, 4} and max(length for _, length in shapes) == 128
     before = make_engine(None, buckets)
@@ -133,9 +125,9 @@ def test_only_shapes_that_will_be_used_are_compiled(params, short):
     assert set(engine.pool.bytes()) == set(before.pool.bytes())
 
 
-def test_prompts_are_padded_to_a_prefill_that_is_ready(params, short, held_back):
+def test_prompts_are_padded_to_a_prefill_that_is_ready(params, held_back):
     engine = make_engine()
-    background = compile_in_background(engine, params, short)  # four short prompts together, and a longer one
+    background = compile_in_background(engine, params, SHORT)  # four short prompts together, and a longer one
     assert background.prefill_shape(4, 16) == (4, 16) and background.prefill_shape(2, 32) == (2, 32)
     assert background.prefill_shape(2, 16) == (2, 32)
     held_back.set()
@@ -151,9 +143,7 @@ def test_similar_prompts_share_a_prefill_at_first(params):
     assert shapes == {(2, 64), (2, 16)}  # 32 fits into 64; 16 would be padded to four times its length
 
 
-def test_a_shape_that_cannot_be_compiled_stops_only_what_needs_it(
-    params, requests, short, plain, monkeypatch
-):
+def test_a_shape_that_cannot_be_compiled_stops_only_what_needs_it(params, plain, monkeypatch):
     compile_plain = DecodeEngine.compile_plain
 
     def fail(self, params, batch, length, appends=False):
@@ -164,9 +154,9 @@ def test_a_shape_that_cannot_be_compiled_stops_only_what_needs_it(
     monkeypatch.setattr(DecodeEngine, "compile_plain", fail)
     engine = make_engine()
     with pytest.warns(UserWarning, match="cannot allocate"):
-        compile_in_background(engine, params, short).wait()
+        compile_in_background(engine, params, SHORT).wait()
         batches = batches_of(engine, monkeypatch)
-        assert_same(Scheduler(engine, SLOTS).run(params, short)[0], plain(short))
+        assert_same(Scheduler(engine, SLOTS).run(params, SHORT)[0], plain(SHORT))
         assert set(batches) == {4}
         with pytest.raises(MemoryError, match="cannot allocate"):
-            Scheduler(engine, SLOTS).run(params, requests)
+            Scheduler(engine, SLOTS).run(params, REQUESTS)

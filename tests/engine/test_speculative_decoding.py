@@ -1,31 +1,21 @@
 """Speculative decoding on a real transformer: token for token and bit for bit what plain decoding gives."""
 
 import dataclasses
-import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.engine.buckets import Buckets
 from rljax.engine.draft_tree import DraftTree, empty_tree
-from rljax.engine.executables import row_invariant_compiler_options
-from rljax.models import transformer
-from rljax.models.packed_attention import PackedAttention
-from rljax.models.rope import rope_table
-from rljax.sampling.distribution import SamplingParams, token_logprobs, transform_logits
+from rljax.sampling.distribution import SamplingParams
 from tests.engines import (
-    CONFIGS,
     LONGEST,
-    SAMPLING,
     VOCAB,
+    Asked,
     ask,
     decode,
-    engine_of,
-    lively_params,
     speculate,
     tangled,
+    trained_logprobs,
     world_of,
 )
 from tests.exactness import check_same
@@ -212,14 +202,11 @@ def test_plain_and_speculative_decoding_take_turns():
 
 # -- sampling distributions, ends, capacity ----------------------------------------------------------------
 
-SMALL = Buckets((2,), (64, 128))
-ROOM = 128  # programs for the smaller cache are compiled for the one test of it
 
-
-@functools.lru_cache
-def small_of(sampling=SAMPLING, eos=(), rule="coupled"):
-    engine = engine_of(CONFIGS[GROUPED], SMALL, sampling=sampling, eos=eos, rule=rule)
-    return engine, engine.load_params(lively_params(CONFIGS[GROUPED]))
+def policy_of(**others):
+    """An engine and its weights."""
+    world = world_of(*POLICIES[0], **others)
+    return world.engine, world.params
 
 
 @pytest.mark.parametrize(
@@ -231,25 +218,25 @@ def small_of(sampling=SAMPLING, eos=(), rule="coupled"):
     ids=["greedy", "filtered"],
 )
 def test_sampling_distributions(sampling):
-    engine, params = small_of(sampling)
+    engine, params = policy_of(sampling=sampling)
     asked = ask([5, 40], [80, 60])
-    plain = decode(engine, params, asked, capacity=ROOM)
+    plain = decode(engine, params, asked, capacity=LONGEST)
     truth = [tokens for tokens, _ in plain]
-    emitted = speculate(engine, params, asked, tangled(truth), 7, capacity=ROOM)
+    emitted = speculate(engine, params, asked, tangled(truth), 7, capacity=LONGEST)
     check_same(emitted.outputs, plain)
     check_sped_up(emitted, plain, 2.0)
 
 
 def test_eos_inside_an_accepted_run_ends_it_there():
-    endless, params = small_of()
-    ending, _ = small_of(eos=(7, 8))
+    endless, params = policy_of()
+    ending, _ = policy_of(eos=(7, 8))
     cut = []
     for seed in range(12):
         asked = ask([4, 9], [48, 48], seed)
-        truth = [tokens for tokens, _ in decode(endless, params, asked, capacity=ROOM)]
-        plain = decode(ending, params, asked, capacity=ROOM)
+        truth = [tokens for tokens, _ in decode(endless, params, asked, capacity=LONGEST)]
+        plain = decode(ending, params, asked, capacity=LONGEST)
         # Drafted beyond the end, and rightly.
-        emitted = speculate(ending, params, asked, chain(truth), 15, capacity=ROOM)
+        emitted = speculate(ending, params, asked, chain(truth), 15, capacity=LONGEST)
         check_same(emitted.outputs, plain)
         for (tokens, _), longer in zip(plain, truth, strict=True):
             assert tokens == longer[: len(tokens)]
@@ -261,11 +248,11 @@ def test_eos_inside_an_accepted_run_ends_it_there():
 
 @pytest.mark.parametrize("limits", [(1, 16), (17, 8), (2, 33)])
 def test_the_longest_response_ends_inside_an_accepted_run(limits):
-    engine, params = small_of()
-    truth = [tokens for tokens, _ in decode(engine, params, ask([4, 9], [60, 60]), capacity=ROOM)]
+    engine, params = policy_of()
+    truth = [tokens for tokens, _ in decode(engine, params, ask([4, 9], [60, 60]), capacity=LONGEST)]
     asked = ask([4, 9], limits)
-    plain = decode(engine, params, asked, capacity=ROOM)
-    emitted = speculate(engine, params, asked, chain(truth), 15, capacity=ROOM)
+    plain = decode(engine, params, asked, capacity=LONGEST)
+    emitted = speculate(engine, params, asked, chain(truth), 15, capacity=LONGEST)
     check_same(emitted.outputs, plain)
     assert [len(tokens) for tokens, _ in emitted.outputs] == list(limits)
     assert emitted.passes == -(-max(limits) // 16)
@@ -274,8 +261,8 @@ def test_the_longest_response_ends_inside_an_accepted_run(limits):
 @pytest.mark.parametrize("prompt", [49, 60, 64])
 def test_an_accepted_run_beyond_a_full_cache_waits_for_its_growth(prompt):
     """Up to the last position of the smaller cache, and up to the very last of the largest."""
-    engine, params = small_of()
-    limit = SMALL.cache[-1] - prompt + 1
+    engine, params = policy_of()
+    limit = LONGEST - prompt + 1
     asked = ask([prompt, 30], [limit, 90])
     plain = decode(engine, params, asked)
     truth = [tokens for tokens, _ in plain]
@@ -286,40 +273,19 @@ def test_an_accepted_run_beyond_a_full_cache_waits_for_its_growth(prompt):
     assert first.counts == [min(16, 64 - prompt + 1), 16]
 
 
-@functools.lru_cache
-def _scoring(engine):
-    """(params, sequence int32 [1, T]) -> log-probabilities float32 [1, T] of the tokens that follow."""
-
-    def logprobs(params, sequence):
-        positions = jnp.arange(sequence.shape[1], dtype=jnp.int32)[None]
-        attention = PackedAttention(jnp.ones_like(sequence), engine.numerics)
-        rope = jnp.asarray(rope_table(engine.config, sequence.shape[1]))
-        hidden, _ = transformer.forward(
-            params, engine.config, sequence, positions, attention, rope, engine.numerics
-        )
-        logits = transformer.logits(params, engine.config, hidden, engine.numerics)
-        logits = transform_logits(logits, engine.sampling, engine.numerics)
-        return token_logprobs(logits, jnp.roll(sequence, -1, axis=1), engine.numerics)
-
-    return jax.jit(logprobs, compiler_options=row_invariant_compiler_options())
-
-
 def score(engine, params, prompt, tokens):
     """Log-probabilities of a response, as training computes them."""
-    sequence = np.zeros((1, engine.buckets.cache[-1]), np.int32)
-    sequence[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
-    first = len(prompt) - 1
-    return np.asarray(_scoring(engine)(params, sequence))[0, first : first + len(tokens)].tolist()
+    return trained_logprobs(engine, params, [Asked(prompt, None, 0)], [(tokens, [0.0] * len(tokens))])[0]
 
 
 @pytest.mark.parametrize("rule", ["target_only", "rejection"])
 def test_the_other_rules_end_and_fill_like_plain_decoding(rule):
     """Other tokens, but the same contract: ends, limits, and the distribution's own log-probabilities."""
-    engine, params = small_of(eos=(7, 8), rule=rule)
-    plain_engine, _ = small_of()
+    engine, params = policy_of(eos=(7, 8), rule=rule)
+    plain_engine, _ = policy_of()
     asked = ask([50, 9], [60, 40])
-    truth = [tokens for tokens, _ in decode(plain_engine, params, asked, capacity=ROOM)]
-    emitted = speculate(engine, params, asked, chain(truth), 15, capacity=ROOM)
+    truth = [tokens for tokens, _ in decode(plain_engine, params, asked, capacity=LONGEST)]
+    emitted = speculate(engine, params, asked, chain(truth), 15, capacity=LONGEST)
     for each, (tokens, logprobs) in zip(asked, emitted.outputs, strict=True):
         assert len(tokens) == each.limit or tokens[-1] in (7, 8)
         assert not set(tokens[:-1]) & {7, 8}

@@ -1,6 +1,7 @@
-"""Compaction by every backend: exactly the positions of a path change, and nothing is copied."""
+"""Compaction by every backend: exactly the positions of a path change, and nothing is copied. Engines that
+compact by kernels are tested with those that attend by them (`test_tree_attention.py`, `test_on_mesh.py`).
+"""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,24 +10,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
-from rljax.numerics.kernel_choice import KernelChoice, Refused
-from rljax.numerics.rows import Numerics
-from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, stored_pool, tangled
-from tests.exactness import check_same
+from rljax.numerics.kernel_choice import Refused
 from tests.kernels.compilation import HOPPER, compile_for
+from tests.kernels.test_tree_attention import NATIVE, POLICIES, check_no_copy, shapes
 
 _BLOCK = 64
-_NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 _WIDE = 128  # the heads that a TPU's kernel takes
-_POLICIES = {
-    "SmolLM2-135M": (3, 64),
-    "Qwen2.5-1.5B": (2, 128),
-    "Qwen2.5-7B": (4, 128),
-    "Llama-3.1-8B": (8, 128),
-}
 
 
 def _case(lengths, counts, capacity, nodes, most, kv_heads=2, dim=64, dtype="float32", seed=0):
@@ -105,11 +95,11 @@ def test_a_tpu_waits_for_its_copies(mode, dim):
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize("policy", _POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_on_the_device(policy):
-    kv_heads, dim = _POLICIES[policy]
+    _, kv_heads, dim = POLICIES[policy]
     case = _case((0, 60, 4090, 4096), (3, 16, 16, 2), 4096, 16, 16, kv_heads, dim, "bfloat16")
-    _check(_NATIVE[jax.default_backend()], case)
+    _check(NATIVE[jax.default_backend()], case)
 
 
 @pytest.mark.parametrize(
@@ -127,22 +117,11 @@ def test_refusals(implementation, dim, dtype, why):
         compaction(*_case((5,), (1,), 64, 2, 2, dim=dim, dtype=dtype), implementation)
 
 
-def _shapes(kv_heads, dim, batch=16, capacity=4096, nodes=16, dtype=jnp.bfloat16):
-    def array(*shape, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    cache = (array(batch, kv_heads, capacity // _BLOCK, dim, _BLOCK), array(batch, kv_heads, capacity, dim))
-    slots = array(batch, dtype=jnp.int32)
-    entries = array(batch, nodes, kv_heads, dim)
-    return (*cache, entries, entries, array(batch, nodes, dtype=jnp.int32), slots, slots)
-
-
-def _check_in_place(program, kv_heads, dim):
-    """The cache comes out where it went in, and nothing near its size is made on the way."""
-    cache = 2 * 2 * 16 * kv_heads * 4096 * dim
-    memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes >= cache
-    assert memory.temp_size_in_bytes < cache / 8
+def _shapes(policy, batch=16, capacity=4096, nodes=16, dtype=jnp.bfloat16):
+    _, *cache, slots, node_keys, node_values, _, path = shapes(
+        *POLICIES[policy], batch, capacity, nodes, dtype
+    )
+    return *cache, node_keys, node_values, path, slots, slots
 
 
 @pytest.mark.parametrize(
@@ -158,32 +137,6 @@ def _check_in_place(program, kv_heads, dim):
 )
 def test_compiles_in_place(device, policy):
     kernel = (mosaic_gpu if device == HOPPER else mosaic_tpu).compaction
-    program = compile_for(device, kernel, *_shapes(*_POLICIES[policy]), donate=(0, 1))
-    _check_in_place(program, *_POLICIES[policy])
-    compile_for(device, kernel, *_shapes(*_POLICIES[policy], 2, 256, 64, jnp.float32))
-
-
-@functools.lru_cache
-def _speculated(implementation):
-    config = dataclasses.replace(CONFIGS["three"], head_dim=_WIDE)
-    numerics = Numerics(kernels=KernelChoice(compaction=implementation))
-    engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64, stored_pool())
-    params = engine.load_params(lively_params(config))
-    asked = ask([5, 60], [12, 9])
-    plain = decode(engine, params, asked, capacity=128)
-    drafts = tangled([tokens for tokens, _ in plain])
-    return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
-
-
-@pytest.mark.default_cases("interpret_tpu")
-@pytest.mark.parametrize("implementation", ["interpret_gpu", "interpret_tpu"])
-def test_the_engine_with_kernels_gives_the_same_bits(implementation):
-    plain, speculated = _speculated(implementation)
-    assert speculated == plain == _speculated("xla")[1]
-
-
-@pytest.mark.accelerator
-def test_the_engine_on_the_device_gives_the_same_tokens():
-    first, *others = [*_speculated(_NATIVE[jax.default_backend()]), *_speculated("xla")]
-    for each in others:
-        check_same(each, first)
+    program = compile_for(device, kernel, *_shapes(policy), donate=(0, 1))
+    check_no_copy(program, *POLICIES[policy], aliased=1)
+    compile_for(device, kernel, *_shapes(policy, 2, 256, 64, jnp.float32))

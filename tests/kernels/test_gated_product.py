@@ -57,10 +57,12 @@ def test_against_float64(rows, inputs, outputs, columns, activation, implementat
 
 @pytest.mark.parametrize("implementation", ["interpret_gpu", NATIVE])
 def test_a_row_is_computed_as_if_alone(implementation):
-    """In the first and the second warpgroup of a block, in another block, and without the products."""
+    """Without the products: a row of the first warpgroup of a block, and rows of the second and of another
+    block, which are in a first one then.
+    """
     x, *weights = operands(130, 64, 8)
     together = np.asarray(computed(x, *weights, "silu", True, implementation)[0])
-    for rows in [slice(5, 6), slice(70, 73), slice(128, 130)]:
+    for rows in [slice(5, 6), slice(70, 130)]:
         (part,) = computed(x[rows], *weights, "silu", False, implementation)
         np.testing.assert_array_equal(part, together[rows])
 

@@ -9,7 +9,6 @@ import pytest
 
 from rljax.engine.sampling import sample
 from rljax.kernels.noisy_argmax import mosaic_gpu, mosaic_tpu, noisy_argmax, race
-from rljax.kernels.switch import backend
 from rljax.numerics.kernel_choice import KernelChoice, Refused
 from rljax.numerics.rows import Numerics
 from rljax.sampling import noise
@@ -17,9 +16,8 @@ from rljax.sampling.distribution import SamplingParams
 from tests.kernels.compilation import HOPPER, compile_for
 
 NUMERICS = Numerics()
-KERNELS = ["interpret_gpu", "interpret_tpu"]
-NATIVE = [pytest.param(name, marks=pytest.mark.accelerator) for name in ("mosaic_gpu", "mosaic_tpu")]
-BACKENDS = ["xla", *KERNELS, *NATIVE]
+NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+BACKENDS = ["xla", "interpret_gpu", "interpret_tpu", pytest.param("native", marks=pytest.mark.accelerator)]
 LARGE = (12, 9001)  # rows and vocabulary of four tests, which share a program
 FILTERS = [
     SamplingParams(temperature=1.4, top_k=9),
@@ -28,42 +26,33 @@ FILTERS = [
 ]
 
 
-def skip_where_it_does_not_run(implementation):
-    try:
-        backend("noisy_argmax", implementation)
-    except Refused as refusal:
-        pytest.skip(str(refusal))
-
-
 @functools.cache
 def program(implementation, params):
-    return jax.jit(lambda *args: noisy_argmax(*args, params, NUMERICS, implementation))
+    name = NATIVE[jax.default_backend()] if implementation == "native" else implementation
+    return jax.jit(lambda *args: noisy_argmax(*args, params, NUMERICS, name))
 
 
-def computed(implementation, logits, params, positions=None, seed=0):
-    """Tokens and logprobs of a backend; skips where it does not run."""
-    skip_where_it_does_not_run(implementation)
-    keys, own_positions = identities(len(logits), seed)
-    positions = own_positions if positions is None else positions
-    tokens, logprobs = program(implementation, params)(
-        jnp.asarray(logits), jnp.asarray(keys), jnp.asarray(positions)
-    )
+def computed(implementation, logits, params):
+    """Tokens and logprobs of a backend."""
+    args = (jnp.asarray(each) for each in (logits, *identities(len(logits))))
+    tokens, logprobs = program(implementation, params)(*args)
     assert tokens.dtype == jnp.int32 and logprobs.dtype == jnp.float32
     return np.asarray(tokens), np.asarray(logprobs)
 
 
-def identities(batch, seed=0):
-    keys = np.stack([noise.request_key(seed, row) for row in range(batch)])
-    return keys, np.arange(batch, dtype=np.int32) * 7 + seed
+def identities(batch):
+    """Keys and positions of as many requests."""
+    keys = np.stack([noise.request_key(0, row) for row in range(batch)])
+    return keys, np.arange(batch, dtype=np.int32) * 7
 
 
-def normal(batch, vocab_size, scale=2.5, seed=0):
-    return np.random.default_rng(seed).normal(0, scale, (batch, vocab_size)).astype(np.float32)
+def normal(batch, vocab_size):
+    return np.random.default_rng(0).normal(0, 2.5, (batch, vocab_size)).astype(np.float32)
 
 
-def reference(logits, params, seed=0):
+def reference(logits, params):
     """(noisy [B, V], log-probabilities [B, V]) in float64; which entries are kept is decided in float32."""
-    keys, positions = identities(len(logits), seed)
+    keys, positions = identities(len(logits))
     with np.errstate(over="ignore"):
         words = noise.token_bits(keys, positions, np.arange(logits.shape[1], dtype=np.uint32)[None])
     u = np.minimum((words >> 1).astype(np.float64) * 2.0**-31 + 2.0**-33, 1 - 2.0**-24)
@@ -73,14 +62,6 @@ def reference(logits, params, seed=0):
         x = np.where(logits * np.float32(1 / params.temperature) >= np.asarray(least)[:, None], x, -np.inf)
     top = x.max(axis=1, keepdims=True)
     return x - np.log(-np.log1p(-u)), x - top - np.log(np.exp(x - top).sum(axis=1, keepdims=True))
-
-
-def assert_sampled(tokens, logprobs, logits, params, seed=0):
-    noisy, every = reference(logits, params, seed)
-    rows = np.arange(len(tokens))
-    # Nothing is ahead of the token by more than float32 can tell.
-    np.testing.assert_array_less(noisy.max(axis=1) - noisy[rows, tokens], 1e-5)
-    np.testing.assert_allclose(logprobs, every[rows, tokens], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.default_cases("xla-*", "*top_k=40*", "interpret_tpu-2-16388-*")
@@ -96,11 +77,15 @@ def assert_sampled(tokens, logprobs, logits, params, seed=0):
 )
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_samples_and_logprobs(implementation, batch, vocab_size, params):
-    logits = normal(batch, vocab_size)
-    assert_sampled(*computed(implementation, logits, params), logits, params)
+    logits, rows = normal(batch, vocab_size), np.arange(batch)
+    tokens, logprobs = computed(implementation, logits, params)
+    noisy, every = reference(logits, params)
+    # Nothing is ahead of the token by more than float32 can tell.
+    np.testing.assert_array_less(noisy.max(axis=1) - noisy[rows, tokens], 1e-5)
+    np.testing.assert_allclose(logprobs, every[rows, tokens], rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["interpret_gpu", "mosaic_gpu"])
+@pytest.mark.parametrize("implementation", [BACKENDS[1], BACKENDS[-1]])
 def test_blocks_that_share_a_row_do_not_change_its_bits(implementation, monkeypatch):
     logits, outputs = normal(1, 20_011), []
     for blocks in (1, 99):

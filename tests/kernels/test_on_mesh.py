@@ -27,10 +27,7 @@ from tests.devices import run_on_devices
 from tests.kernels.compilation import HOPPER, absent_mesh
 
 # All three ways of splitting at once; and for rollouts, two.
-KERNELS, ROLLOUTS = (
-    {"8 devices": {"data": 2, "fsdp": 2, "tensor": 2}},
-    {"4 devices": {"data": 2, "tensor": 2}},
-)
+KERNELS, ROLLOUTS = {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 2}
 
 COMMON = """
 import dataclasses, functools, json, sys
@@ -50,10 +47,6 @@ def error(actual, expected):
 
 def on(mesh, **kernels):
     return KernelChoice(**kernels).on_mesh(mesh)
-
-def each_mesh():
-    for label, axes in meshes.items():
-        yield label, make_mesh(MeshConfig(**axes))
 """
 
 ATTENTION = """
@@ -64,28 +57,25 @@ dtype = "float32"
 lengths = (0, 5, 63, 64, 100, 127, 3, 40)
 tree, one = (_case(lengths, 128, nodes, 8, 4, 64, dtype) for nodes in (3, 1))
 moved = compaction_case(lengths, (1, 3, 2, 0, 3, 1, 2, 3), 128, 5, 3, kv_heads=4, dim=128, dtype=dtype)
-for label, mesh in each_mesh():
-    numerics = Numerics(kernels=on(mesh, tree_attention=backend, compaction=backend))
-    def attend(*args):
-        return on_mesh.tree_attention(*args, numerics)
-    def decode(*args):
-        return on_mesh.decode_attention(*args, numerics)
-    def compact(*args):
-        return on_mesh.compaction(*args, numerics.kernels)
-    def place(array):
-        return jax.device_put(array, named(mesh, "slots", *(None,) * (array.ndim - 1)))
-    result = {}
-    program = jax.jit(attend).lower(*map(place, tree)).compile()
-    result["tree"] = error(program(*map(place, tree)), _expected(*tree))
-    out, *cache = jax.jit(decode)(*map(place, one[:6]))
-    result["decoding"] = error(out, _expected(*one))
-    result["written"] = all(
-        np.array_equal(*pair, equal_nan=True) for pair in zip(cache, _with_tokens(*one[1:6]))
-    )
-    result["compaction"] = all(
-        np.array_equal(ours, expected) for ours, expected in zip(jax.jit(compact)(*moved), compacted(*moved))
-    )
-    results[label] = result
+numerics = Numerics(kernels=on(mesh, tree_attention=backend, compaction=backend))
+def attend(*args):
+    return on_mesh.tree_attention(*args, numerics)
+def decode(*args):
+    return on_mesh.decode_attention(*args, numerics)
+def compact(*args):
+    return on_mesh.compaction(*args, numerics.kernels)
+def place(array):
+    return jax.device_put(array, named(mesh, "slots", *(None,) * (array.ndim - 1)))
+program = jax.jit(attend).lower(*map(place, tree)).compile()
+results["tree"] = error(program(*map(place, tree)), _expected(*tree))
+out, *cache = jax.jit(decode)(*map(place, one[:6]))
+results["decoding"] = error(out, _expected(*one))
+results["written"] = all(
+    np.array_equal(*pair, equal_nan=True) for pair in zip(cache, _with_tokens(*one[1:6]))
+)
+results["compaction"] = all(
+    np.array_equal(ours, expected) for ours, expected in zip(jax.jit(compact)(*moved), compacted(*moved))
+)
 
 mesh = make_mesh(MeshConfig(tensor=8))
 try:
@@ -102,25 +92,22 @@ from rljax.kernels.token_logprobs import token_logprobs
 from rljax.sampling.distribution import SamplingParams
 from tests.kernels.test_token_logprobs import NUMERICS, arguments, expected, padded
 
-for label, mesh in each_mesh():
-    result = {}
-    for vocab_size in (300, 301):  # the second is not divided by tensor
-        hidden, used, targets, gradient = arguments((4, 5), vocab_size - 10)
-        lm_head = padded(used, 10)
-        def loss(hidden, lm_head):
-            logprobs, entropies = token_logprobs(
-                hidden, lm_head, targets, SamplingParams(), NUMERICS, 64, mesh, backend, used_rows=len(used)
-            )
-            return jnp.sum(logprobs * gradient) + jnp.sum(entropies), (logprobs, entropies)
-        split = "vocab" if vocab_size == 300 else None
-        hidden = jax.device_put(hidden, named(mesh, "batch", None, None))
-        lm_head = jax.device_put(lm_head, named(mesh, split, "embed"))
-        program = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-        gradients, outputs = program(hidden, lm_head)
-        *truth, d_head = expected(hidden, used, targets, gradient)
-        truth += [np.pad(d_head, ((0, 10), (0, 0)))]
-        result[vocab_size] = [error(*pair) for pair in zip((*outputs, *gradients), truth)]
-    results[label] = result
+for vocab_size in (300, 301):  # the second is not divided by tensor
+    hidden, used, targets, gradient = arguments((4, 5), vocab_size - 10)
+    lm_head = padded(used, 10)
+    def loss(hidden, lm_head):
+        logprobs, entropies = token_logprobs(
+            hidden, lm_head, targets, SamplingParams(), NUMERICS, 64, mesh, backend, used_rows=len(used)
+        )
+        return jnp.sum(logprobs * gradient) + jnp.sum(entropies), (logprobs, entropies)
+    split = "vocab" if vocab_size == 300 else None
+    hidden = jax.device_put(hidden, named(mesh, "batch", None, None))
+    lm_head = jax.device_put(lm_head, named(mesh, split, "embed"))
+    program = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    gradients, outputs = program(hidden, lm_head)
+    *truth, d_head = expected(hidden, used, targets, gradient)
+    truth += [np.pad(d_head, ((0, 10), (0, 0)))]
+    results[vocab_size] = [error(*pair) for pair in zip((*outputs, *gradients), truth)]
 """
 
 PRODUCTS = """
@@ -134,28 +121,25 @@ from rljax.models.sharding import shard_params
 config = ModelConfig("qwen3", 64, 512, 1, 4, 2, 128, 512, tie_embeddings=True, qk_norm=True)
 params = init_params(config, 0)
 rng = np.random.default_rng(0)
-for label, mesh in each_mesh():
-    result = {}
-    cases = {"w4": (4, 128, backend), "w8": (8, 0, backend), "w4 xla": (4, 128, "xla")}
-    for name, (bits, group, implementation) in cases.items():
-        fmt, kernels = WeightFormat(bits, group), on(mesh, quantized_product=implementation)
-        whole = QuantizedPolicy(fmt).refresh(params)["layers"][0]
-        split = QuantizedPolicy(fmt, "rtn", kernels, weight_layouts(config, mesh))
-        split = split.refresh(shard_params(params, config, mesh, decoding=True))["layers"][0]
-        for projection in {"w4": ("q", "o", "down"), "w8": ("q", "down"), "w4 xla": ("o",)}[name]:
-            weight = split[projection]
-            x = jnp.asarray(rng.standard_normal((8, weight.inputs)), jnp.bfloat16)
-            y = jax.jit(functools.partial(product, numerics=Numerics()))(x, weight)
-            matrix = np.asarray(dequantize(whole[projection]), np.float64)
-            reference = np.asarray(x, np.float64) @ matrix.T
-            # With whole rows to a scale, parts of a row have scales of their own.
-            own_scales = name == "w8" and weight.layout.inputs and mesh.shape["tensor"] > 1
-            # `xla` rounds the restored matrix to bfloat16.
-            tolerance = 0.02 if own_scales or implementation == "xla" else 1e-5
-            result[f"{name} {projection}"] = [error(y, reference), tolerance]
-            shard, parts = weight.values.addressable_shards[0].data, mesh.shape["tensor"]
-            result[f"{name} {projection}"].append(weight.values.size == parts * shard.size)
-    results[label] = result
+cases = {"w4": (4, 128, backend), "w8": (8, 0, backend), "w4 xla": (4, 128, "xla")}
+for name, (bits, group, implementation) in cases.items():
+    fmt, kernels = WeightFormat(bits, group), on(mesh, quantized_product=implementation)
+    whole = QuantizedPolicy(fmt).refresh(params)["layers"][0]
+    split = QuantizedPolicy(fmt, "rtn", kernels, weight_layouts(config, mesh))
+    split = split.refresh(shard_params(params, config, mesh, decoding=True))["layers"][0]
+    for projection in {"w4": ("q", "o", "down"), "w8": ("q", "down"), "w4 xla": ("o",)}[name]:
+        weight = split[projection]
+        x = jnp.asarray(rng.standard_normal((8, weight.inputs)), jnp.bfloat16)
+        y = jax.jit(functools.partial(product, numerics=Numerics()))(x, weight)
+        matrix = np.asarray(dequantize(whole[projection]), np.float64)
+        reference = np.asarray(x, np.float64) @ matrix.T
+        # With whole rows to a scale, parts of a row have scales of their own.
+        own_scales = name == "w8" and weight.layout.inputs
+        # `xla` rounds the restored matrix to bfloat16.
+        tolerance = 0.02 if own_scales or implementation == "xla" else 1e-5
+        results[f"{name} {projection}"] = [error(y, reference), tolerance]
+        shard, parts = weight.values.addressable_shards[0].data, mesh.shape["tensor"]
+        results[f"{name} {projection}"].append(weight.values.size == parts * shard.size)
 """
 
 ROLLOUT = """
@@ -185,18 +169,15 @@ engine, params = make_engine(None, KernelChoice())
 expected, _ = Scheduler(engine, SLOTS).run(params, requests)
 results["tokens"] = sum(map(len, tokens_of(expected)))
 outcomes = [Outcome(r.prompt_ids, done.response_ids, 1.0) for r, done in zip(requests, expected)]
-for label, mesh in each_mesh():
-    engine, params = make_engine(mesh, on(mesh, tree_attention=backend))
-    plain, _ = Scheduler(engine, SLOTS).run(params, requests)
-    choice = by_rows(lambda candidates, *_: 8)
-    speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, strategies=choice)
-    speculator.learn(outcomes)
-    drafted, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
-    results[label] = {
-        "plain": tokens_of(plain) == tokens_of(expected),
-        "drafted": tokens_of(drafted) == tokens_of(expected),
-        "accepted": statistics.accepted,
-    }
+engine, params = make_engine(mesh, on(mesh, tree_attention=backend, compaction=backend))
+plain, _ = Scheduler(engine, SLOTS).run(params, requests)
+choice = by_rows(lambda candidates, *_: 8)
+speculator = Speculator(engine, {"srt": make_drafter("srt")}, SLOTS, strategies=choice)
+speculator.learn(outcomes)
+drafted, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
+results["plain"] = tokens_of(plain) == tokens_of(expected)
+results["drafted"] = tokens_of(drafted) == tokens_of(expected)
+results["accepted"] = statistics.accepted
 """
 
 
@@ -204,42 +185,39 @@ for label, mesh in each_mesh():
 def found():
     """What all checks found, by their names, in one process."""
     code = COMMON
-    for name, checks, meshes in (
+    for name, checks, axes in (
         ("attention", ATTENTION, KERNELS),
         ("logprobs", LOGPROBS, KERNELS),
         ("products", PRODUCTS, KERNELS),
         ("rollout", ROLLOUT, ROLLOUTS),
     ):
-        code += f"results = found[{name!r}] = {{}}\nmeshes = {meshes!r}\n{checks}"
+        code += f"mesh = make_mesh(MeshConfig(**{axes!r}))\n"
+        code += f"results = found[{name!r}] = {{}}\n{checks}"
     return run_on_devices(code + 'print("FOUND" + json.dumps(found))', 8)
 
 
 def test_attention_and_compaction(found):
     found, tolerance = found["attention"], 1e-5
-    split = found["8 devices"]
-    assert split["tree"] < tolerance and split["decoding"] < tolerance
-    assert split["written"] and split["compaction"]
+    assert found["tree"] < tolerance and found["decoding"] < tolerance
+    assert found["written"] and found["compaction"]
     assert found["replicated heads"] < tolerance
     assert "mesh.tensor = 8 does not divide num_kv_heads 4; set xla or null" in found["refusal"]
 
 
 def test_logprobs_over_the_vocabulary(found):
-    for sizes in found["logprobs"].values():
-        for errors in sizes.values():
-            logprobs, entropy, d_hidden, d_head = errors
-            assert logprobs < 1e-5 and entropy < 1e-5 and d_hidden < 1e-2 and d_head < 1e-2
+    for logprobs, entropy, d_hidden, d_head in found["logprobs"].values():
+        assert logprobs < 1e-5 and entropy < 1e-5 and d_hidden < 1e-2 and d_head < 1e-2
 
 
 def test_quantized_products(found):
-    for products in found["products"].values():
-        for error, tolerance, split in products.values():
-            assert error < tolerance
-            assert split
+    for error, tolerance, split in found["products"].values():
+        assert error < tolerance
+        assert split
 
 
 def test_a_rollout_has_the_tokens_of_plain_decoding_on_one_device(found):
-    tokens, rollout = found["rollout"].values()
-    assert tokens > 50 and rollout["plain"] and rollout["drafted"] and rollout["accepted"] > 10
+    rollout = found["rollout"]
+    assert rollout["tokens"] > 50 and rollout["plain"] and rollout["drafted"] and rollout["accepted"] > 10
 
 
 # -- compiled for devices that are not there: Qwen2.5-7B on 4 of them (data 2, tensor 2) --------------------

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from drafters.quantized import QuantizedPolicy, WeightFormat, rtn
+from drafters.registry import make_drafter
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import Assignment, DecodeEngine
 from rljax.kernels.quantized_product import mosaic_gpu, mosaic_tpu, quantized_product
@@ -16,15 +17,14 @@ from rljax.kernels.round_to_nearest import mosaic_gpu as mosaic_gpu_rounding
 from rljax.models.config import ModelConfig
 from rljax.models.transformer import init_params
 from rljax.numerics.kernel_choice import KernelChoice, Refused
-from rljax.numerics.quantized import QuantizedWeight, dequantize
+from rljax.numerics.quantized import dequantize
 from rljax.numerics.rows import Numerics
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from tests.engines import stored_pool
 from tests.kernels.compilation import HOPPER, compile_for
+from tests.kernels.test_gated_product import SLOW
 
-SLOW_INTERPRETER = jax.__version_info__ < (0, 11)  # for GPUs: ten times as slow
-SLOW = pytest.mark.skipif(SLOW_INTERPRETER, reason="JAX 0.10 takes too long to interpret it")
 INTERPRETED = [pytest.param("interpret_gpu", marks=SLOW), "interpret_tpu"]
 NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 BACKENDS = [*INTERPRETED, pytest.param("native", marks=pytest.mark.accelerator)]
@@ -191,15 +191,9 @@ MATRICES = [
 
 
 def abstract_weight(outputs, inputs, bits):
-    group = 128 if bits == 4 else inputs
-    shape = jax.ShapeDtypeStruct
-    return QuantizedWeight(
-        values=shape((outputs, inputs // 2 if bits == 4 else inputs), jnp.uint8 if bits == 4 else jnp.int8),
-        scale=shape((outputs, -(-inputs // group)), jnp.float32),
-        zero=shape((outputs, -(-inputs // group)), jnp.uint8) if bits == 4 else None,
-        bits=bits,
-        inputs=inputs,
-        group=group,
+    fmt = WeightFormat(bits, 128 if bits == 4 else 0)
+    return jax.eval_shape(
+        lambda matrix: rtn(matrix, fmt), jax.ShapeDtypeStruct((outputs, inputs), jnp.float32)
     )
 
 
@@ -265,8 +259,6 @@ def test_a_drafter_drafts_the_same_with_a_kernel(implementation):
 
 def test_the_drafter_takes_the_engines_choice(monkeypatch):
     """Of who multiplies, and of who rounds the weights as the engine has them, in bfloat16."""
-    from drafters.registry import make_drafter
-
     asked = []
 
     def rounding(weight, bits, group):

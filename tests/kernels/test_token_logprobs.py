@@ -10,7 +10,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rljax import target
-from rljax.kernels.switch import backend
 from rljax.kernels.token_logprobs import mosaic_gpu, mosaic_tpu, passes, token_logprobs
 from rljax.kernels.token_logprobs.base import chunk_tokens
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
@@ -22,15 +21,13 @@ from rljax.sampling.distribution import SamplingParams
 from rljax.training.scoring import score_packed
 from tests.engines import scaled_params
 from tests.kernels.compilation import HOPPER, compile_for
+from tests.kernels.test_gated_product import SLOW
 
 NUMERICS = Numerics(compute_dtype="bfloat16")
-OLD = jax.__version_info__ < (0, 11)
-INTERPRETED_GPU = pytest.param(
-    "interpret_gpu", marks=pytest.mark.skipif(OLD, reason="JAX 0.10 takes too long to interpret it")
-)
-KERNELS = [INTERPRETED_GPU, "interpret_tpu"]
-NATIVE = [pytest.param(name, marks=pytest.mark.accelerator) for name in ("mosaic_gpu", "mosaic_tpu")]
-BACKENDS = ["xla", *KERNELS, *NATIVE]
+NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+ON_THE_DEVICE = pytest.param("native", marks=pytest.mark.accelerator)
+KERNELS = [pytest.param("interpret_gpu", marks=SLOW), "interpret_tpu"]
+BACKENDS = ["xla", *KERNELS, ON_THE_DEVICE]
 SMALL = (1, 6), 300  # tokens and vocabulary of three tests, which share a program
 
 
@@ -44,11 +41,8 @@ def arguments(shape, vocab_size, width=128, seed=0, scale=0.3, dtype=jnp.float32
     return hidden, lm_head, jnp.asarray(targets), jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
 
 
-def skip_where_it_does_not_run(implementation):
-    try:
-        backend("token_logprobs", implementation)
-    except Refused as refusal:
-        pytest.skip(str(refusal))
+def named(implementation):
+    return NATIVE[jax.default_backend()] if implementation == "native" else implementation
 
 
 @functools.cache
@@ -56,7 +50,7 @@ def program(implementation, sampling, used_rows):
     """Outputs and gradients of a loss; tests that patch a backend have shapes of their own."""
 
     def loss(hidden, lm_head, targets, gradient):
-        others = {"implementation": implementation, "used_rows": used_rows}
+        others = {"implementation": named(implementation), "used_rows": used_rows}
         outputs = token_logprobs(hidden, lm_head, targets, sampling, NUMERICS, 64, **others)
         # The entropy carries no gradient, so that this adds nothing.
         return jnp.sum(outputs[0] * gradient) + jnp.sum(outputs[1]), outputs
@@ -65,8 +59,7 @@ def program(implementation, sampling, used_rows):
 
 
 def computed(implementation, hidden, lm_head, targets, gradient, sampling=None, used_rows=None):
-    """(logprobs, entropies, d hidden, d lm_head); skips where the backend does not run."""
-    skip_where_it_does_not_run(implementation)
+    """(logprobs, entropies, d hidden, d lm_head)."""
     run = program(implementation, sampling or SamplingParams(), used_rows)
     (_, outputs), gradients = run(hidden, lm_head, targets, gradient)
     assert all(each.dtype == jnp.float32 and each.shape == targets.shape for each in outputs)
@@ -121,7 +114,7 @@ def test_values_and_gradients(implementation, shape, vocab_size, padding, temper
     assert not found[-1][vocab_size:].any()
 
 
-@pytest.mark.parametrize("implementation", ["interpret_gpu", NATIVE[0]])
+@pytest.mark.parametrize("implementation", ["interpret_gpu", ON_THE_DEVICE])
 def test_blocks_that_take_several_tiles(implementation, monkeypatch):
     """Two by two tiles, one after the other: loads of the next begin while one is finished, and its ten steps
     leave the ring of three or four somewhere in the middle.
@@ -221,7 +214,7 @@ def scored(implementation):
     sequences = [TrainingSequence(tokens(3), tokens(length - 3), None, 0.0, 1.0) for length in lengths]
     packing = pack_sequences(lengths, 64)
     batch = build_batch(sequences, packing, range(packing.num_rows))
-    numerics = Numerics(compute_dtype="bfloat16", kernels=KernelChoice(token_logprobs=implementation))
+    numerics = Numerics(compute_dtype="bfloat16", kernels=KernelChoice(token_logprobs=named(implementation)))
     rope = jnp.asarray(rope_table(CONFIG, 64))
 
     def loss(params):
@@ -235,9 +228,8 @@ def scored(implementation):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize("implementation", [*KERNELS, *NATIVE])
+@pytest.mark.parametrize("implementation", BACKENDS[1:])
 def test_training_scores_the_same(implementation):
-    skip_where_it_does_not_run(implementation)
     (_, outputs), gradients = scored(implementation)
     (_, right), right_gradients = scored("xla")
     for values, reference in zip(outputs, right, strict=True):

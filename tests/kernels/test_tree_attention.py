@@ -20,7 +20,7 @@ from tests.exactness import check_same
 from tests.kernels.compilation import HOPPER, compile_for
 
 _BLOCK = 64
-_NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+NATIVE = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 _INTERPRETED = ("interpret_gpu", "interpret_tpu")
 _KERNELS = [*_INTERPRETED, pytest.param("native", marks=pytest.mark.accelerator)]
 
@@ -80,7 +80,7 @@ def _expected(queries, keys, values, lengths, node_keys, node_values, ancestors,
 
 
 def _named(implementation):
-    return _NATIVE[jax.default_backend()] if implementation == "native" else implementation
+    return NATIVE[jax.default_backend()] if implementation == "native" else implementation
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def test_against_float64(implementation, dtype, shape):
 @pytest.mark.parametrize("policy", ["Qwen2.5-0.5B", "Qwen2.5-7B"])
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_on_the_device(policy, nodes):
-    case = _case((0, 700, 1024, 3000), 4096, nodes, *_POLICIES[policy], dtype="bfloat16")
+    case = _case((0, 700, 1024, 3000), 4096, nodes, *POLICIES[policy], dtype="bfloat16")
     assert _relative_error(_run("native", case), _expected(*case)) < _TOLERANCE["bfloat16"]
 
 
@@ -273,7 +273,7 @@ def _decoded(implementation, dtype):
     return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
 
 
-@pytest.mark.default_cases("interpret_gpu-*")  # test_compaction.py has an engine with a TPU's
+@pytest.mark.default_cases("interpret_gpu-*")  # test_on_mesh.py has an engine with a TPU's
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
     [
@@ -292,7 +292,7 @@ def test_the_engine_with_kernels(implementation, dtype, tolerance, monkeypatch):
         check_same(outputs, expected, tolerance)
 
 
-def _shapes(heads, kv_heads, dim, batch, capacity, nodes, dtype=jnp.bfloat16):
+def shapes(heads, kv_heads, dim, batch, capacity, nodes, dtype=jnp.bfloat16):
     """Arguments of `tree_attention` before `numerics`, without numbers."""
 
     def array(*shape, dtype=dtype):
@@ -310,15 +310,16 @@ def _shapes(heads, kv_heads, dim, batch, capacity, nodes, dtype=jnp.bfloat16):
     )
 
 
-_POLICIES = {
+POLICIES = {
     "SmolLM2-135M": (9, 3, 64),
     "Qwen2.5-0.5B": (14, 2, 64),
+    "Qwen2.5-1.5B": (12, 2, 128),
     "Qwen2.5-7B": (28, 4, 128),
     "Llama-3.1-8B": (32, 8, 128),
 }
 
 
-def _check_no_copy(program, heads, kv_heads, dim, aliased=0):
+def check_no_copy(program, heads, kv_heads, dim, aliased=0):
     """Nothing near the cache's size is made on the way, and so many caches come out where they went in."""
     cache, memory = 2 * 2 * 16 * kv_heads * 4096 * dim, program.memory_analysis()
     assert memory.temp_size_in_bytes < cache / 8
@@ -332,10 +333,10 @@ def _check_no_copy(program, heads, kv_heads, dim, aliased=0):
 def test_compiles_for_tpus(device, policy):
     compute = functools.partial(mosaic_tpu.tree_attention, numerics=Numerics())
     for nodes in (1, 16, 64):
-        program = compile_for(device, compute, *_shapes(*_POLICIES[policy], 16, 4096, nodes))
+        program = compile_for(device, compute, *shapes(*POLICIES[policy], 16, 4096, nodes))
         if nodes <= 16:  # with more, there are as many rows as bytes
-            _check_no_copy(program, *_POLICIES[policy])
-    compile_for(device, compute, *_shapes(*_POLICIES[policy], 2, 256, 16, jnp.float32))
+            check_no_copy(program, *POLICIES[policy])
+    compile_for(device, compute, *shapes(*POLICIES[policy], 2, 256, 16, jnp.float32))
 
 
 @pytest.mark.parametrize("policy", ["SmolLM2-135M", "Qwen2.5-7B", "Llama-3.1-8B"])
@@ -343,10 +344,10 @@ def test_compiles_for_tpus(device, policy):
 def test_compiles_for_hopper(policy):
     compute = functools.partial(mosaic_gpu.tree_attention, numerics=Numerics())
     for nodes in (1, 16, 64):
-        compile_for(HOPPER, compute, *_shapes(*_POLICIES[policy], 16, 4096, nodes))
+        compile_for(HOPPER, compute, *shapes(*POLICIES[policy], 16, 4096, nodes))
     decode = functools.partial(mosaic_gpu.decode_attention, numerics=Numerics())
-    program = compile_for(HOPPER, decode, *_shapes(*_POLICIES[policy], 16, 4096, 1)[:6], donate=(1, 2))
-    _check_no_copy(program, *_POLICIES[policy], aliased=1)
+    program = compile_for(HOPPER, decode, *shapes(*POLICIES[policy], 16, 4096, 1)[:6], donate=(1, 2))
+    check_no_copy(program, *POLICIES[policy], aliased=1)
 
 
 @pytest.mark.parametrize(("device", "policy"), [("v5e", "SmolLM2-135M"), (HOPPER, "Qwen2.5-7B")])
@@ -360,7 +361,7 @@ def test_decoding_copies_no_cache(device, policy, monkeypatch):
 
     monkeypatch.setattr(switch, "backend", backend)
     numerics = Numerics(True, "bfloat16", KernelChoice(tree_attention=kernel))
-    queries, *cache, slots, token, _, _, _ = _shapes(*_POLICIES[policy], 16, 4096, 1)
+    queries, *cache, slots, token, _, _, _ = shapes(*POLICIES[policy], 16, 4096, 1)
 
     def decode(keys, values, queries, token, lengths):
         def step(carry):
@@ -373,4 +374,4 @@ def test_decoding_copies_no_cache(device, policy, monkeypatch):
         return jax.lax.while_loop(lambda carry: carry[0] < 8, step, start)[1:3]
 
     program = compile_for(device, decode, *cache, queries, token, slots, donate=(0, 1))
-    _check_no_copy(program, *_POLICIES[policy], aliased=1)
+    check_no_copy(program, *POLICIES[policy], aliased=1)

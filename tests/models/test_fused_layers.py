@@ -59,7 +59,7 @@ def run(x, angles, layer, form, kernel="interpret_gpu", config=CONFIG):
 )
 def test_gradients_are_those_of_the_products(kernel, config):
     """Of x, float32 matrices, norms, biases, and the factors of adapters; the values beside them have the
-    bits of those without.
+    bits of fewer rows without.
     """
     layer = lively_params(config)["layers"][0]
     draw = np.random.default_rng(1).standard_normal
@@ -72,8 +72,7 @@ def test_gradients_are_those_of_the_products(kernel, config):
     (ours, backward), (theirs, expected) = (
         jax.vjp(functools.partial(own, form=form), x, angles, layer) for form in (SLABS, ProductForm(64, 64))
     )
-    np.testing.assert_array_equal(own(x, angles, layer, SLABS), ours)
-    np.testing.assert_array_equal(own(x[:3], angles[:3], layer, SLABS), ours[:3])
+    np.testing.assert_array_equal(own(x[-3:], angles[-3:], layer, SLABS), ours[-3:])
     found, wanted = (jax.tree.leaves(each) for each in ((ours, backward(ours)), (theirs, expected(ours))))
     for one, two in zip(found, wanted, strict=True):
         one, two = (np.asarray(each, np.float64) for each in (one, two))

@@ -2,22 +2,26 @@
 are those of transformers is tested with all other checkpoints (`test_huggingface.py`).
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rljax.engine.buckets import Buckets
 from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import row_invariant_compiler_options
 from rljax.errors import CheckpointError
-from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
 from rljax.models.config import GemmaParts, ModelConfig
 from rljax.models.growth import grow
 from rljax.models.huggingface import load_model_config
-from rljax.models.rope import rope_table
-from rljax.training.scoring import score_packed
-from tests.engines import SAMPLING, VOCAB, ask, decode, lively_params, speculate, stored_pool, tangled
+from tests.engines import (
+    SAMPLING,
+    VOCAB,
+    ask,
+    decode,
+    lively_params,
+    speculate,
+    stored_pool,
+    tangled,
+    trained_logprobs,
+)
 from tests.exactness import check_same, exact_numerics
 from tests.models.checkpoints import make_checkpoint
 
@@ -56,22 +60,8 @@ def test_alone_and_drafted(world):
 
 def test_trained_logprobs_are_those_of_decoding(world):
     engine, _, asked, together = world
-    sequences = [
-        TrainingSequence(each.prompt, np.asarray(tokens), np.asarray(logprobs, np.float32), 0.0, 1.0)
-        for each, (tokens, logprobs) in zip(asked, together, strict=True)
-    ]
-    packing = pack_sequences([sequence.length for sequence in sequences], 2 * LONGEST)
-    batch = build_batch(sequences, packing, range(packing.num_rows))
-    rope = jnp.asarray(rope_table(CONFIG, 2 * LONGEST))
-
-    def score(params, batch):
-        return score_packed(params, CONFIG, batch, rope, engine.numerics, SAMPLING)[0]
-
-    options = row_invariant_compiler_options()
-    logprobs = jax.jit(score, compiler_options=options)(weights(), batch)
-    mask = np.asarray(batch.response_mask)
-    assert mask.sum() == sum(len(tokens) for tokens, _ in together)
-    np.testing.assert_array_equal(np.asarray(logprobs)[mask], np.asarray(batch.rollout_logprobs)[mask])
+    found = trained_logprobs(engine, weights(), asked, together, length=2 * LONGEST)
+    assert found == [logprobs for _, logprobs in together]
 
 
 def test_sequences_are_no_longer_than_the_window_and_it_does_not_grow(tmp_path):

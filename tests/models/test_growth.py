@@ -14,7 +14,6 @@ from rljax.engine.executables import row_invariant_compiler_options
 from rljax.errors import ConfigError
 from rljax.models import transformer
 from rljax.models.config import ModelConfig
-from rljax.models.growth import grow
 from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import rope_table
 from rljax.numerics.rows import Numerics
@@ -133,19 +132,11 @@ def test_a_policy_does_not_shrink(policy, size, message):
     hidden_size, mlp_size, num_layers = size
     with pytest.raises(ConfigError, match=rf"^policy\.growth: cannot grow to {message}$"):
         grown(policy, mlp_size, num_layers, hidden_size=hidden_size)
-    with pytest.raises(ValueError, match=f"^cannot grow to {message}$"):
-        grow(policy.params, policy.config, *size, 0)
 
 
 def test_a_run_starts_from_the_grown_policy(tmp_path, capsys):
-    """Grown to the tiny run's policy, which has one layer and an MLP of 64; to shrink that is an error."""
-    options = ("warm_start=null", "training.steps=1", "evaluation.problems=0")
-    with pytest.raises(ConfigError, match=r"^policy\.growth: .* mlp_size 32 from 64$"):
-        train(tmp_path, *options, "policy.growth={hidden_size: 64, mlp_size: 32, num_layers: 1}")
-    (tmp_path / "grown").mkdir()
-    options += (
-        "policy.shape.mlp_size=32",
-        "policy.growth={hidden_size: 64, mlp_size: 64, num_layers: 1}",
-    )
-    train(tmp_path / "grown", *options)
+    """Grown to the tiny run's policy, which has one layer and an MLP of 64."""
+    growth = "policy.growth={hidden_size: 64, mlp_size: 64, num_layers: 1}"
+    options = ("warm_start=null", "training.steps=1", "evaluation.problems=0", "policy.shape.mlp_size=32")
+    train(tmp_path, *options, growth)
     assert "grown to" in capsys.readouterr().out

@@ -30,6 +30,7 @@ from rljax.models.packed_attention import PackedAttention
 from rljax.models.rope import inverse_frequencies, rope_table
 from rljax.models.transformer import forward, init_params, logits
 from rljax.numerics.rows import Numerics
+from tests.engines import lively_params
 from tests.models.checkpoints import KINDS, VOCAB_SIZE, make_checkpoint, write_tokenizer
 
 TOLERANCE = 1e-4
@@ -179,26 +180,19 @@ def small_config(**changes):
     return dataclasses.replace(config, **changes)
 
 
-def random_params(config, seed=0):
-    rng = np.random.default_rng(seed)
-    params = init_params(config, seed)
-    stirred = lambda w: w + rng.standard_normal(w.shape, dtype=np.float32)  # noqa: E731
-    return jax.device_put(jax.tree.map(stirred, jax.device_get(params)))
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """A directory with an untied Qwen3 checkpoint and a tokenizer."""
     write_tokenizer(tmp_path / "tokenizer")
     directory = tmp_path / "checkpoint"
-    save_model(directory, small_config(), random_params(small_config()), "float32", tmp_path / "tokenizer")
+    save_model(directory, small_config(), lively_params(small_config()), "float32", tmp_path / "tokenizer")
     return directory
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_dtypes(stored, tmp_path):
     config = small_config()
-    params = random_params(config)
+    params = lively_params(config)
     save_model(tmp_path / "exported", config, params, stored)
     rounded = jax.tree.map(lambda w: w.astype(stored), params)
     assert_same_params(load_params(tmp_path / "exported", config), rounded)
@@ -414,7 +408,7 @@ def test_tensors_that_do_not_fit_are_named_but_rotary_buffers_ignored(change, me
 
 def test_the_lm_head_of_a_tied_model(tmp_path):
     config = small_config(tie_embeddings=True)
-    save_model(tmp_path / "tied", config, random_params(config), "bfloat16")
+    save_model(tmp_path / "tied", config, lively_params(config), "bfloat16")
     embed = "model.embed_tokens.weight"
     edit_tensors(tmp_path / "tied", lambda tensors: tensors.update({"lm_head.weight": tensors[embed].copy()}))
     params = load_params(tmp_path / "tied", config)
@@ -431,7 +425,7 @@ def test_the_lm_head_of_a_tied_model(tmp_path):
 @pytest.mark.parametrize("shard", ["model-00001-of-", "model-lost.safetensors"])
 def test_a_promised_head_of_a_tied_model_need_not_be_there(shard, tmp_path):
     config = small_config(tie_embeddings=True)
-    params = random_params(config)
+    params = lively_params(config)
     save_model(tmp_path / "tied", config, params, "float32", max_shard_bytes=20_000)
     index = tmp_path / "tied" / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
@@ -450,7 +444,7 @@ def test_an_export_has_the_eos_ids_of_the_policy(generation, checkpoint, tmp_pat
     edit_json(checkpoint / "config.json", eos_token_id=7)
     for place, ids in enumerate((None, (7, 9))):
         exported = tmp_path / f"exported-{place}"
-        save_model(exported, small_config(), random_params(small_config()), "float32", checkpoint, ids)
+        save_model(exported, small_config(), lively_params(small_config()), "float32", checkpoint, ids)
         expected = 7 if ids is None else [7, 9]
         for name in ("generation_config.json", "config.json"):
             assert json.loads((exported / name).read_text())["eos_token_id"] == expected, name
@@ -468,7 +462,7 @@ def test_a_truncated_file(checkpoint):
 def test_shards_and_their_index(tmp_path):
     config = small_config()
     directory = tmp_path / "sharded"
-    save_model(directory, config, random_params(config), "float32", max_shard_bytes=20_000)
+    save_model(directory, config, lively_params(config), "float32", max_shard_bytes=20_000)
     index = directory / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
 
@@ -504,13 +498,13 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface.safetensors.numpy, "save_file", fail_on_the_second)
     with pytest.raises(KeyboardInterrupt):
-        save_model(tmp_path / "exported", config, random_params(config), "float32", max_shard_bytes=20_000)
+        save_model(tmp_path / "exported", config, lively_params(config), "float32", max_shard_bytes=20_000)
     assert written
     assert list(tmp_path.iterdir()) == []
 
 
 def test_export_refuses_what_transformers_could_not_load(tmp_path, checkpoint):
-    config, params = small_config(), random_params(small_config())
+    config, params = small_config(), lively_params(small_config())
     before = sorted(os.listdir(checkpoint))
     with pytest.raises(CheckpointError, match="not an empty directory"):
         save_model(checkpoint, config, params, "float32")
@@ -526,7 +520,7 @@ def test_export_refuses_what_transformers_could_not_load(tmp_path, checkpoint):
             save_model(tmp_path / "exported", wrong, params, "float32")
     few = small_config(vocab_size=32)
     with pytest.raises(TokenizerError, match="vocab_size is 32"):
-        save_model(tmp_path / "exported", few, random_params(few), "float32", tokenizer_source=checkpoint)
+        save_model(tmp_path / "exported", few, lively_params(few), "float32", tokenizer_source=checkpoint)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["checkpoint", "tokenizer"]
 
 

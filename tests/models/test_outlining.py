@@ -27,7 +27,7 @@ from tests.exactness import exact_numerics
 from tests.training.tiny_run import write_config
 
 BUCKETS = Buckets((5,), (512,), (20,), 7)  # shapes among those that the tests' engines are measured for
-CONFIG = CONFIGS["one"]
+CONFIG = dataclasses.replace(CONFIGS["three"], num_layers=2)
 LAYOUTS = ["inlined", "called"]
 
 
@@ -44,14 +44,11 @@ def layout_by_name(monkeypatch):
 
 
 @functools.lru_cache
-def numerics_of(dtype, layout):
-    return dataclasses.replace(exact_numerics(CONFIG, dtype, engines.BUCKETS), outline_layers=layout)
-
-
-@functools.lru_cache
 def decoded(dtype, layout, drafted=False):
     """What an engine prefills and decodes, plainly or with drafts."""
-    engine = DecodeEngine(CONFIG, numerics_of(dtype, layout), SAMPLING, BUCKETS, [], 64, hidden_layers=(0, 1))
+    numerics = exact_numerics(CONFIGS["three"], dtype, engines.BUCKETS)  # which depend on no depth
+    numerics = dataclasses.replace(numerics, outline_layers=layout)
+    engine = DecodeEngine(CONFIG, numerics, SAMPLING, BUCKETS, [], 64, hidden_layers=(0, 1))
     params = engine.load_params(lively_params(CONFIG))
     asked = ask([3, 60, 100, 1], [60, 30, 90, 5])
     prefix = engine.prefill(params, [each.prompt for each in asked])
@@ -75,7 +72,7 @@ def test_drafted_and_plain_decoding_have_the_same_bits_in_bfloat16():
 
 @functools.lru_cache
 def _lowered_gradient(dtype, layout, remat):
-    config, numerics = CONFIG, numerics_of(dtype, layout)
+    config, numerics = CONFIG, Numerics(compute_dtype=dtype, outline_layers=layout)
     rope = jnp.asarray(rope_table(config, 64))
     positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None], (2, 64))
 

@@ -1,5 +1,6 @@
 """Attention of packed rows, held against plain softmax attention in float64."""
 
+import functools
 import importlib
 
 import jax
@@ -59,11 +60,29 @@ def plain(q, k, v, segment_ids, weights):
     return out.swapaxes(1, 2), [x.swapaxes(1, 2) for x in (d_scores @ keys, d_keys, d_values)]
 
 
-def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int):
-    rng = np.random.default_rng(0)
-    shape = (*segment_ids.shape, heads, head_dim)
-    kv_shape = (*segment_ids.shape, kv_heads, head_dim)
-    return tuple(rng.standard_normal(each, dtype=np.float32) for each in (shape, kv_shape, kv_shape, shape))
+def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int, dtype=jnp.float32):
+    """Queries, keys, values and the weights of outputs, of which those of padding mean nothing: numbers of
+    `dtype`, in float32.
+    """
+    rng, rows = np.random.default_rng(0), segment_ids.shape
+    sizes = (heads, kv_heads, kv_heads, heads)
+    drawn = [rng.standard_normal((*rows, count, head_dim), dtype=np.float32) for count in sizes]
+    drawn[-1] *= (segment_ids > 0)[:, :, None, None]
+    return tuple(x.astype(dtype).astype(np.float32) for x in drawn)
+
+
+def with_gradients(attend):
+    """(q, k, v, weights, segment ids) -> (gradients of `sum(weights * outputs)`, outputs)."""
+
+    def loss(q, k, v, weights, segment_ids):
+        out = attend(q, k, v, segment_ids)
+        return jnp.sum(weights * out.astype(jnp.float32)), out
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)
+
+
+def attention(numerics=Numerics(), span=None):  # noqa: B008 (frozen)
+    return lambda q, k, v, segment_ids: PackedAttention(segment_ids, numerics, span=span)(None, q, k, v)[0]
 
 
 @pytest.mark.default_cases(
@@ -79,13 +98,8 @@ def random_inputs(segment_ids, heads: int, kv_heads: int, head_dim: int):
 def test_outputs_and_gradients_are_those_of_plain_attention(case, heads, row_invariant):
     segment_ids = CASES[case]
     q, k, v, weights = random_inputs(segment_ids, *HEADS[heads])
-    weights *= (segment_ids > 0)[:, :, None, None]  # the outputs of padding mean nothing
-
-    def ours(q, k, v, weights, segment_ids):
-        out, _ = PackedAttention(segment_ids, Numerics(row_invariant))(None, q, k, v)
-        return jnp.sum(weights * out), out
-
-    gradients, out = jax.jit(jax.grad(ours, argnums=(0, 1, 2), has_aux=True))(q, k, v, weights, segment_ids)
+    ours = jax.jit(with_gradients(attention(Numerics(row_invariant))))
+    gradients, out = ours(q, k, v, weights, segment_ids)
     exact_out, exact_gradients = plain(q, k, v, segment_ids, weights)
     real = segment_ids > 0
     np.testing.assert_allclose(np.asarray(out)[real], exact_out[real], rtol=1e-5, atol=1e-5)
@@ -98,13 +112,8 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
 
     def temporaries(length: int) -> int:
         segment_ids = rows_of([length], length=length)
-        q, k, v, weights = random_inputs(segment_ids, 2, 1, 64)
-
-        def loss(q, k, v):
-            out, _ = PackedAttention(jnp.asarray(segment_ids), Numerics())(None, q, k, v)
-            return jnp.sum(weights * out)
-
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
+        inputs = random_inputs(segment_ids, 2, 1, 64)
+        compiled = jax.jit(with_gradients(attention())).lower(*inputs, segment_ids).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(2048) < 2.2 * temporaries(1024)
@@ -120,23 +129,14 @@ def test_the_backward_pass_keeps_nothing_of_the_size_of_the_scores():
 def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
     """Every product takes bfloat16 as it is, gradients included; only the shares are rounded."""
     segment_ids = CASES[case]
-    q, k, v, weights = (
-        x.astype(jnp.bfloat16).astype(np.float32) for x in random_inputs(segment_ids, 4, 2, 128)
-    )
-    weights *= (segment_ids > 0)[:, :, None, None]
-
-    def ours(q, k, v, weights, segment_ids):
-        out, _ = PackedAttention(segment_ids, Numerics(compute_dtype="bfloat16"))(None, q, k, v)
-        assert out.dtype == jnp.bfloat16
-        return jnp.sum(weights * out.astype(jnp.float32)), out
-
-    gradient = jax.grad(ours, argnums=(0, 1, 2), has_aux=True)
+    q, k, v, weights = random_inputs(segment_ids, 4, 2, 128, jnp.bfloat16)
+    gradient = with_gradients(attention(Numerics(compute_dtype="bfloat16")))
     arguments = *(x.astype(jnp.bfloat16) for x in (q, k, v)), weights, segment_ids
     with target.tracing_for(jax.devices()[0], 1, platform):
         lines = str(jax.make_jaxpr(gradient)(*arguments)).splitlines()
         products = [line for line in lines if "dot_general" in line]
         gradients, out = jax.jit(gradient)(*arguments)
-    assert products and not any("HIGHEST" in line for line in products)
+    assert products and not any("HIGHEST" in line for line in products) and out.dtype == jnp.bfloat16
     expected_out, expected = plain(q, k, v, segment_ids, weights)
     real = segment_ids > 0
     np.testing.assert_allclose(np.asarray(out, np.float32)[real], expected_out[real], rtol=0.02, atol=0.02)
@@ -147,8 +147,7 @@ def test_an_accelerator_multiplies_bfloat16_as_its_kernels_do(case, platform):
 
 def test_rows_one_after_another_have_the_bits_of_all_at_once(monkeypatch):
     segment_ids = CASES["a sequence over several chunks beside short ones"]
-    q, k, v, weights = random_inputs(segment_ids, 6, 2, 64)
-    weights *= (segment_ids > 0)[:, :, None, None]
+    arguments = *random_inputs(segment_ids, 6, 2, 64), segment_ids
     shapes, attend = [], base._attend
 
     def seen(queries, *rest):
@@ -159,14 +158,8 @@ def test_rows_one_after_another_have_the_bits_of_all_at_once(monkeypatch):
 
     def gradients(one_cpu):
         monkeypatch.setattr(base, "_is_one_cpu", lambda: one_cpu)
-
-        def ours(q, k, v, weights, segment_ids):
-            out, _ = PackedAttention(segment_ids, Numerics())(None, q, k, v)
-            return jnp.sum(weights * out), out
-
-        gradients = jax.grad(ours, (0, 1, 2), has_aux=True)
-        program = jax.jit(gradients, compiler_options=row_invariant_compiler_options())
-        return program(q, k, v, weights, segment_ids)
+        program = jax.jit(with_gradients(attention()), compiler_options=row_invariant_compiler_options())
+        return program(*arguments)
 
     joined, at_once = gradients(True), gradients(False)
     rows, chunks = len(segment_ids), -(-segment_ids.shape[1] // 256)
@@ -182,17 +175,14 @@ def test_windows_on_an_accelerator_have_the_bits_of_the_loops_on_a_cpu(monkeypat
     number of turns of every loop is known, in the backward pass, too.
     """
     segment_ids = rows_of([1100, 180], [300, -212, 256, 60, 400], length=1280)
-    q, k, v, _ = random_inputs(segment_ids, 4, 2, 64)
+    q, k, v, weights = random_inputs(segment_ids, 4, 2, 64)
     real = segment_ids > 0
     monkeypatch.setattr(base, "_is_one_cpu", lambda: False)
 
     def outputs(span):
-        def ours(q, k, v, segment_ids):
-            return PackedAttention(segment_ids, Numerics(), span=span)(None, q, k, v)[0]
-
-        gradients = jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(ours(*args)), (0, 1, 2)))
-        loops = str(gradients(q, k, v, segment_ids)).count("while[")
-        program = jax.jit(ours, compiler_options=row_invariant_compiler_options())
+        gradients = jax.make_jaxpr(with_gradients(attention(span=span)))
+        loops = str(gradients(q, k, v, weights, segment_ids)).count("while[")
+        program = jax.jit(attention(span=span), compiler_options=row_invariant_compiler_options())
         return loops, np.asarray(program(q, k, v, segment_ids))[real]
 
     loops, expected = outputs(None)
@@ -208,19 +198,11 @@ def test_windows_on_an_accelerator_have_the_bits_of_the_loops_on_a_cpu(monkeypat
 @pytest.mark.parametrize("implementation", ["interpret_triton", "interpret_tpu"])
 def test_flash_attention_is_plain_attention_up_to_rounding(implementation):
     segment_ids = rows_of([150, 40], [90, -30, 70], length=200)
-    q, k, v, weights = (
-        x.astype(jnp.bfloat16).astype(np.float32) for x in random_inputs(segment_ids, 4, 2, 64)
-    )
-    weights *= (segment_ids > 0)[:, :, None, None]
+    q, k, v, weights = random_inputs(segment_ids, 4, 2, 64, jnp.bfloat16)
     numerics = Numerics(False, "bfloat16")
-
-    def loss(q, k, v):
-        ids = jnp.asarray(segment_ids)
-        out = packed_attention(q, k, v, ids, numerics, implementation=implementation)
-        return jnp.sum(weights * out.astype(jnp.float32)), out
-
+    attend = functools.partial(packed_attention, numerics=numerics, implementation=implementation)
     arguments = [x.astype(jnp.bfloat16) for x in (q, k, v)]
-    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arguments)
+    gradients, out = jax.jit(with_gradients(attend))(*arguments, weights, segment_ids)
     expected_out, expected = plain(q, k, v, segment_ids, weights)
     real = segment_ids > 0
     for ours, other in zip([out[real], *gradients], [expected_out[real], *expected], strict=True):
@@ -243,16 +225,12 @@ def test_flash_attention_is_plain_attention_up_to_rounding(implementation):
 )
 def test_flash_attention_compiles_without_the_device(device, name, heads):
     num_heads, kv_heads, head_dim = heads
-    shapes = [
+    q, k, v = (
         jax.ShapeDtypeStruct((2, 1024, count, head_dim), jnp.bfloat16)
         for count in (num_heads, kv_heads, kv_heads)
-    ]
+    )
     module = importlib.import_module(f"rljax.kernels.packed_attention.{name}")
-
-    def loss(q, k, v, segment_ids):
-        out = module.packed_attention(q, k, v, segment_ids, Numerics(False, "bfloat16"))
-        return jnp.sum(out.astype(jnp.float32))
-
-    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
-    compiled = compile_for(device, jax.grad(loss, (0, 1, 2)), *shapes, ids)
+    attend = functools.partial(module.packed_attention, numerics=Numerics(False, "bfloat16"))
+    weights, ids = jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+    compiled = compile_for(device, with_gradients(attend), q, k, v, weights, ids)
     assert "while(" not in compiled.as_text()
