@@ -3,7 +3,6 @@
 import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from drafters.base import Drafter
@@ -18,7 +17,8 @@ from rljax.speculation.strategies import Strategy
 from tests.speculation.speculators import (
     BUCKETS,
     CHEAP,
-    Altered,
+    Knowing,
+    Silent,
     active_slots,
     check_log,
     check_plainly,
@@ -29,11 +29,7 @@ from tests.speculation.speculators import (
     make_speculator,
     roll_out,
 )
-from tests.tiny_policy import (
-    SLOTS,
-    assert_same,
-    strategy_choice,
-)
+from tests.tiny_policy import SLOTS, assert_same, strategy_choice
 
 BANDIT = strategy_choice("bandit", epsilon=0.3, window=8)
 
@@ -79,38 +75,21 @@ def test_every_token_and_second_is_in_the_log(params, requests):
 
 
 def test_a_bandit_says_when_there_was_nothing_to_verify(params, requests):
-    choice = strategy_choice("bandit", Strategy(3, 1, 3, "prompt_lookup"), epsilon=0.0)
-    speculator = make_speculator(("prompt_lookup",), choice)
-    drafter = speculator.proposers[0].drafter
-    propose = drafter.propose
-    drafter.propose = lambda queries: dataclasses.replace(
-        propose(queries), counts=np.zeros_like(queries.budgets)
-    )
+    choice = strategy_choice("bandit", Strategy(3, 1, 3, "silent"), epsilon=0.0)
+    speculator = Speculator(make_engine(), {"silent": Silent()}, SLOTS, times=CHEAP, strategies=choice)
     roll_out(speculator, params, requests)
     reasons = {each["reason"] for each in speculator.decisions.take()}
-    assert any(reason.startswith("prompt_lookup had nothing to verify (") for reason in reasons)
+    assert any(reason.startswith("silent had nothing to verify (") for reason in reasons)
 
 
 def test_the_bandit_ends_up_with_what_pays(params, requests, expected):
     """Where all is drafted right, the most nodes win; a drafter that is always wrong loses to plain steps."""
-
-    class Telling(Altered):
-        def __init__(self, right):
-            super().__init__()
-            self.right = right
-
-        def propose(self, queries):
-            drafts = self.inner.propose(queries)
-            return drafts if self.right else dataclasses.replace(drafts, tokens=(drafts.tokens + 1) % 64)
-
     for right in (True, False):
-        strategies = (Strategy(2, 1, 2, "telling"), Strategy(7, 1, 7, "telling"))
+        drafter = Knowing(range(len(requests)) if right else ())
+        strategies = (Strategy(2, 1, 2, "knowing"), Strategy(7, 1, 7, "knowing"))
         choice = strategy_choice("bandit", *strategies, epsilon=0.0, window=8)
-        speculator = Speculator(
-            make_engine(), {"telling": Telling(right)}, SLOTS, times=CHEAP, strategies=choice
-        )
-        chosen = []
-        record = speculator.manager.record
+        speculator = Speculator(make_engine(), {"knowing": drafter}, SLOTS, times=CHEAP, strategies=choice)
+        chosen, record = [], speculator.manager.record
 
         def recording(one, record=record, chosen=chosen):
             arm = one.choice.arm

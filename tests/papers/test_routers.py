@@ -38,21 +38,6 @@ def test_no_router_and_no_order_of_messages_changes_a_token(router, seed, worker
     check_tokens(ROUTERS[router](), seed, workers, lost, doubled, latest)
 
 
-def test_ranking_groups_go_up_in_odd_steps_and_down_in_even_ones():
-    router = ranked(2)
-    coordinator, work = begun(router, slots=8, count=20)
-    lengths = {key: history()[7, key // 2][0] for key in range(20)}
-    assert max(lengths[key] for key in work["worker-0"]) <= min(lengths[key] for key in work["worker-1"])
-    for key in range(20):
-        coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
-    assert coordinator.done
-    again = {}
-    for command in coordinator.on(Begin(2, 0, make_requests(20, step=2)), 2.0):
-        again[command.worker] = [key for key, *_ in command.work]
-    assert sorted(again["worker-0"]) == sorted(work["worker-1"])
-    assert sorted(again["worker-1"]) == sorted(work["worker-0"])
-
-
 def test_a_step_that_is_added_is_ranked_and_waits_behind_the_last_one():
     """In a rollout that does not end, each worker has its part of both steps, the second one's in reverse."""
     router = ranked(2)
