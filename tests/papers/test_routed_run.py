@@ -103,18 +103,12 @@ RACE = (
 )
 
 
-def test_copies_race_with_any_drafter(world, alone, monkeypatch, commands, verifies_always):
-    """The first one, too: nobody knows which a straggler had, since its worker chooses before every pass."""
-    clustered, _ = local_run(world, "raced", monkeypatch, *RACE, "cluster.race=2")
-    assert not differences(alone, clustered)
-    copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
-    assert "srt" in {command.drafter for command in copies}
-    assert any(partial.tokens for command in copies for _, _, partial in command.work)
-
-
-def test_the_race_stops_no_response(world, alone, monkeypatch, verifies_always):
-    """Whichever copy is ahead, all go on until one has ended; one behind goes on from the longest. One
-    of the workers has a third of the turns, so that the other one soon races for what it has.
+def test_copies_race_with_any_drafter_and_stop_no_response(
+    world, alone, monkeypatch, commands, verifies_always
+):
+    """With the first drafter, too: nobody knows which a straggler had, since its worker chooses before every
+    pass. Whichever copy is ahead, all go on until one has ended; one behind goes on from the longest. One of
+    the workers has a third of the turns, so that the other one soon races for what it has.
     """
     stopped, caught_up, taken = [], [], collections.Counter()
     honest_on, honest_begin, honest_turn = Coordinator.on, Racing.begin, RolloutWorker.turn
@@ -141,9 +135,12 @@ def test_the_race_stops_no_response(world, alone, monkeypatch, verifies_always):
     monkeypatch.setattr(Coordinator, "on", on)
     monkeypatch.setattr(Racing, "begin", begin)
     monkeypatch.setattr(RolloutWorker, "turn", turn)
-    clustered, _ = local_run(world, "unstopped", monkeypatch, *RACE, "cluster.race=2")
+    clustered, _ = local_run(world, "raced", monkeypatch, *RACE, "cluster.race=2")
     assert not differences(alone, clustered)
     assert caught_up and not stopped
+    copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
+    assert "srt" in {command.drafter for command in copies}
+    assert any(partial.tokens for command in copies for _, _, partial in command.work)
 
 
 def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_always):

@@ -36,6 +36,7 @@ from tests.training.tiny_run import HEAD, ONE_PASS, SHRINKING, write_config
 ROOT = Path(__file__).resolve().parents[2]
 ROOMY = Hardware("test", "cpu", 100 * GIB, 1e10, {"float32": 1e11, "bfloat16": 1e11}, 1e9, 1e9, 8)
 TOOLS = "{names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
+BFLOAT16 = "policy.compute_dtype=bfloat16"
 MEASURED_LOOP = "engine.decode_loop=auto"
 HAS_TPU = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 HAS_CUDA = pytest.mark.skipif(
@@ -236,10 +237,7 @@ def test_bytes_are_those_of_the_arrays(tmp_path, monkeypatch):
 
 def test_copies_for_the_micro_batches_are_counted_and_are_gone_when_the_optimizer_runs(tmp_path, monkeypatch):
     _compile_only(monkeypatch, lambda pool, key: key[0] in ("begin", "gradients", "apply"))
-    plans = [
-        _plan(_config(tmp_path, "policy.compute_dtype=bfloat16", f"training.cast_once={once}"))
-        for once in ("true", "false")
-    ]
+    plans = [_plan(_config(tmp_path, BFLOAT16, f"training.cast_once={once}")) for once in ("true", "false")]
     matrices = [leaf for leaf in jax.tree.leaves(plans[0].run.train_state.params["layers"]) if leaf.ndim > 1]
     copies, none = (plan.memory.copies for plan in plans)
     assert copies == 2 * sum(leaf.size for leaf in matrices) and none == 0
@@ -337,7 +335,7 @@ def test_programs_compile_in_other_threads_and_the_first_error_ends_the_plan(tmp
 @HAS_TPU
 def test_a_mesh_of_tpus(tmp_path, monkeypatch):
     _compile_only(monkeypatch, lambda pool, key: key[0] == "generate")
-    overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", "policy.compute_dtype=bfloat16"]
+    overrides = ["policy.shape.num_kv_heads=2", "mesh={fsdp: 2, tensor: 2}", BFLOAT16]
     overrides += ["training.rows_per_microbatch=2"]
     config = _config(tmp_path, *overrides)
     plan = _plan(config, "v5e:2x4", hardware=None)
