@@ -97,12 +97,3 @@ def test_cut_chains_give_the_share_of_whole_ones(rate):
     assert accepted.sum() / offered.sum() > step.share(length) + 0.03  # what shorter chains suggest
     # No chain of a step may have been as long as the ladder's.
     assert step.share(11) == pytest.approx(np.mean(rate ** np.arange(1, 12)), abs=0.02)
-
-
-def test_a_restored_step_goes_on_as_before():
-    step, again = StepAcceptance(), StepAcceptance()
-    step.add(np.asarray([3, 2]), np.asarray([2, 2]))
-    again.load_state(step.state())
-    assert again.share(5) == step.share(5) is not None
-    again.load_state(np.zeros((2, 3), np.int64))
-    assert again.share(5) == step.share(5)
