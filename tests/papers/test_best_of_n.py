@@ -8,15 +8,7 @@ from rljax.errors import ConfigError
 from rljax.rollout.collector import Scheduler
 from rljax.speculation.speculative_pass import HostProposer
 from rljax.speculation.speculator import Speculator
-from tests.speculation.speculators import (
-    BUCKETS,
-    CHEAP,
-    Knowing,
-    Silent,
-    learn,
-    make_engine,
-    roll_out,
-)
+from tests.speculation.speculators import BUCKETS, CHEAP, Knowing, Silent, learn, make_engine, roll_out
 from tests.tiny_policy import SLOTS, FixedTimes, assert_same, make_requests, strategy_choice
 
 LADDER = strategy_choice("ladder")

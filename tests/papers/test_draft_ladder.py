@@ -13,10 +13,7 @@ from tests.speculation.test_saved_state import through_a_file
 def test_speedups_by_hand():
     """Batch 2, plain step 1 s; passes over 4, 6 and 8 rows: windows of 1, 2 and 3."""
     costs = Costs(
-        {"free": Affine(0, 0), "dear": Affine(0.2, 0.1)},
-        {2: 1.0},
-        {4: 1.25, 6: 2.0, 8: 2.0},
-        max_window=9,
+        {"free": Affine(0, 0), "dear": Affine(0.2, 0.1)}, {2: 1.0}, {4: 1.25, 6: 2.0, 8: 2.0}, max_window=9
     )
     ladder = profile(costs, [0.0, 0.5, 1.0])
     # a = 0: one token a pass, best with the smallest. a = 0.5: 1.5, 1.75, 1.875 tokens. a = 1: 2, 3, 4.

@@ -13,6 +13,7 @@ STEPS = 16
 HOW = ("time/", "speculation/", "engine/", "rollout/")  # what may differ, but for the tokens
 DRAFTS = (
     "speculation.drafter=quantized",
+    "speculation.args.bits=4",
     "speculation.choice=roofline",
     *ONE_PASS,
     "speculation.toggle={lengths: [1, 2, 3], first: 3}",

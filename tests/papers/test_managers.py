@@ -1,4 +1,4 @@
-"""What holds of the papers' managers: the tokens of plain decoding, all of it in the log and in checkpoints."""
+"""What holds of the papers' managers: the tokens of plain decoding, a whole log, and whole checkpoints."""
 
 import pytest
 

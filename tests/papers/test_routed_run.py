@@ -9,9 +9,6 @@ from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.cluster.worker import RolloutWorker
-from rljax.models.config import ModelConfig
-from rljax.models.huggingface import save_model
-from rljax.models.transformer import init_params
 from rljax.papers.rhymerl.histopipe import OutlierRule, RankedQueues
 from rljax.papers.rhymerl.history import RolloutHistory
 from rljax.papers.specactor.racing import Racing
@@ -192,13 +189,11 @@ def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_alway
     assert could_differ
 
 
-def test_drafters_ahead_the_ladder_and_races(world, alone, monkeypatch, commands, tmp_path):
+def test_drafters_ahead_the_ladder_and_races(world, alone, monkeypatch, commands, small_model):
     """What SpecActor uses together: decoupled drafting, the draft ladder, and copies on free workers."""
-    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
-    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
     keys = (
         "speculation.drafter=small_model",
-        f"speculation.args={{path: {tmp_path}/small}}",
+        f"speculation.args={{path: {small_model}}}",
         "speculation.others={prompt_lookup: {}}",
         "speculation.choice=ladder",
         "speculation.decoupled={window: 2, devices: [0], modes: [decoupled]}",

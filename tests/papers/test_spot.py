@@ -10,9 +10,6 @@ from drafters.eagle.drafter import HeadOnWorkers
 from drafters.small_model_training import SmallModelOnWorkers, trained_params
 from drafters.training import TrainingLimits
 from rljax.cluster.messages import Begin, Died, End, Piece, Pieces, Status, Tick
-from rljax.models.config import ModelConfig
-from rljax.models.huggingface import save_model
-from rljax.models.transformer import init_params
 from rljax.papers.tlt import SpotConfig
 from rljax.papers.tlt.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
 from rljax.papers.tlt.spot import SpotRule, SpotTraining
@@ -243,10 +240,8 @@ def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, mo
 
 
 @pytest.mark.long  # above, a head
-def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, tmp_path):
+def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, small_model):
     """TLT, Table 8: its samples are tokens alone, and what comes of them is every worker's."""
-    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
-    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
     workers, begins, caches = {}, [], []
     session = SmallModelOnWorkers.session
 
@@ -268,7 +263,7 @@ def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, t
         "cluster.workers=4",
         "cluster.spot={idle: 1, save_every: 2, joiners: train}",
         "speculation.drafter=small_model",
-        f"speculation.args={{path: {tmp_path}/small, slices: 4, learning_rate: 0.01}}",
+        f"speculation.args={{path: {small_model}, slices: 4, learning_rate: 0.01}}",
         *FEW,
         interfere=look,
     )

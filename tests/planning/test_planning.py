@@ -30,6 +30,7 @@ from rljax.planning.table import as_json, as_text
 from rljax.planning.topologies import parse_topology
 from rljax.training.session import run
 from tests.configs import NEEDS_PAPERS
+from tests.planning.test_topologies import HAS_TPU
 from tests.scripts import load_script
 from tests.training.tiny_run import HEAD, ONE_PASS, SHRINKING, write_config
 
@@ -38,7 +39,6 @@ ROOMY = Hardware("test", "cpu", 100 * GIB, 1e10, {"float32": 1e11, "bfloat16": 1
 TOOLS = "{names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
 BFLOAT16 = "policy.compute_dtype=bfloat16"
 MEASURED_LOOP = "engine.decode_loop=auto"
-HAS_TPU = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 HAS_CUDA = pytest.mark.skipif(
     not (importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")), reason="needs CUDA 13"
 )
@@ -67,53 +67,41 @@ def _plan(config, topology="cpu:1", hardware=ROOMY, **kwargs):
     return make_plan(config, parse_topology(topology), lengths, hardware=hardware, **kwargs)
 
 
+CASES = {
+    "quantized, critic, lora, several buckets": [
+        "algorithm={name: ppo, kl_coefficient: 0.1}",
+        "policy.lora={rank: 4}",
+        "speculation={drafter: quantized, verify_buckets: [8, 16]}",
+        "engine.cache_buckets=[64,128]",
+    ],
+    "eagle": [
+        "speculation.drafter=eagle",
+        *ONE_PASS,
+        f"speculation.args={HEAD.replace('depths: [2]', 'depths: [1, 2]')}",
+    ],
+    "tools, run-ahead": [
+        "speculation.drafter=srt",
+        *ONE_PASS,
+        "speculation.run_ahead_below=1",
+        SHRINKING,
+        "engine.cache_buckets=[64,128]",
+        f"tools={TOOLS}",
+    ],
+    "a loop that is measured": [SHRINKING, MEASURED_LOOP],
+    "small model, several sizes": [
+        "speculation={drafter: small_model, args: {path: SMALL_MODEL}, verify_buckets: [8]}",
+        SHRINKING,
+        "training.rows_per_microbatch=2",
+    ],
+}
+MARKED = [pytest.param(name, marks=NEEDS_PAPERS if "run-ahead" in name else ()) for name in CASES]
+
+
 @pytest.mark.default_cases("tools, run-ahead")
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [
-            "algorithm.name=ppo",
-            "algorithm.kl_coefficient=0.1",
-            "policy.lora={rank: 4}",
-            "speculation.drafter=quantized",
-            "speculation.verify_buckets=[8,16]",
-            "engine.cache_buckets=[64,128]",
-        ],
-        [
-            "speculation.drafter=eagle",
-            *ONE_PASS,
-            f"speculation.args={HEAD.replace('depths: [2]', 'depths: [1, 2]')}",
-        ],
-        pytest.param(
-            [
-                "speculation.drafter=srt",
-                *ONE_PASS,
-                "speculation.run_ahead_below=1",
-                SHRINKING,
-                "engine.cache_buckets=[64,128]",
-                f"tools={TOOLS}",
-            ],
-            marks=NEEDS_PAPERS,
-        ),
-        [SHRINKING, MEASURED_LOOP],
-        [
-            "speculation.drafter=small_model",
-            "speculation.args={path: SMALL_MODEL}",
-            "speculation.verify_buckets=[8]",
-            SHRINKING,
-            "training.rows_per_microbatch=2",
-        ],
-    ],
-    ids=[
-        "quantized, critic, lora, several buckets",
-        "eagle",
-        "tools, run-ahead",
-        "a loop that is measured",
-        "small model, several sizes",
-    ],
-)
-def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, overrides):
-    if any("SMALL_MODEL" in override for override in overrides):
+@pytest.mark.parametrize("name", MARKED)
+def test_the_programs_of_a_plan_are_those_of_the_run(tmp_path, monkeypatch, name):
+    overrides = CASES[name]
+    if "small model" in name:
         model = _small_model(tmp_path, layers=2)
         overrides = [override.replace("SMALL_MODEL", model) for override in overrides]
     if MEASURED_LOOP in overrides:
