@@ -16,7 +16,7 @@ DRAFTS = (
     "speculation.args.bits=4",
     "speculation.choice=roofline",
     *ONE_PASS,
-    "speculation.toggle={lengths: [1, 2, 3], first: 3}",
+    "speculation.toggle={lengths: [1, 2, 3], first: 3, alpha_up: 0.985, alpha_down: 0.97}",
 )
 
 
