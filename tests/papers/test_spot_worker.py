@@ -2,6 +2,7 @@
 becomes of messages and of other workers.
 """
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -182,11 +183,10 @@ class Run(Driver):
     def __init__(self, fabric, workers, joiners):
         super().__init__(fabric, workers)
         self.heads = []
-        config = SimpleNamespace(spot=SpotConfig(idle=RULE.idle, save_every=RULE.save_every, joiners=joiners))
-        training = SimpleNamespace(
-            limits=TrainingLimits(RULE.updates, RULE.tokens, RULE.batch_tokens), saved=lambda: None
-        )
+        config = SimpleNamespace(spot=SpotConfig(joiners=joiners))
+        training = SimpleNamespace(limits=TrainingLimits(6, 60, 20), saved=lambda: None)
         self.spot = SpotDriver(config, training, lambda head: self.heads.append(head["head"]) or head)
+        self.spot.rule = dataclasses.replace(RULE, joiners_train=joiners == "train")
         self.coordinator.idle_work = self.spot
 
     def do(self, commands):
