@@ -54,7 +54,7 @@ def adapter(*targets, rank=2, alpha=3.0):
 def trainer(adapter, remat=False, dtype="float32", outline=False, pool=POOL, rows=4):
     training = TrainingConfig(pack_length=PACK_LENGTH, rows_per_microbatch=rows, remat=remat)
     numerics = Numerics(compute_dtype=dtype, outline_layers=outline)
-    recipe = Recipe(SamplingParams(), ALGORITHM, training, optimizer(1e-2))
+    recipe = Recipe(SamplingParams(), ALGORITHM, training, optimizer())
     return Trainer(MODEL, numerics, recipe, pool, None, adapter)
 
 

@@ -11,7 +11,7 @@ import pytest
 from rljax.algorithms.advantages import group_relative_advantages
 from rljax.algorithms.losses import aggregation_weights
 from rljax.algorithms.reward_shaping import soft_overlong_punishment
-from rljax.config import ExperimentConfig, OptimizerConfig
+from rljax.config import OptimizerConfig
 from rljax.errors import UserError
 from rljax.learning.optimizer import make_optimizer
 from rljax.learning.packing import TrainingSequence, build_batch, pack_sequences
@@ -25,6 +25,7 @@ from rljax.tasks.base import Problem
 from rljax.training.learner import Learner
 from rljax.training.objectives import policy_objective
 from rljax.training.update import Recipe, Trainer
+from tests.configs import experiment
 from tests.devices import run_on_devices
 from tests.engines import scaled_params, stored_pool
 from tests.training.test_update import NamingPool
@@ -37,19 +38,9 @@ RATIOS = np.random.default_rng(3).choice([0.2, 0.7, 1.0, 1.4, 5.0], 6 * LONGEST)
 
 
 PLAIN = {"name": "dapo", "dynamic_sampling": False, "overlong_buffer": 0}
-CORRECTED = PLAIN | {
-    "correction_cap": 2.0,
-    "correction_mask": "token",
-    "correction_low": 0.5,
-    "correction_high": 2.0,
-}
-WITH_CRITIC = {
-    "name": "ppo",
-    "correction_cap": 2.0,
-    "entropy_coefficient": 0.01,
-    "kl_coefficient": 0.0,
-    "gae_lambda": 1.0,
-}
+CORRECTED = PLAIN | {"correction_cap": 2.0, "correction_mask": "token"}  # what is outside of 0.5 to 2
+WITH_CRITIC = {"name": "ppo", "kl_coefficient": 0.0, "entropy_coefficient": 0.01, "gae_lambda": 1.0}
+WITH_CRITIC |= {"correction_cap": 2.0}
 OPTIMIZER = {"learning_rate": 1e-2}
 
 
@@ -57,22 +48,13 @@ def make_params():
     return scaled_params(CONFIG, 3.0, 1.1)
 
 
-def experiment(algorithm, **training):
-    return ExperimentConfig.model_validate(
-        {
-            "run_dir": "nowhere",
-            "policy": {"path": "nowhere"},
-            "task": {"name": "none"},
-            "rollout": {
-                "prompts_per_step": 3,
-                "samples_per_prompt": 2,
-                "max_prompt_length": 8,
-                "max_response_length": LONGEST,
-            },
-            "algorithm": {"skip_zero_advantages": False} | algorithm,
-            "optimizer": OPTIMIZER,
-            "training": {"pack_length": 32, "rows_per_microbatch": 1} | training,  # programs of one size
-        }
+def config_of(algorithm, **training):
+    rollout = {"prompts_per_step": 3, "samples_per_prompt": 2}
+    return experiment(
+        rollout=rollout | {"max_prompt_length": 8, "max_response_length": LONGEST},
+        algorithm={"skip_zero_advantages": False} | algorithm,
+        optimizer=OPTIMIZER,
+        training={"pack_length": 32, "rows_per_microbatch": 1} | training,  # programs of one size
     )
 
 
@@ -83,7 +65,7 @@ def optimizer():
 
 
 def make_learner(params, algorithm, pool=POOL, mesh=None, **training):
-    config = experiment(algorithm, **training)
+    config = config_of(algorithm, **training)
     numerics = Numerics() if mesh is None else Numerics(kernels=KernelChoice().on_mesh(mesh))
     recipe = Recipe(SamplingParams(), config.algorithm, config.training, optimizer())
     return Learner(config, Trainer(CONFIG, numerics, recipe, pool, mesh), params)
@@ -218,11 +200,7 @@ def test_what_declined_and_what_was_cut_off_is_not_learned(params, groups):
 @pytest.mark.default_cases("dapo, corrected")
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        PLAIN,
-        CORRECTED,
-        {"name": "gspo", "kl_coefficient": 0.0},
-    ],
+    [PLAIN, CORRECTED, {"name": "gspo", "kl_coefficient": 0.0}],
     ids=["dapo", "dapo, corrected", "gspo"],
 )
 def test_responses_without_advantage_are_left_out_and_nothing_else_changes(params, groups, algorithm):
@@ -278,21 +256,6 @@ def test_nothing_is_left_out_where_the_loss_has_other_terms(params, groups):
         minibatches, metrics = prepared(learner, params, groups)
         assert sorted(np.concatenate([each.members for each in minibatches])) == list(range(6))
         assert "update/skipped" not in metrics
-
-
-def test_an_undisturbed_rollout_needs_no_correction(params, groups):
-    """pi_old is the rollout's own policy here: factors of 1, nothing left out, the update of before."""
-    found = []
-    for learner in (make_learner(params, PLAIN), make_learner(params, CORRECTED)):
-        state, metrics = learner.learn(learner.init(params), groups, 0)
-        found.append((jax.device_get(state.params), metrics))
-    (expected, before), (same, after) = found
-    assert after["correction/kl"] == after["correction/masked"] == after["correction/truncated"] == 0
-    assert after["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-    for name, value in before.items():
-        if not name.startswith("time/"):
-            assert after[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, same)
 
 
 def test_a_disturbed_rollout_is_corrected_token_by_token(params, groups):
@@ -380,7 +343,7 @@ def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
 
 def test_the_reference_is_scored_without_filters(params, groups):
     """Its own top-k would say -inf of what the policy has come to like, and no KL how far that is."""
-    config = experiment({"name": "grpo"})
+    config = config_of({"name": "grpo"})
     recipe = Recipe(SamplingParams(top_k=2), config.algorithm, config.training, optimizer())
     filtered = Trainer(CONFIG, Numerics(), recipe, POOL)
     learner = make_learner(params, {"name": "grpo"})
@@ -433,18 +396,12 @@ def test_a_kl_in_the_reward_is_not_in_the_loss(params, groups):
 
 
 def test_an_entropy_bonus_raises_the_entropy(params, groups):
-    """With advantages of 0 it is all there is; without it nothing moves."""
+    """With advantages of 0 it is all there is."""
     equal = [dataclasses.replace(group, rewards=[{"reward": 0.0}] * 2) for group in groups]
-    entropies = {}
-    for coefficient in (0.0, 0.5):
-        learner = make_learner(params, PLAIN | {"entropy_coefficient": coefficient}, epochs_per_step=3)
-        state, metrics = learner.learn(learner.init(params), equal, 0)
-        assert ("loss/entropy" in metrics) == (coefficient > 0)
-        _, after = learner.learn(state, equal, 0)
-        entropies[coefficient] = metrics["entropy"], after["entropy"]
-        assert (metrics["gradient_norm"] > 0) == (coefficient > 0)
-    assert entropies[0.0][1] == entropies[0.0][0]
-    assert entropies[0.5][1] > entropies[0.5][0] + 0.01
+    learner = make_learner(params, PLAIN | {"entropy_coefficient": 0.5}, epochs_per_step=3)
+    state, metrics = learner.learn(learner.init(params), equal, 0)
+    _, after = learner.learn(state, equal, 0)
+    assert metrics["loss/entropy"] > 0 and after["entropy"] > metrics["entropy"] + 0.01
 
 
 def test_the_critic_learns_and_leaves_the_policy_alone(params, groups):
