@@ -8,8 +8,7 @@ from rljax.assembly.decoding import evaluation_sampling
 from rljax.config import load_config
 from rljax.errors import ConfigError
 from tests.evaluation.test_evaluate import evaluate, results
-from tests.training.test_loop import _numbers
-from tests.training.tiny_run import train, write_config
+from tests.training.tiny_run import numbers, train, write_config
 
 TRAINING = ("training.steps=1", "rollout.temperature=0.9", "rollout.top_p=0.95", "evaluation.samples=2")
 GREEDY = ("evaluation.temperature=0",)
@@ -25,12 +24,12 @@ def runs(tmp_path_factory):
     ]
 
 
-def test_training_has_the_same_numbers(runs):
+def test_training_has_the_samenumbers(runs):
     learned = [
         [{name: value for name, value in line.items() if "evaluation" not in name} for line in lines]
         for _, lines in runs
     ]
-    assert _numbers(learned[0]) == _numbers(learned[1])
+    assert numbers(learned[0]) == numbers(learned[1])
     assert "loss/policy" in learned[0][1] and learned[0][1]["mismatch/logprob_abs_max"] == 0.0
     tokens = [[line["evaluation/tokens"] for line in lines] for _, lines in runs]
     assert tokens[0] != tokens[1]

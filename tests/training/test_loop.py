@@ -12,15 +12,7 @@ from rljax.errors import CheckpointError, ConfigError, Interrupted, UserError
 from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from tests.devices import run_on_devices
-from tests.training.tiny_run import train
-
-# Times differ between runs, and a resumed run compiles again.
-_VOLATILE = ("time/", "rollout/tokens_per_second", "engine/compilations")
-
-
-def _numbers(lines):
-    return [{k: v for k, v in line.items() if not k.startswith(_VOLATILE)} for line in lines]
-
+from tests.training.tiny_run import numbers, train
 
 LEARNS = "algorithm.overlong_buffer=40"
 """So little trained, responses differ in reward by their length only; without it no update moves a weight."""
@@ -64,7 +56,7 @@ def test_the_training_pass_has_the_rollouts_logprobs_in_bfloat16(tmp_path):
     assert line["mismatch/logprob_abs_max"] == 0.0
 
 
-def test_a_run_that_a_signal_stops_continues_with_the_same_numbers(plain, tmp_path, monkeypatch):
+def test_a_run_that_a_signal_stops_continues_with_the_samenumbers(plain, tmp_path, monkeypatch):
     """The step that is running is finished and saved, though no checkpoint is due."""
     directory, lines = plain
     reward, calls = ChainArithmetic.reward, itertools.count()
@@ -80,7 +72,7 @@ def test_a_run_that_a_signal_stops_continues_with_the_same_numbers(plain, tmp_pa
     assert stopped.value.signal == signal.SIGTERM
     resumed = train(tmp_path, LEARNS, "checkpoint.every=0")
     assert [line["step"] for line in resumed] == [0, 1, 2]
-    assert _numbers(resumed) == _numbers(lines)
+    assert numbers(resumed) == numbers(lines)
     left = [RunDirectory(each / "run").read_rollouts() for each in (tmp_path, directory)]
     samples, expected = ([line | {"running": None} for line in rollouts] for rollouts in left)
     assert samples == expected and len(samples) == 2  # `running` are times
@@ -90,7 +82,7 @@ def test_a_hugging_face_directory_trains_like_the_policy_it_was_saved_from(plain
     directory, lines = plain
     (saved,) = (directory / "warm_start").iterdir()
     mine = train(tmp_path, LEARNS, f"policy={{path: {saved}}}", "warm_start=null")
-    assert _numbers(mine) == _numbers(lines)
+    assert numbers(mine) == numbers(lines)
 
 
 def test_a_run_on_a_mesh_agrees_with_one_on_a_single_device(tmp_path):
@@ -115,7 +107,7 @@ def test_a_run_on_a_mesh_agrees_with_one_on_a_single_device(tmp_path):
         assert line["engine/compilations"] == sharded[1]["engine/compilations"]
 
 
-def test_another_seed_gives_other_numbers(plain, tmp_path):
+def test_another_seed_gives_othernumbers(plain, tmp_path):
     _, lines = plain
     first = train(tmp_path, LEARNS, "seed=1", "training.steps=1", "evaluation.problems=0")[1]
     assert all(first[name] != lines[1][name] for name in ("gradient_norm", "entropy", "rollout/tokens"))
@@ -179,4 +171,4 @@ def test_a_reward_that_raises_is_one_line_and_costs_no_step(plain, tmp_path, mon
     with pytest.raises(UserError, match=r"problem train/2 raised RuntimeError\('no'\)"):
         train(tmp_path, LEARNS, "checkpoint.every=0")
     monkeypatch.undo()
-    assert _numbers(train(tmp_path, LEARNS, "checkpoint.every=0")) == _numbers(lines)
+    assert numbers(train(tmp_path, LEARNS, "checkpoint.every=0")) == numbers(lines)

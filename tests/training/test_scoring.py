@@ -1,7 +1,5 @@
 """Scoring packed rows: the bits of the unchunked computation and of the decoder, in less memory."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,29 +46,23 @@ def packed(seed, lengths, pack_length):
     return build_batch(sequences, packing, range(packing.num_rows))
 
 
-def scorer(config, pack_length, chunk, sampling=SamplingParams(), remat=False):  # noqa: B008 (frozen)
-    return functools.partial(
-        score_packed,
-        config=config,
-        rope=jnp.asarray(rope_table(config, pack_length)),
-        numerics=Numerics(),
-        sampling=sampling,
-        remat=remat,
-        logprob_chunk=chunk,
-    )
+def scorer(config, pack_length, chunk, sampling=None):
+    rope = jnp.asarray(rope_table(config, pack_length))
+
+    def score(params, batch):
+        sampled = sampling or SamplingParams()
+        return score_packed(params, config, batch, rope, Numerics(), sampled, logprob_chunk=chunk)
+
+    return score
 
 
 def compiled(function, *args):
     return jax.jit(function).lower(*args).compile(compiler_options=row_invariant_compiler_options())
 
 
-def score(params, batch, chunk, sampling=SamplingParams(), config=CONFIG):  # noqa: B008 (frozen)
+def score(params, batch, chunk, sampling=None, config=CONFIG):
     function = scorer(config, batch.tokens.shape[1], chunk, sampling)
-
-    def run(params, batch):
-        return function(params, batch=batch)
-
-    return jax.device_get(compiled(run, params, batch)(params, batch))
+    return jax.device_get(compiled(function, params, batch)(params, batch))
 
 
 @pytest.mark.parametrize(
@@ -109,24 +101,6 @@ def test_against_the_textbook(params):
     )
 
 
-def test_gradients_do_not_depend_on_chunks_or_remat(params):
-    batch = packed(2, [50, 40, 30], 98)
-
-    def gradient(chunk, remat):
-        function = scorer(CONFIG, 98, chunk, remat=remat)
-
-        def loss(params, batch):
-            logprobs, _ = function(params, batch=batch)
-            return jnp.sum(jnp.where(batch.response_mask, logprobs, 0.0))
-
-        return compiled(jax.grad(loss), params, batch)(params, batch)
-
-    for whole, chunked in zip(
-        jax.tree.leaves(gradient(WHOLE, False)), jax.tree.leaves(gradient(16, True)), strict=True
-    ):
-        np.testing.assert_allclose(whole, chunked, rtol=1e-4, atol=1e-5 * float(jnp.abs(whole).max()))
-
-
 def test_logits_never_exist_whole():
     """Doubling the tokens costs far less than their logits, forward and backward."""
     config = ModelConfig("qwen3", 8192, 16, 1, 2, 1, 16, 16, tie_embeddings=True, max_positions=512)
@@ -138,7 +112,7 @@ def test_logits_never_exist_whole():
         function = scorer(config, pack_length, chunk)
 
         def loss(params, batch):
-            return jnp.sum(function(params, batch=batch)[0])
+            return jnp.sum(function(params, batch)[0])
 
         return compiled(jax.grad(loss), shapes, batch).memory_analysis().temp_size_in_bytes
 
