@@ -14,14 +14,8 @@ from tests.training.tiny_run import ONE_PASS, digests, numbers, train
 
 # What a policy soon writes of itself: "a5+47=52" calls the calculator with "47".
 TOOLS = "tools={names: [calculator], opening: '+', closing: '=', answer_opening: '<', answer_closing: '>'}"
-HOW = (
-    "rollout/occupancy",
-    "rollout/decode_steps",
-    "engine/",
-    "speculation/",
-    "tools/seconds",
-    "tools/waiting",
-)
+HOW = ("rollout/occupancy", "rollout/decode_steps", "engine/", "speculation/")
+HOW += ("tools/seconds", "tools/waiting")
 
 
 def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
