@@ -204,8 +204,3 @@ def test_every_other_directory_is_one_clear_error(run, tmp_path, make, kind, mes
     with pytest.raises(kind, match=message) as raised:
         load_saved_policy(make(path))
     assert isinstance(raised.value, UserError) and "\n" not in str(raised.value)
-
-
-def test_an_unknown_step_names_those_there_are(run):
-    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are 3, 5"):
-        load_saved_policy(run[0], step=4)

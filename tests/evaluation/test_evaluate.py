@@ -172,14 +172,6 @@ def test_a_split_that_ends_is_evaluated_once(trained, tmp_path):
     assert evaluated["problems"] == 3 and {name for name in evaluated["overall"] if "@" in name} == {"mean@1"}
 
 
-def test_other_settings_do_not_go_on_with_an_evaluation(trained, whole, capsys):
-    run, _ = trained
-    assert evaluate(run, "--output", whole, "rollout.temperature=0.7") == 2
-    assert "rollout.temperature: is 0.7, but the evaluation in" in capsys.readouterr().err
-    assert evaluate(run, "--output", whole, "seed=1") == 2
-    assert "seed: is 1" in capsys.readouterr().err
-
-
 def test_a_digest_names_the_bits_of_the_weights():
     params = {"embed": np.ones((2, 3), np.float32), "layers": [{"q": np.zeros(4, np.float32)}]}
     assert weights_digest(params) == weights_digest(jax.tree.map(jnp.asarray, params))
@@ -194,7 +186,6 @@ BAD = """
 evaluation.success=corect -> no part 'corect'; did you mean 'correct'
 rollout.max_prompt_length=4 rollout.long_prompts=stop
     -> max_prompt_length: 4, but the prompt of problem heldout/0
---step 7 -> no checkpoint of step 7; there is 1
 speculation.drafter=nobody -> unknown drafter 'nobody'
 """
 

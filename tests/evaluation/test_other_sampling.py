@@ -50,8 +50,9 @@ def test_a_checkpoint_gives_the_numbers_of_the_greedy_evaluation_inside_the_run(
         by_problem.setdefault(each["problem"], set()).add(each["text"])
     assert all(len(texts) == 1 for texts in by_problem.values()) and len(by_problem) > 1
     # Other settings do not go on with it, and of the others only those that are set are its identity.
-    assert evaluate(run, "--output", tmp_path, "evaluation.temperature=0.5") == 2
-    assert "evaluation.temperature: is 0.5, but the evaluation in" in capsys.readouterr().err
+    for override in ("evaluation.temperature=0.5", "rollout.temperature=0.7", "seed=1"):
+        assert evaluate(run, "--output", tmp_path, override) == 2
+        assert f"{override.replace('=', ': is ')}, but the evaluation in" in capsys.readouterr().err
     names = [name for name in evaluated["settings"] if name.startswith("evaluation.")]
     assert names == ["evaluation.temperature"]
 

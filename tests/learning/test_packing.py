@@ -1,7 +1,6 @@
 """Packing: the chunk rule as a property, the layout of a batch by hand, and the share of padding."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,11 +16,6 @@ from rljax.learning.packing import (
     pack_groups,
     pack_sequences,
 )
-from rljax.models.config import ModelConfig
-from rljax.models.packed_attention import PackedAttention
-from rljax.models.rope import rope_table
-from rljax.models.transformer import forward, init_params
-from rljax.numerics.rows import Numerics
 
 
 @st.composite
@@ -165,34 +159,6 @@ def test_bad_sequences_and_impossible_lengths_are_named():
         pack_sequences([2, 0], 8)
     with pytest.raises(UserError, match=r"training\.pack_length: 512 is less than a sequence of 513 tokens"):
         pack_sequences([3, 513], 512)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bits are promised on a CPU only")
-@pytest.mark.parametrize("compute_dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype):
-    """What the packing rules are for. Rows of 512 with one sequence from position 0 stand for the decoder."""
-    config = ModelConfig("qwen3", 64, 128, 1, 4, 2, 32, 256, tie_embeddings=True, qk_norm=True)
-    params = jax.tree.map(jnp.asarray, init_params(config, 0))
-    numerics = Numerics(row_invariant=True, compute_dtype=compute_dtype)
-    rope = jnp.asarray(rope_table(config, 768))
-
-    @jax.jit
-    def hidden_states(batch):
-        attention = PackedAttention(batch.segment_ids, numerics)
-        hidden, _ = forward(params, config, batch.tokens, batch.positions, attention, rope, numerics)
-        return hidden.astype(jnp.float32)
-
-    rng = np.random.default_rng(0)
-    lengths = np.array([500, 300, *rng.integers(4, 200, 16)])
-    sequences = [TrainingSequence(rng.integers(0, 64, n), [], None, 0.0, 0.0) for n in lengths]
-    packing = pack_sequences(lengths, 768)
-    assert np.any(packing.start % 2), "no sequence starts at an odd position"
-    packed = np.asarray(hidden_states(build_batch(sequences, packing, range(packing.num_rows))))
-    for i, length in enumerate(lengths):
-        row = build_batch(sequences[i : i + 1], pack_sequences([length], 512), range(1))
-        alone = np.asarray(hidden_states(row))[0, :length]
-        start = packing.start[i]
-        np.testing.assert_array_equal(packed[packing.row[i], start : start + length], alone)
 
 
 @settings(max_examples=200, deadline=None)

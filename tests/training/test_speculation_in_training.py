@@ -156,14 +156,8 @@ def test_a_resumed_run_drafts_as_one_that_never_stopped(world, plain, srt):
     for steps in (2, HALF):
         resumed = run(world, "resumed", SHRINKING, f"training.steps={steps}", drafter="srt", verified=[True])
     check_same(world, "resumed", resumed, plain)
-    for name in (
-        "drafted",
-        "accepted",
-        "accept_length",
-        "verified_per_token",
-        "history_tokens",
-        "history_bytes",
-    ):
+    names = "drafted accepted accept_length verified_per_token history_tokens history_bytes"
+    for name in names.split():
         key = f"speculation/{name}"
         assert [line[key] for line in resumed[1:]] == [line[key] for line in srt[1 : HALF + 1]], name
     assert all(line["speculation/drafted"] > 5 for line in resumed[3:])
