@@ -90,7 +90,7 @@ def update_values(table, optimizer_state, tokens, old, returns, mask, weights):
 
 
 def learn(algorithm, steps=60, one_token=False, reference=None):
-    """Params after `steps` rollouts, and the last metrics. `reference` is the KL penalty's, uniform if None."""
+    """Params after `steps` rollouts, and the last metrics. `reference` is of the KL, uniform if None."""
     reference = UNIFORM if reference is None else reference
     params, key = UNIFORM, jax.random.key(0)
     optimizer_state = OPTIMIZER.init(params)
