@@ -47,6 +47,7 @@ def run(directory, name, *overrides):
 _TRAINED_ELSEWHERE = ("grpo", "dapo", *NEED_TEACHER)
 
 
+@pytest.mark.default_cases("ppo", "rloo", "dr_grpo", "gspo")  # REINFORCE++ updates in test_learner.py
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in _TRAINED_ELSEWHERE])
 def test_an_algorithm_trains(tmp_path, name):
     """One of them with a correction, and an entropy bonus."""

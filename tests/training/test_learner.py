@@ -270,10 +270,6 @@ def test_a_disturbed_rollout_is_corrected_token_by_token(params, groups):
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert first["policy/clip_fraction_low"] == first["policy/clip_fraction_high"] == 0
     assert first["mismatch/logprob_abs_max"] == pytest.approx(np.log(5.0), rel=1e-3)  # still told
-    uncorrected = make_learner(params, PLAIN)
-    _, other = uncorrected.learn(uncorrected.init(params), wrong, 0)
-    assert other["policy/ratio_mean"] == pytest.approx(used.mean(), rel=1e-4)
-    assert other["policy/clip_fraction_low"] + other["policy/clip_fraction_high"] > 0
 
 
 def test_whole_responses_are_left_out_of_the_average(params, groups):
@@ -301,11 +297,13 @@ def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
     (minibatch,) = minibatches
     scored = learner._trainer.score(params, minibatch.batches)
 
-    def loss(logprobs, batch):
+    @jax.jit
+    @jax.grad
+    def gradient_of(logprobs, batch):
         entropy = jnp.zeros_like(logprobs)
         return policy_objective(logprobs, entropy, batch, None, learner._algorithm)[0]
 
-    gradients = [jax.grad(loss)(own, batch) for own, batch in zip(scored, minibatch.batches, strict=True)]
+    gradients = [gradient_of(own, batch) for own, batch in zip(scored, minibatch.batches, strict=True)]
     minibatch.batches = [
         batch.replace(advantages=each) for batch, each in zip(minibatch.batches, gradients, strict=True)
     ]
@@ -340,7 +338,7 @@ def test_the_reference_is_scored_without_filters(params, groups):
 
 def test_a_gradient_that_is_no_number_stops_before_anything_is_saved(params, groups):
     broken = disturbed(groups, np.full(6 * LONGEST, np.nan))
-    learner = make_learner(params, PLAIN)
+    learner = make_learner(params, PLAIN | {"skip_zero_advantages": True})
     with pytest.raises(UserError, match="the gradient norm of the policy is nan"):
         learner.learn(learner.init(params), broken, 0)
 

@@ -161,7 +161,7 @@ def trainer(dtype="float32", remat=False, mesh=None, config=CONFIG, **training):
 
 @pytest.mark.parametrize(
     ("dtype", "remat", "tolerance"),
-    [("float32", True, 2e-6), pytest.param("bfloat16", False, 2e-2, marks=pytest.mark.long)],
+    [("float32", False, 2e-6), pytest.param("bfloat16", True, 2e-2, marks=pytest.mark.long)],
 )
 def test_an_update_with_shared_prompts_is_the_same_update(params, sequences, dtype, remat, tolerance):
     """Its gradients, summed over two micro-batches, agree up to rounding."""

@@ -32,7 +32,6 @@ from rljax.training.scoring import score_packed
 from rljax.training.update import Recipe, Trainer
 from rljax.training.weight_copies import weight_copies, with_copies
 from tests.engines import scaled_params, stored_pool
-from tests.kernels.compilation import HOPPER, absent_mesh, compile_for
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1)
@@ -87,10 +86,11 @@ def microbatches(sequences, rows, pack_length=PACK_LENGTH):
 
 
 def one_per_row(sequences):
+    """A micro-batch for each sequence."""
     packing = pack_sequences([PACK_LENGTH] * len(sequences), PACK_LENGTH)
     lengths = np.array([sequence.length for sequence in sequences])
     packing = type(packing)(lengths, packing.row, packing.start, packing.num_rows, PACK_LENGTH)
-    return build_batch(sequences, packing, range(len(sequences)))
+    return [build_batch(sequences, packing, [row]) for row in range(len(sequences))]
 
 
 def assert_close(tree, other, tolerance=1e-5):
@@ -151,9 +151,8 @@ def test_against_the_textbook(params, sequences):
 
 
 def test_packing_microbatches_chunks_and_remat_change_nothing(params, sequences):
-    packed, cut, before = microbatches(sequences, 4), microbatches(sequences, 1), jax.device_get(params)
+    packed, before = microbatches(sequences, 4), jax.device_get(params)
     assert len(packed) == 1 and packed[0].segment_ids.max() > 1
-    assert len(cut) > 1
 
     def updated(update, batches):
         state, metrics = update.update(update.init(params), batches)
@@ -162,11 +161,10 @@ def test_packing_microbatches_chunks_and_remat_change_nothing(params, sequences)
         return gradients_of(state), changes, metrics
 
     gradients, changes, metrics = updated(trainer(), packed)
-    for update, batches in (
-        (trainer(), [one_per_row(sequences)]),
-        (trainer(rows=1, remat=True, logprob_chunk=10), cut),
-    ):
-        other_gradients, other_changes, other_metrics = updated(update, batches)
+    for cut in (one_per_row(sequences), microbatches(sequences, 1)):
+        assert len(cut) > 1
+        update = trainer(rows=1, remat=True, logprob_chunk=10)
+        other_gradients, other_changes, other_metrics = updated(update, cut)
         assert_close(gradients, other_gradients)
         assert metrics == pytest.approx(other_metrics, rel=1e-4, abs=1e-6)
         # Adam's first step is nearly a sign: small gradients decide it.
@@ -347,37 +345,25 @@ def test_what_cannot_work_is_refused(params, sequences):
         update.update(update.init(params), microbatches(sequences, 4), [])
 
 
-@pytest.mark.parametrize("copied", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_again(sequences, copied):
-    """The compiler merges the casts of float32 weights in a micro-batch's gradients. Of copies nothing is
-    cast.
+def test_of_weights_that_are_cast_once_no_copy_is_cast_again(sequences):
+    """In what JAX hands to the compiler: without copies every matrix is cast in each micro-batch. The embedding,
+    of which only rows and chunks are read, has no copy.
     """
-    length = 640  # no activation has the shape of a matrix
-    config = ModelConfig("qwen3", 1104, 512, 1, 8, 4, 64, 1536, tie_embeddings=True, qk_norm=True)
-    (batch,) = microbatches(sequences, 1, length)
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        transformer.param_shapes(config),
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
-
-    numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
-    copied_by = functools.partial(weight_copies, numerics=numerics, training=TrainingConfig(cast_once=copied))
-    copies = jax.eval_shape(copied_by, params)
+    (batch, *_), numerics = microbatches(sequences, 1), Numerics(False, "bfloat16")
+    shape = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = jax.tree.map(shape, transformer.param_shapes(CONFIG), is_leaf=lambda node: type(node) is tuple)
 
     def step(params, copies, batch, rope):
         def score(params, batch):
             read = with_copies(params, *copies)
-            return score_packed(read, config, batch, rope, numerics, SamplingParams(), True)
+            return score_packed(read, CONFIG, batch, rope, numerics, SamplingParams(), True)
 
-        objective = functools.partial(policy_objective, algorithm=AlgorithmConfig())
-        return gradients(params, batch, None, score, objective)
+        return gradients(params, batch, None, score, functools.partial(policy_objective, algorithm=ALGORITHM))
 
-    with absent_mesh(HOPPER):
-        text = compile_for(HOPPER, step, params, copies, batch, rope_table(config, length)).as_text()
-    matrices = [leaf.shape for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1]
-    cast = [
-        tuple(map(int, sizes.split(","))) for sizes in re.findall(r"= bf16\[([\d,]+)\]\S* convert\(", text)
-    ]
-    found = sum(sizes in matrices for sizes in cast)
-    assert found == (1 if copied else len(matrices) + len(matrices) - 1)  # the embedding's is cast once
+    matrices = {"x".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1}
+    for cast_once, expected in ((False, matrices), (True, {f"{CONFIG.vocab_size}x{CONFIG.hidden_size}"})):
+        training = TrainingConfig(cast_once=cast_once)
+        copies = jax.eval_shape(lambda params: weight_copies(params, numerics, training), params)  # noqa: B023
+        text = jax.jit(step).lower(params, copies, batch, rope_table(CONFIG, PACK_LENGTH)).as_text()
+        cast = re.findall(r"convert %\S+ : \(tensor<([\dx]+)xf32>\) -> tensor<[\dx]+xbf16>", text)
+        assert matrices & set(cast) == expected
