@@ -56,7 +56,9 @@ def test_batches_round_trip(problem, seed, microbatching):
         prompt, response = np.split(rng.integers(1, 1000, length), [int(rng.integers(1, length + 1))])
         logprobs = rng.normal(size=len(response)).astype(np.float32)
         advantage, weight = np.float32(rng.normal()), np.float32(rng.uniform(0.1, 1))
-        sequences.append(TrainingSequence(prompt, response, logprobs, float(advantage), float(weight)))
+        sampled = rng.random(len(response)) < 0.8 if length % 2 else None  # between them, what tools answered
+        rest = (logprobs, float(advantage), float(weight), sampled)
+        sequences.append(TrainingSequence(prompt, response, *rest))
     packing = pack_sequences(lengths, pack_length, chunk)
     microbatches = packing.microbatches(*microbatching)
     batches = [build_batch(sequences, packing, rows) for rows in microbatches]
@@ -75,17 +77,18 @@ def test_batches_round_trip(problem, seed, microbatching):
         assert segment > 0
         # Nobody else in the row has the id.
         assert np.sum(batch.segment_ids[packing.row[i]] == segment) == lengths[i]
-        mask = batch.response_mask[where]
-        assert not mask[-1]
-        np.testing.assert_array_equal(batch.targets[where][mask], sequence.response_ids)
-        np.testing.assert_array_equal(batch.rollout_logprobs[where][mask], sequence.rollout_logprobs)
+        mask, sampled = batch.response_mask[where], sequence.sampled_mask
+        if sampled is None:
+            sampled = np.ones(len(sequence.response_ids), bool)
+        np.testing.assert_array_equal(mask, [*[False] * (len(sequence.prompt_ids) - 1), *sampled, False])
+        np.testing.assert_array_equal(batch.targets[where][mask], sequence.response_ids[sampled])
+        np.testing.assert_array_equal(batch.rollout_logprobs[where][mask], sequence.rollout_logprobs[sampled])
         np.testing.assert_array_equal(batch.advantages[where][mask], np.float32(sequence.advantage))
         np.testing.assert_array_equal(batch.weights[where][mask], np.float32(sequence.weight))
     assert np.sum(batch.segment_ids > 0) == sum(lengths)
-    assert np.sum(batch.response_mask) == sum(len(s.response_ids) for s in sequences)
     for outside in (batch.rollout_logprobs, batch.advantages, batch.weights):
         assert np.all(outside[~batch.response_mask] == 0)
-    for nothing in (batch.tokens, batch.positions, batch.targets):
+    for nothing in (batch.tokens, batch.positions, batch.targets, batch.response_mask):
         assert np.all(nothing[batch.segment_ids == 0] == 0)
 
 
@@ -152,6 +155,7 @@ def test_bad_sequences_and_impossible_lengths_are_named():
         ([TrainingSequence([1], [2, 3], [0.0, 0.0], 0.0, 1.0)], "sequence 0: 3 tokens"),
         ([TrainingSequence([], [2, 3], [0.0, 0.0], 0.0, 1.0)], "sequence 0: the prompt is empty"),
         ([TrainingSequence([1], [2], [0.0, 0.0], 0.0, 1.0)], "sequence 0: 2 rollout_logprobs for 1"),
+        ([TrainingSequence([1], [2], [0.0], 0.0, 1.0, [True] * 3)], "sampled_mask has 3 entries for 1 resp"),
     ):
         with pytest.raises(ValueError, match=message):
             build_batch(sequences, pack_sequences([2], 8, chunk=8), range(1))

@@ -84,6 +84,7 @@ def test_gradients_are_those_of_plain_autodiff(params, sequences, targets, form)
     assert_close(expected, gradients_of(state), tolerance=2e-5)
 
 
+@pytest.mark.default_cases("form1")
 @pytest.mark.parametrize("form", [{"dtype": "bfloat16"}, {"outline": True, "remat": True}])
 def test_no_gradient_of_a_matrix_is_formed(params, sequences, form):  # noqa: F811
     """What JAX hands to the compiler has no product in the shape of an MLP matrix."""

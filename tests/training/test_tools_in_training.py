@@ -46,34 +46,13 @@ def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
     assert any(name.startswith("critic.optimizer_state.") for name in arrays)
 
 
-OWN = [True, True, False, False, True]
-
-
-def batch_of(own):
+def test_an_answer_has_no_gradient_and_no_part_in_any_metric():
+    own = [True, True, False, False, True]
     sequences = [
         TrainingSequence([5, 6, 7], [1, 2, 3, 4, 5], [-1.0, -2.0, 0.0, 0.0, -3.0], 0.5, 0.25, own),
         TrainingSequence([8], [9, 9], [-1.0, -1.0], -0.5, 0.25),
     ]
-    return build_batch(sequences, pack_sequences([each.length for each in sequences], 16), range(1))
-
-
-def test_answers_are_read_and_not_learned():
-    batch, whole = batch_of(OWN), batch_of(None)
-    np.testing.assert_array_equal(batch.response_mask[0, 2:7], OWN)
-    np.testing.assert_array_equal(batch.tokens, whole.tokens)
-    np.testing.assert_array_equal(batch.targets, whole.targets)
-    for name in ("rollout_logprobs", "advantages", "weights"):
-        values = getattr(batch, name)
-        np.testing.assert_array_equal(values, getattr(whole, name) * batch.response_mask)
-    everything = batch_of([True] * 5)
-    for name in ("tokens", "response_mask", "rollout_logprobs", "advantages", "weights"):
-        np.testing.assert_array_equal(getattr(everything, name), getattr(whole, name))
-    with pytest.raises(ValueError, match="sampled_mask has 3 entries for 5 response tokens"):
-        batch_of([True, True, False])
-
-
-def test_an_answer_has_no_gradient_and_no_part_in_any_metric():
-    batch = batch_of(OWN)
+    batch = build_batch(sequences, pack_sequences([8, 3], 16), range(1))
     algorithm = AlgorithmConfig(kl_coefficient=0.1)
     reference = jnp.full(batch.tokens.shape, -1.5)
 

@@ -346,8 +346,8 @@ def test_what_cannot_work_is_refused(params, sequences):
 
 
 def test_of_weights_that_are_cast_once_no_copy_is_cast_again(sequences):
-    """In what JAX hands to the compiler: without copies every matrix is cast in each micro-batch. The embedding,
-    of which only rows and chunks are read, has no copy.
+    """In what JAX hands to the compiler: without copies every matrix is cast in each micro-batch, with copies
+    only the embedding, of which rows and chunks are read.
     """
     (batch, *_), numerics = microbatches(sequences, 1), Numerics(False, "bfloat16")
     shape = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
