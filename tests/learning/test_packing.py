@@ -56,7 +56,7 @@ def test_batches_round_trip(problem, seed, microbatching):
         prompt, response = np.split(rng.integers(1, 1000, length), [int(rng.integers(1, length + 1))])
         logprobs = rng.normal(size=len(response)).astype(np.float32)
         advantage, weight = np.float32(rng.normal()), np.float32(rng.uniform(0.1, 1))
-        sampled = rng.random(len(response)) < 0.8 if length % 2 else None  # between them, what tools answered
+        sampled = rng.random(len(response)) < 0.8  # between them, what tools answered
         rest = (logprobs, float(advantage), float(weight), sampled)
         sequences.append(TrainingSequence(prompt, response, *rest))
     packing = pack_sequences(lengths, pack_length, chunk)
@@ -78,8 +78,6 @@ def test_batches_round_trip(problem, seed, microbatching):
         # Nobody else in the row has the id.
         assert np.sum(batch.segment_ids[packing.row[i]] == segment) == lengths[i]
         mask, sampled = batch.response_mask[where], sequence.sampled_mask
-        if sampled is None:
-            sampled = np.ones(len(sequence.response_ids), bool)
         np.testing.assert_array_equal(mask, [*[False] * (len(sequence.prompt_ids) - 1), *sampled, False])
         np.testing.assert_array_equal(batch.targets[where][mask], sequence.response_ids[sampled])
         np.testing.assert_array_equal(batch.rollout_logprobs[where][mask], sequence.rollout_logprobs[sampled])
