@@ -125,8 +125,7 @@ def test_the_factors_alone_change_and_the_policy_follows_them(params, sequences)
             assert not np.array_equal(pair["a"], chosen.factors["layers"][index][name]["a"])
             change = 1.5 * np.asarray(pair["b"], np.float64) @ np.asarray(pair["a"], np.float64)
             np.testing.assert_allclose(layer[name], params["layers"][index][name] + change, atol=1e-5)
-    for ours, start in zip(jax.tree.leaves(base_params(state)), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(ours, start)
+    jax.tree.map(np.testing.assert_array_equal, base_params(state), params)
 
 
 def test_a_new_adapter_leaves_every_bit_of_the_policy(params):
@@ -145,9 +144,7 @@ def test_what_a_checkpoint_keeps_is_enough(params, sequences):  # noqa: F811
     state, _ = update.update(update.init(params), microbatches(sequences, 4))
     kept = trained_alone(state)
     assert kept.params is None and kept.base is None
-    again = update.merged(base_params(state), kept)
-    for ours, expected in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(ours, expected)
+    jax.tree.map(np.testing.assert_array_equal, update.merged(base_params(state), kept), state)
     assert trained_alone(trainer(None).init(params)).params is not None
 
 
