@@ -122,11 +122,13 @@ def prepared(learner, params, groups):
     return learner._prepare(groups, minibatches)
 
 
-def tokens_of(minibatches, field):
-    """A field of the batches at all response tokens, by response in the order of the groups."""
+def tokens_of(minibatches, field, arrays=None):
+    """A field of the batches, or arrays laid out as they, at all response tokens, by response in the order of
+    the groups.
+    """
     found = {}
     for minibatch in minibatches:
-        rows = np.concatenate([np.asarray(getattr(batch, field)) for batch in minibatch.batches])
+        rows = np.concatenate(arrays or [np.asarray(getattr(batch, field)) for batch in minibatch.batches])
         for member, (row, positions) in zip(minibatch.members, minibatch.places, strict=True):
             found[int(member)] = rows[row, positions]
     return [found[i] for i in range(len(found))]
@@ -288,12 +290,9 @@ def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
     """GSPO: what a token's gradient is multiplied by is that of its response, so leaving it out of the
     average alone would leave it its gradient.
     """
-    wrong = disturbed(groups, RATIOS)
     learner = make_learner(params, {"name": "gspo", "correction_mask": "token"})
-    minibatches, _ = prepared(learner, params, wrong)
-    kept = tokens_of(minibatches, "weights")
-    advantages = tokens_of(minibatches, "advantages")
-    olds = [batch.old_logprobs for minibatch in minibatches for batch in minibatch.batches]
+    minibatches, _ = prepared(learner, params, disturbed(groups, RATIOS))
+    kept, advantages = tokens_of(minibatches, "weights"), tokens_of(minibatches, "advantages")
     (minibatch,) = minibatches
     scored = learner._trainer.score(params, minibatch.batches)
 
@@ -304,21 +303,15 @@ def test_tokens_left_out_are_in_no_responses_ratio_either(params, groups):
         return policy_objective(logprobs, entropy, batch, None, learner._algorithm)[0]
 
     gradients = [gradient_of(own, batch) for own, batch in zip(scored, minibatch.batches, strict=True)]
-    minibatch.batches = [
-        batch.replace(advantages=each) for batch, each in zip(minibatch.batches, gradients, strict=True)
-    ]
     counted = sum(bool((weight > 0).any()) for weight in kept)
-    for weight, advantage, gradient in zip(
-        kept, advantages, tokens_of(minibatches, "advantages"), strict=True
-    ):
+    gradients = tokens_of(minibatches, None, gradients)
+    for weight, advantage, gradient in zip(kept, advantages, gradients, strict=True):
         inside = weight > 0
         expected = -advantage / (counted * max(inside.sum(), 1))
         np.testing.assert_allclose(gradient, np.where(inside, expected, 0.0), rtol=1e-4, atol=1e-7)
     assert any(0 < (weight > 0).sum() < len(weight) for weight in kept)
-    assert all(
-        np.isneginf(np.asarray(old)[np.asarray(batch.weights) == 0]).all()
-        for old, batch in zip(olds, minibatch.batches, strict=True)
-    )
+    for batch in minibatch.batches:
+        assert np.isneginf(np.asarray(batch.old_logprobs)[np.asarray(batch.weights) == 0]).all()
 
 
 def test_the_reference_is_scored_without_filters(params, groups):
@@ -359,16 +352,10 @@ def test_a_kl_in_the_reward_is_not_in_the_loss(params, groups):
     minibatches, metrics = prepared(learner, params, groups)
     (minibatch,) = minibatches
     logprobs = tokens_of(minibatches, "rollout_logprobs")
-    minibatch.batches = [
-        batch.replace(old_logprobs=each)
-        for batch, each in zip(minibatch.batches, minibatch.reference_logprobs, strict=True)
-    ]
-    references = tokens_of(minibatches, "old_logprobs")
+    references = tokens_of(minibatches, None, minibatch.reference_logprobs)
     rewards = np.concatenate([group.reward for group in groups])
-    totals = []
-    for reward, mine, other, advantage in zip(
-        rewards, logprobs, references, tokens_of(minibatches, "advantages"), strict=True
-    ):
+    totals, advantages = [], tokens_of(minibatches, "advantages")
+    for reward, mine, other, advantage in zip(rewards, logprobs, references, advantages, strict=True):
         penalty = 0.5 * (mine - other)
         totals.append(penalty.sum())
         np.testing.assert_allclose(advantage, reward - np.cumsum(penalty[::-1])[::-1], rtol=1e-4, atol=1e-5)
@@ -413,13 +400,9 @@ def test_ppo_passes_over_what_a_tool_answered(params, groups, monkeypatch):
     were not there. What the critic says of these is not looked at.
     """
     own = np.asarray([True, True, False, False, True])
-    completions = [
-        Completion(
-            np.arange(5, dtype=np.int32), np.where(own, -1.0, 0.0).astype(np.float32), "eos", sampled_mask=own
-        )
-        for _ in range(2)
-    ]
-    groups = [*groups[:2], dataclasses.replace(groups[2], completions=completions)]  # with rewards of 1/4
+    logprobs = np.where(own, -1.0, 0.0).astype(np.float32)
+    completion = Completion(np.arange(5, dtype=np.int32), logprobs, "eos", sampled_mask=own)
+    groups = [*groups[:2], dataclasses.replace(groups[2], completions=[completion] * 2)]  # rewards of 1/4
     keys = {"name": "ppo", "advantage_normalization": "none", "discount": 0.5, "gae_lambda": 0.5}
     learner = make_learner(params, keys | {"kl_coefficient": 0.0})
 
