@@ -272,6 +272,7 @@ def test_a_disturbed_rollout_is_corrected_token_by_token(params, groups):
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert first["policy/clip_fraction_low"] == first["policy/clip_fraction_high"] == 0
     assert first["mismatch/logprob_abs_max"] == pytest.approx(np.log(5.0), rel=1e-3)  # still told
+    assert first["mismatch/tokens"] == np.sum(used != 1.0)
 
 
 def test_whole_responses_are_left_out_of_the_average(params, groups):
