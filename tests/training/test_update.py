@@ -80,17 +80,9 @@ def trainer(rows=4, pool=POOL, config=CONFIG, sampling=None, dtype="float32", fo
     return Trainer(config, numerics, recipe, pool)
 
 
-def microbatches(sequences, rows, pack_length=PACK_LENGTH):
-    packing = pack_sequences([sequence.length for sequence in sequences], pack_length)
+def microbatches(sequences, rows):
+    packing = pack_sequences([sequence.length for sequence in sequences], PACK_LENGTH)
     return [build_batch(sequences, packing, batch) for batch in packing.microbatches(rows)]
-
-
-def one_per_row(sequences):
-    """A micro-batch for each sequence."""
-    packing = pack_sequences([PACK_LENGTH] * len(sequences), PACK_LENGTH)
-    lengths = np.array([sequence.length for sequence in sequences])
-    packing = type(packing)(lengths, packing.row, packing.start, packing.num_rows, PACK_LENGTH)
-    return [build_batch(sequences, packing, [row]) for row in range(len(sequences))]
 
 
 def assert_close(tree, other, tolerance=1e-5):
@@ -161,7 +153,8 @@ def test_packing_microbatches_chunks_and_remat_change_nothing(params, sequences)
         return gradients_of(state), changes, metrics
 
     gradients, changes, metrics = updated(trainer(), packed)
-    for cut in (one_per_row(sequences), microbatches(sequences, 1)):
+    one_per_row = [batch for sequence in sequences for batch in microbatches([sequence], 1)]
+    for cut in (one_per_row, microbatches(sequences, 1)):
         assert len(cut) > 1
         update = trainer(rows=1, remat=True, logprob_chunk=10)
         other_gradients, other_changes, other_metrics = updated(update, cut)
