@@ -10,7 +10,7 @@ from rljax.errors import ConfigError
 from tests.evaluation.test_evaluate import evaluate, results
 from tests.training.tiny_run import numbers, train, write_config
 
-TRAINING = ("training.steps=1", "rollout.temperature=0.9", "rollout.top_p=0.95", "evaluation.samples=2")
+TRAINING = ("training.steps=1", "evaluation.samples=2")
 GREEDY = ("evaluation.temperature=0",)
 
 
