@@ -19,6 +19,7 @@ HOW += ("tools/seconds", "tools/waiting")
 
 
 def test_runs_with_tools_repeat_exactly_resumed_and_with_drafts(tmp_path):
+    """With drafts a run chooses its passes by its own clock."""
     for name in ("plain", "drafted"):
         (tmp_path / name).mkdir()
     # With a critic: values, returns and a KL in the reward, all of single tokens. What is so little trained
