@@ -90,8 +90,15 @@ def test_against_the_textbook(params):
 
     whole = np.asarray(textbook(params, batch))
     expected = np.take_along_axis(whole, batch.targets[..., None], axis=2)[..., 0]
-    logprobs, entropies = score(params, batch, 32, FILTERED)
-    mask = batch.response_mask
+    scored = scorer(CONFIG, 98, 32, FILTERED)
+
+    def kept(params, batch):  # as in the loss, what a filter excludes has no part in it
+        logprobs, entropies = scored(params, batch)
+        return jnp.sum(jnp.where(jnp.isfinite(logprobs), logprobs, 0.0)), (logprobs, entropies)
+
+    gradients, (logprobs, entropies) = jax.jit(jax.grad(kept, has_aux=True))(params, batch)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    logprobs, mask = np.asarray(logprobs), batch.response_mask
     excluded = np.isneginf(logprobs[mask])
     assert excluded.any() and not excluded.all()
     np.testing.assert_array_equal(excluded, np.isneginf(expected[mask]))

@@ -247,5 +247,5 @@ def test_an_interrupted_run_leaves_no_thread_behind(world, monkeypatch):
     monkeypatch.setattr(CompilerThread, "_compile_next", compile_once_begun)
     monkeypatch.setattr(loop, "training_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run(world, "interrupted", "engine.compile=background", "engine.compilation_cache=null", drafter="srt")
+        run(world, "interrupted", "engine.compile=background", drafter="srt")
     assert not compiling_threads()

@@ -73,3 +73,7 @@ def test_an_answer_has_no_gradient_and_no_part_in_any_metric():
     other, same = gradients(*(np.where(answers, np.float32(np.nan), each) for each in (logprobs, entropy)))
     np.testing.assert_array_equal(other, gradient)
     assert {k: float(v) for k, v in same.items()} == {k: float(v) for k, v in metrics.items()}
+    logprobs[0, 2] = -np.inf  # what a filter excludes by now
+    gradient, metrics = gradients(logprobs, entropy)
+    assert np.isfinite(gradient).all() and gradient[0, 2] == 0
+    assert np.isfinite(metrics["loss/policy"]) and np.isfinite(metrics["loss/kl"])

@@ -320,16 +320,6 @@ def test_a_copy_is_read_in_its_own_type():
         copy.astype(jnp.float32)
 
 
-def test_tokens_that_a_filter_excludes_leave_gradients_finite(params, sequences):
-    update = trainer(sampling=SamplingParams(top_k=3))
-    batches = microbatches(sequences, 4)
-    reference = update.score(params, batches)
-    assert np.isneginf(reference[0][batches[0].response_mask]).any()
-    state, metrics = update.update(update.init(params), batches, reference)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients_of(state)))
-    assert np.isfinite(metrics["loss/policy"]) and metrics["loss/kl"] == 0
-
-
 def test_what_cannot_work_is_refused(params, sequences):
     update = trainer()
     with pytest.raises(ValueError, match="at least one micro-batch"):
