@@ -68,8 +68,8 @@ def world(tmp_path, monkeypatch):
 
 
 def test_one_that_was_stopped_goes_on_only_as_the_same_one(world):
-    """Of another config it would put other weights into the cache, under that config's name. `test_interruption.py`
-    has the same one.
+    """Of another config it would put other weights into the cache, under that config's name. How the same one
+    goes on is in `test_interruption.py`.
     """
     world.stop_at = 2
     with pytest.raises(KeyboardInterrupt):
