@@ -76,7 +76,7 @@ def test_every_step_leaves_its_rollout_and_the_run_a_report(plain):
     assert 'aria-label="Running requests"' in text and text.count("<details") > 3
 
 
-def test_a_run_that_a_signal_stops_continues_with_the_samenumbers(plain, tmp_path, monkeypatch):
+def test_a_run_that_a_signal_stops_continues_with_the_same_numbers(plain, tmp_path, monkeypatch):
     """The step that is running is finished and saved, though no checkpoint is due."""
     directory, lines = plain
     reward, calls = ChainArithmetic.reward, itertools.count()
@@ -127,7 +127,7 @@ def test_a_run_on_a_mesh_agrees_with_one_on_a_single_device(tmp_path):
         assert line["engine/compilations"] == sharded[1]["engine/compilations"]
 
 
-def test_another_seed_gives_othernumbers(plain, tmp_path):
+def test_another_seed_gives_other_numbers(plain, tmp_path):
     _, lines = plain
     first = train(tmp_path, LEARNS, "seed=1", "training.steps=1", "evaluation.problems=0")[1]
     assert all(first[name] != lines[1][name] for name in ("gradient_norm", "entropy", "rollout/tokens"))
