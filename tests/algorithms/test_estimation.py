@@ -154,16 +154,3 @@ def test_bad_arguments_are_named():
         generalized_advantages(jnp.zeros((2, 3)), jnp.zeros((2, 2)), jnp.ones((2, 3), bool), 1.0, 1.0)
     with pytest.raises(ValueError, match="differ in shape"):
         whiten(jnp.zeros((2, 3)), jnp.ones((2, 2), bool))
-
-
-def test_what_a_tool_answered_is_passed_over():
-    """Rewards and values of a response with an answer inside, and one at its end, are those without them."""
-    mask = np.asarray([[True, True, False, False, True, True, False, False]])
-    values = np.asarray([[0.5, -0.25, 9.0, 9.0, 1.0, 0.75, 9.0, 9.0]], np.float32)
-    rewards = np.asarray(compiled(token_rewards)(jnp.asarray([2.0]), None, mask))
-    assert rewards.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0]]
-    settings = {"discount": 0.9, "gae_lambda": 0.8}
-    expected = gae(rewards[mask][None], values[mask][None], np.ones((1, 4), bool), **settings)
-    actual = np.asarray(gae(rewards, values, mask, **settings))
-    np.testing.assert_array_equal(actual[mask], np.asarray(expected)[0])
-    assert not actual[~mask].any()

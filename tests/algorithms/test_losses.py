@@ -67,29 +67,6 @@ def test_what_is_masked_has_no_effect():
             jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
-def test_micro_batches_add_up_to_the_mini_batch(mode):
-    """Loss, gradient and every metric of 5 responses, at once and cut in two unequal parts."""
-    rng = np.random.default_rng(0)
-    lengths = np.array([3, 9, 1, 6, 4])
-    mask = np.arange(9) < lengths[:, None]
-    weights = np.where(mask, aggregation_weights(lengths, mode)[:, None], 0).astype(np.float32)
-    rollout_logprobs = rng.normal(-1, 0.5, mask.shape).astype(np.float32)
-    advantages = np.broadcast_to(rng.normal(size=(5, 1)).astype(np.float32), mask.shape)
-    features = rng.normal(size=(*mask.shape, 4)).astype(np.float32)
-
-    def loss(w, rows):
-        logprobs = rollout_logprobs[rows,] + jnp.tanh(features[rows,] @ w)
-        rest = rollout_logprobs[rows,], advantages[rows,], jnp.asarray(mask[rows,]), weights[rows,]
-        return loss_of(logprobs, *rest)
-
-    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
-    w = jnp.array([0.3, -0.2, 0.1, 0.05])
-    whole, *parts = (value_and_grad(w, rows) for rows in (range(5), range(2), range(2, 5)))
-    assert whole[0][1]["clip_fraction_low"] > 0 and whole[0][1]["clip_fraction_high"] > 0
-    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + c, rtol=1e-5, atol=1e-7), whole, *parts)
-
-
 @pytest.mark.parametrize(
     ("mode", "lengths", "expected"),
     [

@@ -52,34 +52,6 @@ def test_the_ratio_of_a_response_by_hand():
     np.testing.assert_allclose(metrics["clip_fraction_low"], 1 / 4, rtol=1e-5)
 
 
-def test_packing_does_not_change_it():
-    """Four responses in two packed rows, and one a row: the same loss, and gradients token by token."""
-    rng = np.random.default_rng(1)
-    lengths = [2, 1, 3, 2]
-    old = rng.normal(-1, 0.2, 8)
-    logprobs = old + np.repeat([0.5, 0.1, -0.6, -0.1], lengths) + rng.normal(0, 0.05, 8)
-    advantages = np.repeat([1.0, 0.5, -1.0, 0.25], lengths)  # the first and the third are clipped
-    weights = np.repeat(aggregation_weights(lengths, "sequence_mean"), lengths)
-    alone = jnp.asarray(np.arange(3) < np.asarray(lengths)[:, None])
-
-    def one_a_row(numbers):
-        out = np.zeros(alone.shape, np.float32)
-        out[np.asarray(alone)] = numbers
-        return jnp.asarray(out)
-
-    def value_and_gradient(lay_out, mask, ids):
-        rest = (lay_out(old), lay_out(advantages), mask, lay_out(weights))
-        function = jax.jit(jax.value_and_grad(lambda x: LOSS(x, *rest, segment_ids=ids)[0]))
-        value, gradient = function(lay_out(logprobs))
-        return value, np.asarray(gradient)[np.asarray(mask)]
-
-    packed = value_and_gradient(spread, MASK, IDS)
-    unpacked = value_and_gradient(one_a_row, alone, jnp.ones(alone.shape, jnp.int32))
-    np.testing.assert_allclose(packed[0], unpacked[0], rtol=1e-6)
-    np.testing.assert_allclose(packed[1], unpacked[1], rtol=1e-5)
-    np.testing.assert_array_equal(packed[1] == 0, np.repeat([True, False, True, False], lengths))
-
-
 def test_a_response_with_an_impossible_token_has_ratio_0_and_no_gradient():
     logprobs = spread([-jnp.inf, -1, -1, -1, -1, -1, -1, -1], fill=-jnp.inf)
     ones = spread(np.ones(8))

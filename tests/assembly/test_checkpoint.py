@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import textwrap
 from pathlib import Path
 
 import jax
@@ -15,6 +13,7 @@ import pytest
 
 from rljax.assembly.checkpoint import RunCheckpoints, template_of
 from rljax.errors import CheckpointError
+from tests.devices import run_on_devices
 from tests.fork_server import run
 
 
@@ -51,12 +50,6 @@ def saved(directory: Path, steps=(1, 2), keep: int = 2) -> RunCheckpoints:
         checkpoints.save(step, make_state(step), {"position": 10 * step})
     checkpoints.close()
     return checkpoints
-
-
-def largest_file(directory: Path) -> Path:
-    return max(
-        (file for file in directory.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
-    )
 
 
 def test_round_trip_is_bit_for_bit(tmp_path):
@@ -115,7 +108,7 @@ def test_an_old_one_that_has_to_stay_is_no_failure(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["3"]
 
 
-def test_all_is_on_disk_before_the_seal_is(tmp_path, monkeypatch):
+def test_all_is_on_disk_before_the_seal_which_lists_it(tmp_path, monkeypatch):
     """A power cut after the seal must not find empty files: Orbax leaves that to the file system."""
     synced, fsync = [], os.fsync
 
@@ -131,6 +124,10 @@ def test_all_is_on_disk_before_the_seal_is(tmp_path, monkeypatch):
     seal = synced.index(path / ".checkpoint.json.tmp")
     assert set(synced[:seal]) >= {*path.rglob("*")} - {path / "checkpoint.json"}
     assert set(synced[seal:]) >= {path, path.parent, tmp_path}
+    listed = json.loads((path / "checkpoint.json").read_text())
+    files = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert files - listed["files"].keys() == {"checkpoint.json"}
+    assert listed["leaves"]["params.embedding"] == "float32[32, 16]"
 
 
 def test_a_step_is_saved_once_and_never_back_in_time(tmp_path):
@@ -168,7 +165,8 @@ def test_unfinished_newest_is_passed_over_and_cleared(tmp_path):
 )
 def test_damage_is_named(tmp_path, damage, words):
     checkpoints = saved(tmp_path)
-    file = largest_file(tmp_path / "2" / "arrays")
+    files = [file for file in (tmp_path / "2" / "arrays").rglob("*") if file.is_file()]
+    file = max(files, key=lambda file: file.stat().st_size)
     if damage is None:
         file.unlink()
     else:
@@ -181,13 +179,6 @@ def test_damage_is_named(tmp_path, damage, words):
 
     shutil.rmtree(tmp_path / "2")  # following the advice
     assert checkpoints.restore(make_state(0))[0] == 1
-
-
-def test_damaged_seal_is_named(tmp_path):
-    checkpoints = saved(tmp_path, steps=(1,))
-    (tmp_path / "1" / "checkpoint.json").write_text('{"leaves": ')
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json: damaged; delete .* to start over"):
-        checkpoints.restore(make_state(0))
 
 
 def test_nothing_to_restore_and_a_damaged_seal(tmp_path):
@@ -222,17 +213,12 @@ def test_another_tree_or_shape_names_the_first_difference(tmp_path):
 def test_donation_and_mutation_right_after_save(tmp_path):
     """The loop donates its state to the next update while the background write is still going on."""
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
-    size, count = 1 << 20, 6
-
-    def new_state():
-        arrays = {str(i): np.arange(size, dtype=np.int32) + i for i in range(count)}
-        return jax.block_until_ready(update(arrays))
-
-    control = new_state()
+    start = {name: np.arange(1 << 20, dtype=np.int32) + i for i, name in enumerate("abcdef")}
+    control = update(start)
     update(control)
-    assert control["0"].is_deleted()  # this backend does donate: what follows is not vacuous
+    assert control["a"].is_deleted()  # this backend does donate: what follows is not vacuous
 
-    state, host_array, host_state = new_state(), np.arange(size), {"seen": [1]}
+    state, host_array, host_state = update(start), np.arange(1 << 20), {"seen": [1]}
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     checkpoints.save(1, {"device": state, "host": host_array}, host_state)
     for _ in range(5):
@@ -242,27 +228,24 @@ def test_donation_and_mutation_right_after_save(tmp_path):
     jax.block_until_ready(state)
     checkpoints.close()
 
-    expected = {
-        "device": {str(i): (np.arange(size, dtype=np.int32) + i) * 2 + 1 for i in range(count)},
-        "host": np.arange(size),
-    }
-    template = {"device": state, "host": host_array}
-    _, restored, restored_host = checkpoints.restore(template)
+    _, restored, restored_host = checkpoints.restore({"device": state, "host": host_array})
+    expected = {"device": {name: leaf * 2 + 1 for name, leaf in start.items()}, "host": np.arange(1 << 20)}
     assert_same_bits(restored, expected)
     assert restored_host == {"seen": [1]}
 
 
 def test_host_state_and_leaves_must_be_storable(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, keep=1)
-    for host_state in ({"pair": (1, 2)}, {1: "text"}, {"loss": float("nan")}):
-        with pytest.raises(TypeError, match="only JSON values"):
-            checkpoints.save(1, {}, host_state)
-    with pytest.raises(TypeError, match=r"count: int is not an array"):
-        checkpoints.save(1, {"count": 3}, {})
-    with pytest.raises(TypeError, match=r"key: .* is not an array of numbers"):
-        checkpoints.save(1, {"key": jax.random.key(0)}, {})
-    with pytest.raises(ValueError, match=r"a\.b: two leaves"):
-        checkpoints.save(1, {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {})
+    for state, host_state, error, says in (
+        ({}, {"pair": (1, 2)}, TypeError, "only JSON values"),
+        ({}, {1: "text"}, TypeError, "only JSON values"),
+        ({}, {"loss": float("nan")}, TypeError, "only JSON values"),
+        ({"count": 3}, {}, TypeError, "count: int is not an array"),
+        ({"key": jax.random.key(0)}, {}, TypeError, "key: .* is not an array of numbers"),
+        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {}, ValueError, r"a\.b: two leaves"),
+    ):
+        with pytest.raises(error, match=says):
+            checkpoints.save(1, state, host_state)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -279,115 +262,83 @@ def test_a_directory_that_refuses_is_one_line(tmp_path, monkeypatch):
         RunCheckpoints(tmp_path / "run", keep=1).save(1, make_state(1), {})
 
 
-def test_full_disk_keeps_the_older_checkpoint_and_recovers(tmp_path):
-    """A limit on file sizes fails a write in its middle, as a full disk does."""
-    status, output, errors = run(
-        textwrap.dedent("""
-        import resource, signal, sys
-        import jax.numpy as jnp
-        from rljax.errors import CheckpointError
-        from rljax.assembly.checkpoint import RunCheckpoints
+FULL_DISK = """
+import gc, resource, signal, sys
+import jax.numpy as jnp
+from rljax.errors import CheckpointError
+from rljax.assembly.checkpoint import RunCheckpoints
 
-        def state(value):
-            return {"weight": jnp.full((200_000,), float(value))}
+def state(value):
+    shapes = [(64, 2048), (320, 64), (64, 64), ()] * 8
+    return {str(i): jnp.full(shape, float(value)) for i, shape in enumerate(shapes)}
 
-        checkpoints = RunCheckpoints(sys.argv[1], keep=2)
-        checkpoints.save(1, state(1), {})
+def largest_file(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+checkpoints = RunCheckpoints(sys.argv[1], keep=2)
+checkpoints.save(1, state(1), {})
+checkpoints.wait()
+largest_file(250_000)
+for _ in range(int(sys.argv[2])):
+    try:
+        checkpoints.save(2, state(2), {})
         checkpoints.wait()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-        try:
-            checkpoints.save(2, state(2), {})
-            checkpoints.wait()
-        except CheckpointError as error:
-            print(error)
-        print(checkpoints.steps(), checkpoints.restore(state(0))[1]["weight"][0])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        checkpoints.save(3, state(3), {})
-        checkpoints.close()
-        print(checkpoints.steps(), checkpoints.restore(state(0))[1]["weight"][0])
-        """),
-        tmp_path,
-    )
-    assert (status, errors) == (0, "")  # not a word of Orbax's over the progress display
-    assert output.splitlines() == [
-        f"{tmp_path}: the checkpoint of step 2 could not be written (File too large);"
-        " that of step 1 is still good",
-        "[1] 1.0",
-        "[1, 3] 3.0",
-    ]
+    except CheckpointError as error:
+        print(error)
+    gc.collect()
+print(checkpoints.steps(), checkpoints.restore(state(0))[1]["3"])
+largest_file(hard)
+checkpoints.save(3, state(3), {})
+checkpoints.close()
+print(checkpoints.steps(), checkpoints.restore(state(0))[1]["3"])
+"""
+
+
+def test_full_disk_keeps_the_older_checkpoint_and_recovers(tmp_path, pytestconfig):
+    """A limit on file sizes fails a write in its middle, as a full disk does. Not a word of Orbax's is
+    printed over the progress display; how an array ends is a matter of luck, so there are many saves.
+    """
+    saves = 40 if pytestconfig.option.all else 12
+    status, output, errors = run(FULL_DISK, tmp_path, saves)
+    assert (status, errors) == (0, "")
+    failed = f"{tmp_path}: the checkpoint of step 2 could not be written (File too large);"
+    says = f"{failed} that of step 1 is still good"
+    assert output.splitlines() == [says] * saves + ["[1] 1.0", "[1, 3] 3.0"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "3"]
 
 
-def test_killed_in_the_middle_of_saving(tmp_path):
-    status, _, errors = run(
-        textwrap.dedent("""
-        import os, signal, sys
-        import jax.numpy as jnp
-        from rljax.assembly.checkpoint import RunCheckpoints
+ON_MESHES = """
+import json, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rljax.assembly.checkpoint import RunCheckpoints
 
-        checkpoints = RunCheckpoints(sys.argv[1], keep=1)
-        for step in (1, 2):
-            state = {str(i): jnp.full((1 << 20,), step * 100 + i) for i in range(16)}
-            checkpoints.save(step, state, {"position": step})
-            if step == 1:
-                checkpoints.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-        """),
-        tmp_path,
-    )
-    assert status == -signal.SIGKILL, errors
-    assert (tmp_path / "2").exists() and not (tmp_path / "2" / "checkpoint.json").exists()
-    template = {str(i): np.zeros(1 << 20, np.int32) for i in range(16)}
-    step, state, host_state = RunCheckpoints(tmp_path, keep=1).restore(template)
-    assert (step, host_state) == (1, {"position": 1})
-    assert_same_bits(state, {str(i): np.full(1 << 20, 100 + i, np.int32) for i in range(16)})
+def shardings(devices):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
+    return {"split": NamedSharding(mesh, P("fsdp")), "replicated": NamedSharding(mesh, P())}
+
+update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
+start = {"split": np.arange(1 << 20), "replicated": np.arange(1 << 20) + 5}
+state = update(jax.device_put(start, shardings(4)))
+checkpoints = RunCheckpoints(sys.argv[1], keep=1)
+checkpoints.save(1, state, {})
+for _ in range(5):
+    state = update(state)
+jax.block_until_ready(state)
+checkpoints.close()
+same = []
+for wanted in (shardings(4), shardings(2)):
+    shape = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    _, restored, _ = checkpoints.restore(jax.tree.map(shape, state, wanted))
+    for name, sharding in wanted.items():
+        assert restored[name].sharding == sharding, restored[name].sharding
+        same.append(np.array_equal(restored[name], start[name] * 2 + 1))
+print("FOUND" + json.dumps(same))
+"""
 
 
 def test_shardings_are_the_templates(tmp_path):
     """Saved from four devices while a donating update runs, restored on another mesh of two."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    status, output, errors = run(
-        textwrap.dedent("""
-        import sys
-        import jax, jax.numpy as jnp, numpy as np
-        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-        from rljax.assembly.checkpoint import RunCheckpoints
-
-        def shardings(devices):
-            mesh = Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
-            return {"split": NamedSharding(mesh, P("fsdp")), "replicated": NamedSharding(mesh, P())}
-
-        update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
-        start = {"split": np.arange(1 << 20), "replicated": np.arange(1 << 20) + 5}
-        state = update(jax.device_put(start, shardings(4)))
-        checkpoints = RunCheckpoints(sys.argv[1], keep=1)
-        checkpoints.save(1, state, {})
-        for _ in range(5):
-            state = update(state)
-        jax.block_until_ready(state)
-        checkpoints.close()
-        for wanted in (shardings(4), shardings(2)):
-            template = {
-                name: jax.ShapeDtypeStruct(state[name].shape, state[name].dtype, sharding=sharding)
-                for name, sharding in wanted.items()
-            }
-            _, restored, _ = checkpoints.restore(template)
-            for name, sharding in wanted.items():
-                assert restored[name].sharding == sharding, restored[name].sharding
-                np.testing.assert_array_equal(restored[name], start[name] * 2 + 1)
-        print("same")
-        """),
-        tmp_path,
-        XLA_FLAGS=flags,
-    )
-    assert (status, output, errors) == (0, "same\n", "")
-
-
-def test_the_seal_lists_every_file(tmp_path):
-    saved(tmp_path, steps=(1,))
-    seal = json.loads((tmp_path / "1" / "checkpoint.json").read_text())
-    files = {str(f.relative_to(tmp_path / "1")) for f in (tmp_path / "1").rglob("*") if f.is_file()}
-    assert files - seal["files"].keys() == {"checkpoint.json"}
-    assert seal["leaves"]["params.embedding"] == "float32[32, 16]"
+    assert run_on_devices(ON_MESHES, 4, tmp_path) == [True] * 4

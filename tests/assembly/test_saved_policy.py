@@ -78,19 +78,13 @@ def test_the_drafters_state_is_there_when_it_is_asked_for(run, tmp_path):
 
 
 def test_a_grown_policy_has_its_grown_shape(tmp_path):
-    path, model = write_run(
-        tmp_path, "policy.growth={hidden_size: 128, mlp_size: 96, num_layers: 2}", steps=(1,)
-    )
+    grown_by = "policy.growth={hidden_size: 128, mlp_size: 96, num_layers: 2}"
+    path, model = write_run(tmp_path, grown_by, steps=(1,))
     saved = load_saved_policy(path)
     assert saved.policy.config == model and model.num_layers == 2
-    grown, _ = grow(init_params(_base(model), 1), _base(model), 128, 96, 2, 0)
-    assert_params(saved.policy.params, grown)
-
-
-def _base(model):
-    return dataclasses.replace(
-        model, hidden_size=64, mlp_size=64, num_layers=1, norm_epsilon=model.norm_epsilon * 2
-    )
+    sizes = {"hidden_size": 64, "mlp_size": 64, "num_layers": 1, "norm_epsilon": model.norm_epsilon * 2}
+    base = dataclasses.replace(model, **sizes)
+    assert_params(saved.policy.params, grow(init_params(base, 1), base, 128, 96, 2, 0)[0])
 
 
 def test_a_moved_run_is_called_by_its_new_name(run, tmp_path):
@@ -204,8 +198,3 @@ def test_every_other_directory_is_one_clear_error(run, tmp_path, make, kind, mes
     with pytest.raises(kind, match=message) as raised:
         load_saved_policy(make(path))
     assert isinstance(raised.value, UserError) and "\n" not in str(raised.value)
-
-
-def test_an_unknown_step_names_those_there_are(run):
-    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are 3, 5"):
-        load_saved_policy(run[0], step=4)

@@ -20,8 +20,8 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(5, 3, 3) == 1.0  # two fail: among any three, one passes
 
 
-@pytest.mark.parametrize("samples", [1, 2, 6])
-def test_pass_at_k_is_the_share_of_subsets_with_a_pass(samples):
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass():
+    samples = 6
     for passed, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         subsets = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
         assert pass_at_k(samples, passed, k) == pytest.approx(np.mean([any(each) for each in subsets]))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.assembly.decoding import evaluation_sampling
 from rljax.assembly.saved_policy import load_saved_policy
 from rljax.config import load_config
 from rljax.errors import ConfigError
@@ -25,7 +26,7 @@ from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.training.session import run as run_training
 from tests.configs import table
 from tests.scripts import load_script
-from tests.training.tiny_run import train, write_config
+from tests.training.tiny_run import numbers, train, write_config
 
 PROBLEMS, SAMPLES = 5, 4
 FILES = ("responses.jsonl", "judgements.jsonl", "evaluation.json")
@@ -49,13 +50,22 @@ def _easy_task():
         yield
 
 
+def trained_in(directory, *more):
+    """The run directory and the metrics of a run in which a policy is trained and evaluated."""
+    evaluation = f"evaluation={{problems: {PROBLEMS}, samples: {SAMPLES}, by_difficulty: true}}"
+    task = "task.args={max_terms: 4, tail_exponent: 0}"
+    return directory / "run", train(directory, "training.steps=1", evaluation, task, *more)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The run directory and its last metrics."""
-    directory = tmp_path_factory.mktemp("evaluate")
-    evaluation = f"evaluation={{problems: {PROBLEMS}, samples: {SAMPLES}, by_difficulty: true}}"
-    lines = train(directory, "training.steps=1", evaluation, "task.args={max_terms: 4, tail_exponent: 0}")
-    return directory / "run", lines[-1]
+    return trained_in(tmp_path_factory.mktemp("evaluate"))
+
+
+@pytest.fixture(scope="module")
+def greedy(tmp_path_factory):
+    """The same training, evaluated otherwise than it samples, in the same programs."""
+    return trained_in(tmp_path_factory.mktemp("greedy"), "evaluation.temperature=0")
 
 
 def evaluate(run, *arguments):
@@ -83,7 +93,7 @@ def assert_same_files(output, expected):
 
 
 def test_a_checkpoint_gives_the_numbers_of_the_evaluation_inside_the_run(trained, whole, capsys):
-    _, line = trained
+    _, (*_, line) = trained
     evaluated = results(whole)
     asked = (evaluated["problems"], evaluated["samples"], evaluated["success"])
     assert asked == (PROBLEMS, SAMPLES, "correct")
@@ -101,6 +111,45 @@ def test_a_checkpoint_gives_the_numbers_of_the_evaluation_inside_the_run(trained
     lengths = [len(json.loads(each)["tokens"]) for each in responses]
     assert evaluated["overall"]["response_length"]["value"] == pytest.approx(np.mean(lengths))
     assert line["evaluation/tokens"] == sum(lengths)
+
+
+def test_a_greedy_evaluation_changes_nothing_in_training(trained, greedy):
+    learned, same = (
+        [{name: value for name, value in line.items() if "evaluation" not in name} for line in numbers(lines)]
+        for _, lines in (trained, greedy)
+    )
+    assert learned == same
+    assert "loss/policy" in learned[1] and learned[1]["mismatch/logprob_abs_max"] == 0.0
+    tokens = [[line["evaluation/tokens"] for line in lines] for _, lines in (trained, greedy)]
+    assert tokens[0] != tokens[1]
+
+
+def test_a_checkpoint_gives_the_numbers_of_the_greedy_evaluation_inside_the_run(greedy, tmp_path, capsys):
+    run, (*_, line) = greedy
+    assert evaluate(run, "--output", tmp_path) == 0
+    evaluated = results(tmp_path)
+    assert evaluated["overall"]["reward"]["value"] == pytest.approx(line["evaluation/reward"], abs=1e-12)
+    assert evaluated["overall"]["mean@4"]["value"] == line["evaluation/mean@4"]
+    assert evaluated["settings"]["evaluation.temperature"] == 0
+    responses = list(JsonLog(tmp_path / "responses.jsonl").lines.values())
+    assert sum(len(each["tokens"]) for each in responses) == line["evaluation/tokens"]
+    assert all(each["logprob"] == 0.0 for each in responses)
+    assert len({(each["problem"], each["text"]) for each in responses}) == PROBLEMS
+    # Other settings do not go on with it, and of the others only those that are set are its identity.
+    for override in ("evaluation.temperature=0.5", "rollout.temperature=0.7", "seed=1"):
+        assert evaluate(run, "--output", tmp_path, override) == 2
+        assert f"{override.replace('=', ': is ')}, but the evaluation in" in capsys.readouterr().err
+    names = [name for name in evaluated["settings"] if name.startswith("evaluation.")]
+    assert names == ["evaluation.temperature"]
+
+
+def test_settings_that_rollouts_alone_can_have_are_one_clear_line(tmp_path):
+    overrides = ["rollout.temperature=1e-6", "evaluation.top_p=0.9"]
+    with pytest.raises(ConfigError, match=r"^evaluation\.temperature: 1e-06, expected 0 or 0\.0001 to"):
+        evaluation_sampling(load_config(write_config(tmp_path), overrides))
+    assert evaluation_sampling(load_config(write_config(tmp_path), ["evaluation.top_k=0"])) is None
+    with pytest.raises(ConfigError, match=r"evaluation\.top_k: needs .*coupled"):
+        load_config(write_config(tmp_path), ["evaluation.top_k=5", "engine.verification=target_only"])
 
 
 def test_stopped_and_started_again_the_files_are_the_same(trained, whole, tmp_path, monkeypatch):
@@ -172,14 +221,6 @@ def test_a_split_that_ends_is_evaluated_once(trained, tmp_path):
     assert evaluated["problems"] == 3 and {name for name in evaluated["overall"] if "@" in name} == {"mean@1"}
 
 
-def test_other_settings_do_not_go_on_with_an_evaluation(trained, whole, capsys):
-    run, _ = trained
-    assert evaluate(run, "--output", whole, "rollout.temperature=0.7") == 2
-    assert "rollout.temperature: is 0.7, but the evaluation in" in capsys.readouterr().err
-    assert evaluate(run, "--output", whole, "seed=1") == 2
-    assert "seed: is 1" in capsys.readouterr().err
-
-
 def test_a_digest_names_the_bits_of_the_weights():
     params = {"embed": np.ones((2, 3), np.float32), "layers": [{"q": np.zeros(4, np.float32)}]}
     assert weights_digest(params) == weights_digest(jax.tree.map(jnp.asarray, params))
@@ -194,7 +235,6 @@ BAD = """
 evaluation.success=corect -> no part 'corect'; did you mean 'correct'
 rollout.max_prompt_length=4 rollout.long_prompts=stop
     -> max_prompt_length: 4, but the prompt of problem heldout/0
---step 7 -> no checkpoint of step 7; there is 1
 speculation.drafter=nobody -> unknown drafter 'nobody'
 """
 

@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 
 from rljax.errors import ConfigError, UserError
 from rljax.evaluation import records
 from rljax.evaluation.records import EvaluationDirectory, JsonLog
+from tests.fork_server import shared
 
 IDENTITY = {"policy": "abc", "rollout.temperature": 1.0, "rollout.stop": ("x",)}
 
@@ -54,21 +53,29 @@ def test_the_same_evaluation_goes_on_and_another_is_refused(tmp_path):
         EvaluationDirectory(tmp_path / "evaluation.json" / "below", IDENTITY)
 
 
+HOLDS = """
+import sys, time
+from rljax.evaluation.records import EvaluationDirectory
+
+with EvaluationDirectory(sys.argv[1], {}):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
 def test_one_process_at_a_time(tmp_path):
     """A second one would cut off the line that the first is writing."""
-    code = (
-        "import sys; from rljax.evaluation.records import EvaluationDirectory\n"
-        "with EvaluationDirectory(sys.argv[1], {}): print('locked', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, **pipes) as other:
-        assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(ConfigError, match="--output: another process evaluates in"):
-            EvaluationDirectory(tmp_path, {})
-        other.stdin.close()
-    with EvaluationDirectory(tmp_path, {}):
+    directory, said = tmp_path / "evaluation", tmp_path / "said"
+    said.touch()
+    other = shared().start(HOLDS, [directory], said, said)
+    while not said.read_text() and other.wait(0.01) is None:
+        pass
+    assert said.read_text() == "locked\n"
+    with pytest.raises(ConfigError, match="--output: another process evaluates in"):
+        EvaluationDirectory(directory, {})
+    other.send(signal.SIGKILL)
+    assert other.wait() == -signal.SIGKILL
+    with EvaluationDirectory(directory, {}):
         pass
 
 

@@ -1,7 +1,6 @@
 """Packing: the chunk rule as a property, the layout of a batch by hand, and the share of padding."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,11 +16,6 @@ from rljax.learning.packing import (
     pack_groups,
     pack_sequences,
 )
-from rljax.models.config import ModelConfig
-from rljax.models.packed_attention import PackedAttention
-from rljax.models.rope import rope_table
-from rljax.models.transformer import forward, init_params
-from rljax.numerics.rows import Numerics
 
 
 @st.composite
@@ -62,7 +56,9 @@ def test_batches_round_trip(problem, seed, microbatching):
         prompt, response = np.split(rng.integers(1, 1000, length), [int(rng.integers(1, length + 1))])
         logprobs = rng.normal(size=len(response)).astype(np.float32)
         advantage, weight = np.float32(rng.normal()), np.float32(rng.uniform(0.1, 1))
-        sequences.append(TrainingSequence(prompt, response, logprobs, float(advantage), float(weight)))
+        sampled = rng.random(len(response)) < 0.8  # between them, what tools answered
+        rest = (logprobs, float(advantage), float(weight), sampled)
+        sequences.append(TrainingSequence(prompt, response, *rest))
     packing = pack_sequences(lengths, pack_length, chunk)
     microbatches = packing.microbatches(*microbatching)
     batches = [build_batch(sequences, packing, rows) for rows in microbatches]
@@ -81,17 +77,16 @@ def test_batches_round_trip(problem, seed, microbatching):
         assert segment > 0
         # Nobody else in the row has the id.
         assert np.sum(batch.segment_ids[packing.row[i]] == segment) == lengths[i]
-        mask = batch.response_mask[where]
-        assert not mask[-1]
-        np.testing.assert_array_equal(batch.targets[where][mask], sequence.response_ids)
-        np.testing.assert_array_equal(batch.rollout_logprobs[where][mask], sequence.rollout_logprobs)
+        mask, sampled = batch.response_mask[where], sequence.sampled_mask
+        np.testing.assert_array_equal(mask, [*[False] * (len(sequence.prompt_ids) - 1), *sampled, False])
+        np.testing.assert_array_equal(batch.targets[where][mask], sequence.response_ids[sampled])
+        np.testing.assert_array_equal(batch.rollout_logprobs[where][mask], sequence.rollout_logprobs[sampled])
         np.testing.assert_array_equal(batch.advantages[where][mask], np.float32(sequence.advantage))
         np.testing.assert_array_equal(batch.weights[where][mask], np.float32(sequence.weight))
     assert np.sum(batch.segment_ids > 0) == sum(lengths)
-    assert np.sum(batch.response_mask) == sum(len(s.response_ids) for s in sequences)
     for outside in (batch.rollout_logprobs, batch.advantages, batch.weights):
         assert np.all(outside[~batch.response_mask] == 0)
-    for nothing in (batch.tokens, batch.positions, batch.targets):
+    for nothing in (batch.tokens, batch.positions, batch.targets, batch.response_mask):
         assert np.all(nothing[batch.segment_ids == 0] == 0)
 
 
@@ -158,6 +153,7 @@ def test_bad_sequences_and_impossible_lengths_are_named():
         ([TrainingSequence([1], [2, 3], [0.0, 0.0], 0.0, 1.0)], "sequence 0: 3 tokens"),
         ([TrainingSequence([], [2, 3], [0.0, 0.0], 0.0, 1.0)], "sequence 0: the prompt is empty"),
         ([TrainingSequence([1], [2], [0.0, 0.0], 0.0, 1.0)], "sequence 0: 2 rollout_logprobs for 1"),
+        ([TrainingSequence([1], [2], [0.0], 0.0, 1.0, [True] * 3)], "sampled_mask has 3 entries for 1 resp"),
     ):
         with pytest.raises(ValueError, match=message):
             build_batch(sequences, pack_sequences([2], 8, chunk=8), range(1))
@@ -165,34 +161,6 @@ def test_bad_sequences_and_impossible_lengths_are_named():
         pack_sequences([2, 0], 8)
     with pytest.raises(UserError, match=r"training\.pack_length: 512 is less than a sequence of 513 tokens"):
         pack_sequences([3, 513], 512)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bits are promised on a CPU only")
-@pytest.mark.parametrize("compute_dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def test_hidden_states_have_the_same_bits_packed_or_alone(compute_dtype):
-    """What the packing rules are for. Rows of 512 with one sequence from position 0 stand for the decoder."""
-    config = ModelConfig("qwen3", 64, 128, 1, 4, 2, 32, 256, tie_embeddings=True, qk_norm=True)
-    params = jax.tree.map(jnp.asarray, init_params(config, 0))
-    numerics = Numerics(row_invariant=True, compute_dtype=compute_dtype)
-    rope = jnp.asarray(rope_table(config, 768))
-
-    @jax.jit
-    def hidden_states(batch):
-        attention = PackedAttention(batch.segment_ids, numerics)
-        hidden, _ = forward(params, config, batch.tokens, batch.positions, attention, rope, numerics)
-        return hidden.astype(jnp.float32)
-
-    rng = np.random.default_rng(0)
-    lengths = np.array([500, 300, *rng.integers(4, 200, 16)])
-    sequences = [TrainingSequence(rng.integers(0, 64, n), [], None, 0.0, 0.0) for n in lengths]
-    packing = pack_sequences(lengths, 768)
-    assert np.any(packing.start % 2), "no sequence starts at an odd position"
-    packed = np.asarray(hidden_states(build_batch(sequences, packing, range(packing.num_rows))))
-    for i, length in enumerate(lengths):
-        row = build_batch(sequences[i : i + 1], pack_sequences([length], 512), range(1))
-        alone = np.asarray(hidden_states(row))[0, :length]
-        start = packing.start[i]
-        np.testing.assert_array_equal(packed[packing.row[i], start : start + length], alone)
 
 
 @settings(max_examples=200, deadline=None)

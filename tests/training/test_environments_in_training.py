@@ -1,4 +1,4 @@
-"""A run whose problems take several turns: what it learns from, that it repeats, and what it reports."""
+"""A run whose problems take several turns: what it learns from and reports, and how its policy plays."""
 
 import pytest
 
@@ -12,53 +12,46 @@ from rljax.progress import Progress
 from rljax.reports import write_report_of_run
 from rljax.run_directory import RunDirectory
 from rljax.training.session import run
-from tests.training.tiny_run import ONE_PASS, train, write_config
+from tests.training.tiny_run import train, write_config
 
 GUESS = (
     "task={name: guess_number, args: {numbers: 4}}",
     "environment={max_turns: 3}",
     "warm_start.steps=20",
 )
-VOLATILE = ("time/", "rollout/tokens_per_second", "rollout/occupancy", "rollout/decode_steps")
-VOLATILE += ("engine/", "speculation/", "environment/seconds", "environment/waiting")
 
 
-def test_a_run_of_episodes_and_its_report(tmp_path):
-    for line in train(tmp_path, *GUESS)[1:]:
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """The run directory and its metrics."""
+    directory = tmp_path_factory.mktemp("played")
+    lines = train(directory, *GUESS)
+    return directory / "run", lines
+
+
+def test_a_run_of_episodes_and_its_report(played):
+    """`tests/rollout/test_environment_turns.py` has drafts, `test_loop.py` has resuming."""
+    directory, lines = played
+    for line in lines[1:]:
         assert 1.0 < line["environment/turns"] <= 3.0 and 0.0 <= line["environment/cut_off"] <= 1.0
         assert line["mismatch/logprob_abs_max"] == 0.0
         assert line["reward/solved"] == 1.0 - line["environment/cut_off"]
         assert line["environment/tokens"] > 0 and line["reward/timeouts"] == 0.0
-    sample = RunDirectory(tmp_path / "run").read_rollouts()[-1]["best"][0]
+    sample = RunDirectory(directory).read_rollouts()[-1]["best"][0]
     read = [sample["response"][begin:end] for begin, end in sample["read"]]
     assert all(text.endswith("<|im_start|>assistant\n") for text in read)
     assert len(sample["turn_rewards"]) - len(read) in (0, 1)  # 0 where a turn was cut off
-    write_report_of_run(tmp_path / "run", lambda line: None)
-    assert "reward of each turn: " in (tmp_path / "run" / "report.html").read_text()
+    write_report_of_run(directory, lambda line: None)
+    assert "reward of each turn: " in (directory / "report.html").read_text()
 
 
-@pytest.mark.long  # tests/rollout/test_environment_turns.py has drafts, test_loop.py has resuming
-def test_it_repeats_exactly_resumed_and_with_drafts_and_is_evaluated_and_played(tmp_path, capsys):
-    for name in ("plain", "drafted"):
-        (tmp_path / name).mkdir()
-    plain = train(tmp_path / "plain", *GUESS)
-    drafting = ("speculation.drafter=srt", *ONE_PASS)
-    train(tmp_path / "drafted", *GUESS, *drafting, "training.steps=1")
-    drafted = train(tmp_path / "drafted", *GUESS, *drafting)
-    assert drafted[-1]["speculation/accepted"] >= 0
-    for line, other in zip(drafted, plain, strict=True):
-        shared = [name for name in line if name in other and not name.startswith(VOLATILE)]
-        assert {"environment/turns", "loss/policy"} <= set(shared) or line["step"] == 0
-        assert {name: line[name] for name in shared} == {name: other[name] for name in shared}
-
-    # A saved policy is evaluated with the numbers of the run.
-    directory = tmp_path / "plain" / "run"
+@pytest.mark.long  # tests/evaluation has evaluations without turns
+def test_a_saved_policy_is_evaluated_as_in_its_run_and_plays_for_whoever_asks(played, tmp_path, capsys):
+    directory, lines = played
     config = evaluation_config(directory, None, [])
     with Progress() as progress:
-        results = Evaluator(load_saved_policy(directory), config, "heldout", tmp_path / "e", progress).run()
-    assert results["overall"]["reward"]["value"] == pytest.approx(plain[-1]["evaluation/reward"])
-
-    # And plays an episode for whoever asks.
+        results = Evaluator(load_saved_policy(directory), config, "heldout", tmp_path, progress).run()
+    assert results["overall"]["reward"]["value"] == pytest.approx(lines[-1]["evaluation/reward"])
     capsys.readouterr()
     assert generate([str(directory), "--episode", "1"]) == 0
     printed, said = capsys.readouterr()

@@ -62,10 +62,8 @@ def test_transformers_computes_the_same_logits(run, exported):
     transformers = pytest.importorskip("transformers")
     ours, theirs = Tokenizer.load(run[0] / "tokenizer"), transformers.AutoTokenizer.from_pretrained(exported)
     messages = [{"role": "user", "content": "47a5b8c9="}]
-    theirs_ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
-    assert theirs_ids == ours.encode_chat(messages)
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert rendered["input_ids"] == ours.encode_chat(messages)
     assert theirs.eos_token_id == ours.eos_token_id
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_token_id
 
@@ -76,9 +74,8 @@ def test_an_older_step_in_bfloat16(run, tmp_path):
     assert checkpoint_parts(tmp_path / "half")[0] == model
     params = load_params(tmp_path / "half", model)
     expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), init_params(model, 3))
-    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert "bfloat16" in (tmp_path / "half" / "README.md").read_text()
 
 
@@ -128,9 +125,7 @@ def test_nothing_is_overwritten_unless_asked_for(run, tmp_path, capsys):
     assert main(path, output, "--step", 3) == 0
     before = (output / "model.safetensors").read_bytes()
     assert main(path, output) == 2
-    assert (
-        "holds a model already; choose another directory, or replace it: --force" in capsys.readouterr().err
-    )
+    assert "a model already; choose another directory, or replace it: --force" in capsys.readouterr().err
     assert (output / "model.safetensors").read_bytes() == before
     (output / "left-over").write_text("")
     assert main(path, output, "--force") == 0
@@ -196,8 +191,7 @@ def test_the_head_is_what_its_loader_reads(tmp_path):
     assert main(path, tmp_path / "policy", "--drafter", tmp_path / "head") == 0
     config, loaded = load_head(tmp_path / "head", model)
     assert config == HeadConfig("eagle", model)
-    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
 def test_bad_input_is_one_line(run, exported, tmp_path, capsys, monkeypatch):

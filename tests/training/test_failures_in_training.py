@@ -2,6 +2,7 @@
 the first error is the one that is told. Nothing is compiled; steps and evaluations are made up.
 """
 
+import os
 import signal
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 
 from rljax import run_directory
 from rljax.config import load_config
-from rljax.errors import Interrupted, RunDirectoryError, UserError
+from rljax.errors import CheckpointError, Interrupted, RunDirectoryError, UserError
 from rljax.learning.accumulation import TrainState
 from rljax.run_directory import RunDirectory
 from rljax.speculation.no_drafts import NoDrafts
@@ -32,13 +33,15 @@ def made_up_state():
 class Checkpoints:
     """Those of a run, in memory; `state` is what the run holds while one is read."""
 
-    def __init__(self):
-        self.saved, self.directory = {}, None
+    def __init__(self, full=False):
+        self.saved, self.directory, self.full = {}, None, full
 
     def latest_step(self):
         return max(self.saved, default=None)
 
     def save(self, step, state, host_state, drafter, score):
+        if self.full:
+            raise CheckpointError("no space left")
         self.saved[step] = dict(host_state)
 
     def restore(self, template):
@@ -150,6 +153,21 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path, reports, monkey
         with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: cannot be written"):
             loop.train(run)
         assert run.state.step == step
+    (tmp_path / "checkpoints").mkdir()
+    full.clear()
+    run = make_run(tmp_path / "checkpoints", Checkpoints(full=True), said, evaluate=lambda step: {})
+    with pytest.raises(CheckpointError, match="no space left"):
+        loop.train(run)
+    assert run.state.step == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_named_with_the_way_on(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.metrics_path.symlink_to("/dev/full")
+    full = r"cannot be written \(No space left on device\); started again, the run goes on from its newest"
+    with pytest.raises(RunDirectoryError, match=rf"metrics\.jsonl: {full} checkpoint$"):
+        directory.append_metrics({"step": 2})
 
 
 def test_a_run_that_is_stopped_twice_tells_the_signal(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Signals: what is worth finishing is finished and saved, and whoever insists gets out."""
 
+import itertools
 import os
 import signal
 
@@ -62,9 +63,9 @@ def test_a_third_signal_ends_the_process(monkeypatch):
 # -- a run -------------------------------------------------------------------------------------------------
 
 
-def signalling(function, when, number=signal.SIGTERM):
+def signalling(function, when, number):
     """`function`, with a signal before call `when`, counted from 1."""
-    calls = iter(range(1, 1000))
+    calls = itertools.count(1)
 
     def wrapped(*arguments, **options):
         if next(calls) == when:
@@ -74,70 +75,49 @@ def signalling(function, when, number=signal.SIGTERM):
     return wrapped
 
 
-def train_own(directory):
-    """The tiny run with a warm start of its own."""
-    train(directory, f"warm_start.cache_dir={directory}/warm_start")
-
-
-def warmed_up(directory):
-    (policy,) = (directory / "warm_start").iterdir()
-    return (policy / "model.safetensors").read_bytes()
-
-
-def no_further(monkeypatch):
-    """Nothing is compiled for the rollouts: what comes before it is all that is tested."""
-
-    def stop(*_):
+def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    def stop(*_):  # what comes before the rollouts is all that is tested
         raise KeyboardInterrupt
 
+    def warmed_up(name, stopped_by):
+        """The weights of a tiny run with a warm start of its own."""
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        with pytest.raises(stopped_by) as stopped:
+            train(directory, f"warm_start.cache_dir={directory}/warm_start")
+        weights = [path.read_bytes() for path in directory.glob("warm_start/*/model.safetensors")]
+        return stopped.value, weights
+
     monkeypatch.setattr(loop, "compile_programs", stop)
-
-
-def test_a_warm_start_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    for name in ("whole", "stopped"):
-        (tmp_path / name).mkdir()
-    no_further(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        train_own(tmp_path / "whole")
-    update = warm_start._update
+    _, (whole,) = warmed_up("whole", KeyboardInterrupt)
+    update, updates = warm_start._update, []
     with monkeypatch.context() as patch:
-        patch.setattr(warm_start, "_update", signalling(update, 2))
-        with pytest.raises(Interrupted, match="stopped before the first checkpoint") as stopped:
-            train_own(tmp_path / "stopped")
-    assert stopped.value.signal == signal.SIGTERM
+        patch.setattr(warm_start, "_update", signalling(update, 2, signal.SIGTERM))
+        stopped, weights = warmed_up("stopped", Interrupted)
+    assert stopped.signal == signal.SIGTERM and "stopped before the first checkpoint" in str(stopped)
     unfinished = tmp_path / "stopped" / "run" / "warm_start"
-    assert RunCheckpoints(unfinished, keep=1).latest_step() == 2
-    updates = []
+    assert RunCheckpoints(unfinished, keep=1).latest_step() == 2 and not weights
     monkeypatch.setattr(warm_start, "_update", lambda *given: updates.append(1) or update(*given))
-    with pytest.raises(KeyboardInterrupt):
-        train_own(tmp_path / "stopped")
-    assert len(updates) == 1  # of three
-    assert warmed_up(tmp_path / "stopped") == warmed_up(tmp_path / "whole")
+    _, weights = warmed_up("stopped", KeyboardInterrupt)
+    assert len(updates) == 1 and weights == [whole]  # one of three
     assert not unfinished.exists()
 
 
 def test_a_signal_while_compiling_or_evaluating_loses_nothing(tmp_path, monkeypatch):
     """Before the first step at once, with the checkpoint that is resumed named; and in a step after it."""
     options = ("training.steps=2", "evaluation.every=1")
-    compile_all = loop.compile_programs
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "compile_programs", signalling(compile_all, 1, signal.SIGINT))
-        with pytest.raises(Interrupted, match=r"^stopped before the first checkpoint$") as stopped:
-            train(tmp_path, *options)
-    assert stopped.value.signal == signal.SIGINT
-    collect = Collector.collect
-    with monkeypatch.context() as patch:
-        patch.setattr(Collector, "collect", signalling(collect, 1))  # the evaluation before training
-        with pytest.raises(Interrupted, match=r"^stopped before the first checkpoint$"):
-            train(tmp_path, *options)
-    with monkeypatch.context() as patch:
-        patch.setattr(Collector, "collect", signalling(collect, 2))  # the one after the first step
-        with pytest.raises(Interrupted, match=r"^stopped at step 1, which is saved$"):
-            train(tmp_path, *options)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "compile_programs", signalling(compile_all, 1))
-        with pytest.raises(Interrupted, match=r"^stopped at step 1, which is saved$"):
-            train(tmp_path, *options)
+    nothing, saved = "stopped before the first checkpoint", "stopped at step 1, which is saved"
+    for where, name, call, number, says in (
+        (loop, "compile_programs", 1, signal.SIGINT, nothing),
+        (Collector, "collect", 1, signal.SIGTERM, nothing),  # the evaluation before training
+        (Collector, "collect", 2, signal.SIGTERM, saved),  # the one after the first step
+        (loop, "compile_programs", 1, signal.SIGTERM, saved),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, signalling(getattr(where, name), call, number))
+            with pytest.raises(Interrupted, match=f"^{says}$") as stopped:
+                train(tmp_path, *options)
+        assert stopped.value.signal == number
     lines = train(tmp_path, *options)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all("evaluation/reward" in line for line in lines)

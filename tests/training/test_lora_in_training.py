@@ -15,7 +15,7 @@ from rljax.models.huggingface import load_model_config, load_params
 from rljax.models.lora import matrices_of, merge, with_matrices
 from tests.models.test_huggingface import assert_same_logits, our_logits, reference_logits
 from tests.scripts import load_script
-from tests.training.test_speculation_in_training import final_state, run, same_bits, what, world  # noqa: F401
+from tests.training.test_speculation_in_training import final_state, run, what, world  # noqa: F401
 
 LORA = "policy.lora={rank: 4, alpha: 8}"
 STEPS = 4
@@ -51,7 +51,7 @@ def test_drafts_change_no_number(world, plain):  # noqa: F811
     lines = run(world, "srt", LORA, *KEYS, drafter="srt", verified=[True])
     assert what(lines) == what(plain)
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 10
-    assert same_bits(final_state(world, "srt", STEPS), final_state(world, "lora", STEPS))
+    assert final_state(world, "srt", STEPS) == final_state(world, "lora", STEPS)
 
 
 def test_a_run_that_goes_on_has_the_same_numbers(world, plain):  # noqa: F811
@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_has_the_same_numbers(world, plain):  # noqa: F811
         common = line.keys() & other.keys()  # the end of the first session evaluates, too
         assert {key: line[key] for key in common} == {key: other[key] for key in common}
         assert {"reward/mean", "loss/policy", "gradient_norm"} <= common or line["step"] == 0
-    assert same_bits(final_state(world, "resumed", STEPS), final_state(world, "lora", STEPS))
+    assert final_state(world, "resumed", STEPS) == final_state(world, "lora", STEPS)
 
 
 def test_a_checkpoint_holds_what_is_trained(world, plain):  # noqa: F811

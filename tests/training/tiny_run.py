@@ -5,9 +5,14 @@ compiles what the others load. A test that puts another function into a program 
 `engine.compilation_cache=null`. A warm start is made once for all runs of the session that have the same.
 """
 
+import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
 
 from rljax.config import load_config
 from rljax.run_directory import RunDirectory
@@ -57,3 +62,16 @@ def train(directory: Path, *overrides: str) -> list[dict[str, Any]]:
     config = load_config(write_config(directory), overrides)
     run(config)
     return RunDirectory(config.run_dir).read_metrics()
+
+
+def numbers(lines: Iterable[dict[str, Any]], *how: str) -> list[dict[str, Any]]:
+    """Metrics that repeat: without times, what a session compiles, and what begins with one of `how`."""
+    left_out = ("time/", "rollout/tokens_per_second", "engine/compilations", *how)
+    return [{key: value for key, value in line.items() if not key.startswith(left_out)} for line in lines]
+
+
+def digests(run: Path, step: int) -> dict[str, str]:
+    """Digests of the bits of a checkpoint's arrays, by name."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(run / "checkpoints" / str(step) / "arrays")
+    return {name: hashlib.sha256(np.asarray(array).tobytes()).hexdigest() for name, array in arrays.items()}
