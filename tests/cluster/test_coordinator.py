@@ -133,6 +133,18 @@ def test_late_pieces_of_a_lost_worker_are_compared_and_counted():
     assert "workers worker-0 and worker-1" in fail.message
 
 
+def test_a_lost_workers_answers_do_not_count():
+    """The tool may have said something else to the one that goes on."""
+    coordinator, _ = begun()
+    coordinator.only_holders = True
+    coordinator.on(Died("worker-0", "of a test"), 2.0)
+    assert coordinator.on(Pieces("worker-0", 1, (whole(0, 0, 2),)), 3.0) == []
+    assert not coordinator.ledger[0].tokens
+    assert coordinator.counts.late == 1
+    coordinator.on(Pieces("worker-1", 1, (whole(0, 0, 1),)), 4.0)
+    assert len(coordinator.ledger[0].tokens) == 1
+
+
 def test_a_silent_worker_is_lost_at_the_end_of_its_lease_and_not_before():
     coordinator, _ = begun()
     coordinator.on(Heard("worker-1"), 8.0)

@@ -16,9 +16,8 @@ from rljax.cluster.messages import Decode, Load, Pieces, Prefetch
 from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
-from tests.cluster.test_drafters import FEW, HEAD
-
-DRAFTS = ("speculation.drafter=srt", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
+from tests.cluster.test_drafters import FEW
+from tests.training.tiny_run import HEAD, ONE_PASS
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,7 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
 
 
 @pytest.mark.ray
-@pytest.mark.long  # beyond one case; test_failures.py loses workers in one process
+@pytest.mark.long  # beyond one case; test_local_run.py loses workers in one process
 def test_a_process_killed_and_one_stopped_change_nothing(world, alone, nodes, monkeypatch):
     """kill -9 in the first training rollout, SIGSTOP when requests of the second are on their way: a third
     and fourth worker go on. Weights come from shared memory.
@@ -107,7 +106,13 @@ def test_a_process_killed_and_one_stopped_change_nothing(world, alone, nodes, mo
     monkeypatch.setattr(ray_fabric.RayFabric, "receive", kill)
     monkeypatch.setattr(ray_fabric.RayFabric, "send", stop)
     # The stopped one is waited for as long; a busy machine must not make the other ones silent for so long.
-    overrides = ("cluster.workers=2", "cluster.lease_seconds=30", "cluster.weights=files", *DRAFTS)
+    overrides = (
+        "cluster.workers=2",
+        "cluster.lease_seconds=30",
+        "cluster.weights=files",
+        "speculation.drafter=srt",
+        *ONE_PASS,
+    )
     troubled = run(world, "ray_trouble", *overrides)
     assert hit.keys() == {signal.SIGKILL, signal.SIGSTOP}
     assert not differences(alone, troubled)
