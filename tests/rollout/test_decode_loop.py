@@ -31,11 +31,6 @@ def engine():
     return make_engine(buckets=BUCKETS)
 
 
-@pytest.fixture(scope="module")
-def expected(engine, params, requests):
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
-
-
 def finish(loop):
     while loop.live:
         loop.step()

@@ -81,6 +81,7 @@ def test_a_mix_and_each_alone(dtype):
         assert_rows_have_their_own(dtype, [params] * ROWS)
 
 
+@pytest.mark.long  # above, settings of every kind in a mix
 @settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from(list(LOGITS)),
@@ -107,16 +108,22 @@ def thresholds_by_row():
 
 @pytest.mark.parametrize("params", [each for each in DISTRIBUTIONS if each.filters(VOCAB)], ids=str)
 def test_thresholds_are_those_of_the_reference(params):
-    """Sorting finds the same number, bisection one that keeps the same tokens."""
-    reference, rows = jax.jit(lambda x: distribution.kept_from(x, params, NUMERICS)), [params] * ROWS
+    """Sorting finds the same number, bisection one that keeps the same tokens; with settings by row and with
+    those of all rows.
+    """
+    rows, whole = [params] * ROWS, [distribution.kept_from, split.kept_from]
+    reference, bisection = (jax.jit(lambda x, f=f: f(x, params, NUMERICS)) for f in whole)
     for logits in LOGITS.values():
         scaled = logits.copy()
         scaled[:, -3:] = -np.inf  # as the padding of a vocabulary
         scaled[0] *= 1e30
         expected = np.asarray(reference(scaled))
-        sorting, bisection = (f(scaled, SlotSampling.of(rows, VOCAB)) for f in thresholds_by_row())
-        np.testing.assert_array_equal(sorting, expected)
-        np.testing.assert_array_equal(scaled >= np.asarray(bisection), scaled >= expected)
+        sorted_by_row, bisected_by_row = (
+            f(scaled, SlotSampling.of(rows, VOCAB)) for f in thresholds_by_row()
+        )
+        np.testing.assert_array_equal(sorted_by_row, expected)
+        for threshold in (bisected_by_row, bisection(scaled)):
+            np.testing.assert_array_equal(scaled >= np.asarray(threshold), scaled >= expected)
 
 
 def test_a_row_with_nan_is_told():

@@ -467,8 +467,7 @@ def test_the_device_is_not_idle_while_it_prefills(engine, params, requests, expe
 @pytest.mark.parametrize("rule", ["rejection", "target_only"])
 def test_the_other_rules_sample_from_the_policy_too(params, requests, expected, rule):
     """Other tokens, but the same contract; and a drafter hears nothing of the noise."""
-    buckets = Buckets((4,), (128,), (16, 32), 7)
-    engine = make_engine(buckets=buckets, verification=rule)
+    engine = make_engine(buckets=Buckets((4,), (128,), (32,), 7), verification=rule)
     parents, verify = [], engine.verify
 
     def spy(params, state, tree, rows):
@@ -493,7 +492,7 @@ def test_the_other_rules_sample_from_the_policy_too(params, requests, expected, 
             return drafts
 
     for drafter in (Branching(), make_drafter("srt")):
-        times = FavouriteRows([32, 16, 0, 32])
+        times = FavouriteRows([32, 0, 32])
         completions, statistics, _ = speculate(engine, params, requests, drafter, times)
         check_statistics(completions, statistics)
         assert statistics.accepted > 0

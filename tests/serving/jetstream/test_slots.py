@@ -12,7 +12,7 @@ from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.jetstream.slots import SlotEngine
-from tests.tiny_policy import EOS, make_engine, make_params
+from tests.tiny_policy import EOS, make_engine
 
 LONGEST = 128  # positions of the largest cache
 PROMPTS = [(3, 9, 27), tuple(range(2, 42)), (8,)]
@@ -22,11 +22,6 @@ IDS = [uuid.UUID(int=(1 << 70) + i) for i in range(3)]
 @pytest.fixture(scope="module")
 def engine():
     return make_engine()
-
-
-@pytest.fixture(scope="module")
-def params(engine):
-    return engine.load_params(make_params())
 
 
 @pytest.fixture
