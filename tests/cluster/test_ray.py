@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import types
@@ -17,6 +16,7 @@ from rljax.config.cluster import ClusterConfig
 from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
 from tests.cluster.test_drafters import FEW
+from tests.fork_server import output_of
 from tests.training.tiny_run import HEAD, ONE_PASS
 
 
@@ -78,6 +78,12 @@ def test_with_staleness_two_processes_make_the_run_of_none(world, stale_alone, n
     assert sum(line["cluster/prefetched"] for line in clustered.steps) >= 1
 
 
+def is_middle(fabric, event, rollout):
+    """Whether a worker has told of responses of a rollout that go on."""
+    is_here = isinstance(event, Pieces) and event.worker in fabric.facts
+    return is_here and event.rollout == rollout and not any(piece.ending for piece in event.pieces)
+
+
 @pytest.mark.ray
 @pytest.mark.long  # beyond one case; test_local_run.py loses workers in one process
 def test_a_process_killed_and_one_stopped_change_nothing(world, alone, nodes, monkeypatch):
@@ -93,8 +99,7 @@ def test_a_process_killed_and_one_stopped_change_nothing(world, alone, nodes, mo
     def kill(fabric, seconds):
         events = receive(fabric, seconds)
         for event in events:
-            middle = isinstance(event, Pieces) and not any(piece.ending for piece in event.pieces)
-            if middle and event.rollout == 2 and signal.SIGKILL not in hit and event.worker in fabric.facts:
+            if signal.SIGKILL not in hit and is_middle(fabric, event, 2):
                 hurt(fabric, event.worker, signal.SIGKILL)
         return events
 
@@ -137,8 +142,7 @@ def test_a_node_that_goes_and_one_that_comes(world, alone, nodes, monkeypatch):
     def interfere(fabric, seconds):
         events = receive(fabric, seconds)
         for event in events:
-            middle = isinstance(event, Pieces) and not any(piece.ending for piece in event.pieces)
-            if middle and event.rollout == 2 and "gone" not in done and event.worker in fabric.facts:
+            if "gone" not in done and is_middle(fabric, event, 2):
                 gone = fabric._nodes[event.worker]
                 nodes.remove_node(next(node for node in nodes.worker_nodes if node.node_id == gone))
                 done["gone"] = event.worker
@@ -278,6 +282,5 @@ def test_a_process_that_ends_without_a_word_is_spoken_for():
         "end(); end(); os._exit(2)": False,
         "": False,
     }
-    done = subprocess.run([sys.executable, "-c", _ENDS, *ends], capture_output=True, text=True, check=True)
-    for said, is_said in zip(json.loads(done.stdout), ends.values(), strict=True):
+    for said, is_said in zip(json.loads(output_of(_ENDS, *ends)), ends.values(), strict=True):
         assert said.count("\n") == is_said and ("run the same command again" in said) == is_said

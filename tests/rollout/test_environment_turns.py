@@ -30,7 +30,8 @@ MAX_TURNS = 4
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(buckets=Buckets((2, SLOTS), (128,), (16,), 7), eos=EOS)
+    """Of one shape: in test_tool_turns.py, states shrink and grow between turns."""
+    return make_engine(buckets=Buckets((SLOTS,), (128,), (16,), 7), eos=EOS)
 
 
 @pytest.fixture(scope="module")

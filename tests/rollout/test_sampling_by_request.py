@@ -15,7 +15,6 @@ from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError
 from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Scheduler
-from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop, open_slots
 from rljax.sampling.distribution import SamplingParams
@@ -108,22 +107,6 @@ def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, dra
         completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
     assert_same(completions, expected)
     assert statistics.accepted > (100 if drafter == "quantized" else 20)
-
-
-@pytest.mark.long  # below, every move of a slot
-@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
-def test_requests_that_join_and_leave_keep_their_settings(engine, params, requests, expected):
-    """One after the other, as in a server: states are widened for them, and compacted when they leave."""
-    policy = LoopPolicy(sync_at_every_ending=True, most_steps=3)
-    loop = open_loop(open_slots(engine, params), SLOTS, policy=policy)
-    responses = [LiveResponse(request) for request in requests]
-    for response in reversed(responses):
-        loop.submit([response])
-        loop.step()
-    while loop.live:
-        loop.step()
-    assert_same([response.completion(False) for response in responses], expected)
-    assert "widen" in {key[0] for key in POOL._programs}
 
 
 def test_every_move_of_a_slot_takes_its_settings_along():

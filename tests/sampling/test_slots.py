@@ -29,7 +29,6 @@ DISTRIBUTIONS = [
     SamplingParams(top_p=0.01),
     SamplingParams(temperature=1.9, min_p=0.05),
     SamplingParams(1.1, 40, 0.9, 0.01),
-    SamplingParams(0.3, 7, 0.5, 0.3),
 ]
 
 

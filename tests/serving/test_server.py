@@ -370,7 +370,7 @@ def test_who_leaves_frees_the_slots(server, monkeypatch, stream):
     assert served.worker.endings["cancelled"] == cancelled + SLOTS + 1
 
 
-BAD = [  # what is asked for, the status, what is said; those that no policy would take are in test_protocol.py
+BAD = [  # those that no policy would take are in test_protocol.py
     ({"model": "gpt-4"}, 404, "gpt-4"),
     ({"temperature": 1e-40}, 400, "temperature: 1e-40, expected 0 or 0.0001"),  # it overflows
     ({"top_p": 1e-42}, 400, "top_p: 1e-42, expected 1e-06 to 1"),  # it rounds to nothing

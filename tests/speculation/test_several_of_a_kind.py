@@ -24,7 +24,8 @@ def scheduler_of(drafters):
     return Scheduler(engine, SLOTS, None, speculator, False)
 
 
-@pytest.mark.parametrize("kind", ["small_model", pytest.param("eagle", marks=pytest.mark.long), "quantized"])
+@pytest.mark.default_cases("small_model")
+@pytest.mark.parametrize("kind", ["small_model", "eagle", "quantized"])
 def test_the_tokens_are_those_of_plain_decoding(params, kind, tmp_path):
     requests = make_requests((3, 20, 8), (20, 16, 7))
     if kind == "eagle":

@@ -344,24 +344,11 @@ def steps(engine, monkeypatch):
     return seen
 
 
-def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expected, steps):
-    """It is believed for a few passes; then it is asked ever more seldom."""
-    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), TIMES)
-    assert_same(completions, expected)
-    assert steps[:5] == ["v", "v", "v", 1, 2] and statistics.verified < 0.1 * statistics.steps
-    in_vain = 0
-    for before, step in itertools.pairwise(steps):  # new requests are asked about ever less soon
-        in_vain = 0 if before == "v" else in_vain + 1
-        again = min(2 ** (in_vain // 4), 16)
-        assert step in (("v", again) if before == "v" else ("v", again, min(2 * before, 16)))
-    assert 16 in steps
-
-
 class RecordingTimes(FixedTimes):
     """What is measured, by kind."""
 
-    def __init__(self, by_rows):
-        super().__init__(by_rows)
+    def __init__(self):
+        super().__init__(TIMES.by_rows)
         self.measured = {"plain": [], "verify": []}
 
     def has_plain(self, batch, length):
@@ -371,24 +358,36 @@ class RecordingTimes(FixedTimes):
         self.measured[kind].append(seconds)
 
 
-def test_a_pass_is_measured_with_the_host_s_work_before_it(engine, params, requests, expected):
+def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expected, steps):
+    """It is believed for a few passes; then it is asked ever more seldom. Plain steps that were cut short for
+    a question are not measured.
+    """
+    times = RecordingTimes()
+    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), times)
+    assert_same(completions, expected)
+    assert steps[:5] == ["v", "v", "v", 1, 2] and statistics.verified < 0.1 * statistics.steps
+    in_vain = 0
+    for before, step in itertools.pairwise(steps):  # new requests are asked about ever less soon
+        in_vain = 0 if before == "v" else in_vain + 1
+        again = min(2 ** (in_vain // 4), 16)
+        assert step in (("v", again) if before == "v" else ("v", again, min(2 * before, 16)))
+    assert 16 in steps
+    assert 0 < len(times.measured["plain"]) < len([step for step in steps if step != "v"])
+
+
+def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
+    """A pass is measured with the host's work before it."""
+
     class Slow(Knowing):
         def fill(self, drafts, queries):
             time.sleep(0.02)
             return super().fill(drafts, queries)
 
-    times = RecordingTimes(TIMES.by_rows)
-    speculate(engine, params, requests, Slow(expected), times)
+    times = RecordingTimes()
+    completions, statistics, _ = speculate(engine, params, requests, Slow(expected), times)
+    assert_same(completions, expected)
+    assert steps.count("v") > 0.9 * len(steps) and statistics.accept_length > 4
     assert times.measured["verify"] and min(times.measured["verify"]) >= 0.02
-
-
-def test_plain_steps_that_were_cut_short_for_a_question_are_not_measured(
-    engine, params, requests, expected, steps
-):
-    times = RecordingTimes(TIMES.by_rows)
-    speculate(engine, params, requests, Knowing(expected, 1), times)
-    calls = [step for step in steps if step != "v"]
-    assert 0 < len(times.measured["plain"]) < len(calls)
 
 
 def test_a_plain_step_that_was_measured_too_slow_is_measured_anew(engine, params, requests, expected, steps):
@@ -402,12 +401,6 @@ def test_a_plain_step_that_was_measured_too_slow_is_measured_anew(engine, params
     first = steps.index(16)
     assert 32 <= steps[:first].count("v") < 80 and set(steps[:first]) == {"v"}
     assert times.plain(SLOTS, 128) < 1
-
-
-def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
-    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected), TIMES)
-    assert_same(completions, expected)
-    assert steps.count("v") > 0.9 * len(steps) and statistics.accept_length > 4
 
 
 def test_patience_ends_where_drafts_pay_again(engine, params, requests, expected, steps):
