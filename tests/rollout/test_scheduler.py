@@ -85,6 +85,7 @@ def test_prompts_are_prefilled_once_and_responses_handed_out_as_they_end(
     assert_same([handed_out[index] for index in range(len(requests))], expected)
 
 
+@pytest.mark.default_cases("3-*", "16-*")
 @pytest.mark.parametrize(
     ("steps", "strings"), [(1, ("dd",)), (3, ("abc", "cab", "ba")), (16, ("abc", "cab", "ba"))], ids=str
 )

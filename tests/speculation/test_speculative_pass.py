@@ -210,19 +210,10 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
     assert statistics.tokens == statistics.verified_slots
 
 
-@pytest.mark.parametrize(("name", "strings"), [("srt", ("dd",)), ("knowing", ("abc", "cab", "ba"))])
-def test_stop_strings_inside_accepted_runs(engine, params, requests, expected, name, strings):
-    stop = StopStrings(strings, spell)
-    plain, _ = Scheduler(engine, SLOTS, stop).run(params, requests)
-    drafter = Knowing(expected) if name == "knowing" else make_drafter(name)
-    completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
-    assert_same(completions, plain)
-    assert sum(completion.finish_reason == "stop" for completion in completions) >= 3
-    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
-
-
-def test_a_drafter_hears_what_is_kept(engine, params, requests, expected):
-    """Up to the stop string, in pieces that add up to the response, with what was accepted."""
+def test_a_drafter_hears_what_is_kept_where_stop_strings_end_responses(engine, params, requests, expected):
+    """Up to the stop string, in pieces that add up to the response, with what was accepted. The response ends
+    inside an accepted run as in plain decoding.
+    """
     heard = []
 
     class Listening(Knowing):
@@ -238,8 +229,11 @@ def test_a_drafter_hears_what_is_kept(engine, params, requests, expected):
             heard.append((sampled.drafted.sum(), sampled.accepted.sum()))
             assert (sampled.accepted <= sampled.drafted).all()
 
-    drafter, stop = Listening(expected), StopStrings(("dd",), spell)
+    drafter, stop = Listening(expected), StopStrings(("abc", "cab", "ba"), spell)
     completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
+    assert_same(completions, Scheduler(engine, SLOTS, stop).run(params, requests)[0])
+    assert sum(completion.finish_reason == "stop" for completion in completions) >= 3
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
     assert drafter.tokens == [completion.response_ids.tolist() for completion in completions]
     assert [request.prompt_ids for request in drafter.requests] == [each.prompt_ids for each in requests]
     for mine, request in zip(drafter.requests, requests, strict=True):

@@ -25,6 +25,7 @@ instructions: {max_rules: 4} -> task.args.max_rules: must be an integer from 1 t
 reasoning_gym: {} -> task.args.environment: must be set for reasoning_gym
 reasoning_gym: {environment: leg_count} -> did you mean 'leg_counting'?
 reasoning_gym: {environment: leg_counting, config: {animals: 3}} -> task.args.config.animals:
+    -> did you mean 'min_animals'?
 reasoning_gym: {environment: leg_counting, config: {min_animals: 0}} -> leg_counting refuses
 reasoning_gym: {environment: leg_counting, tag: <a>} -> task.args.tag: should be a name
 mixture: {name: chain_arithmetics} -> task.mixture.0.name: -> did you mean 'chain_arithmetic'?
