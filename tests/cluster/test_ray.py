@@ -258,16 +258,17 @@ def test_a_head_that_has_ended_is_one_line(monkeypatch, address):
 
 
 _ENDS = """
-import json, os, signal, sys
+import atexit, json, os, signal, sys
 from rljax.cluster.ray_fabric import _say_if_killed as say
 said = []
 for way in sys.argv[1:]:
     read, write = os.pipe()
     if not os.fork():
         os.dup2(write, 2), os.close(read), os.close(write)
+        atexit._clear()  # of the process that is forked
         end = say()
         exec(way)
-        sys.exit()
+        atexit._run_exitfuncs(), os._exit(0)  # as Python ends
     os.close(write)
     said.append(open(read).read())
 print(json.dumps(said))

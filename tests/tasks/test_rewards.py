@@ -13,6 +13,7 @@ from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError, UserError
 from rljax.sandbox.process import SandboxError
+from rljax.tasks.answers import last_answer
 from rljax.tasks.base import Problem
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.rewards import failures, text
@@ -72,13 +73,13 @@ def test_where_an_answer_stands(place):
 
 
 def test_finding_an_answer_takes_linear_time():
-    for evil in ("1" * 40_000, "-" * 40_000, "\\boxed{" * 10_000, "<answer>" * 10_000, "1,/" * 18_000,
+    for evil in ("1" * 40_000, "1," * 40_000, "1." * 40_000, "-" * 40_000, "\\boxed{" * 10_000, "<answer>" * 10_000, "1,/" * 18_000,
                  "1" + ",22" * 18_000, "</think>" * 10_000, "\\boxed{1} " * 10_000, "= -" * 18_000,
                  "\\boxed{1}" + " " * 40_000 + "\\boxed{1}"):  # fmt: skip
         start = time.process_time()
         for place in ("number", "boxed", "tag", "marker", "line"):
             answer_finder(place)(evil)
-        last_formula(evil)
+        last_formula(evil), last_answer(evil)
         text.numeric()(problem("1"), evil)
         assert time.process_time() - start < 0.5
 
