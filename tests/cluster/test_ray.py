@@ -17,7 +17,7 @@ from rljax.errors import ClusterError
 from tests.cluster.same_run import differences, run
 from tests.cluster.test_drafters import FEW
 from tests.fork_server import output_of
-from tests.training.tiny_run import HEAD, ONE_PASS
+from tests.training.tiny_run import ONE_PASS
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,11 @@ def nodes():
 
 @pytest.mark.ray
 def test_two_processes_make_the_same_run(world, alone, nodes):
-    """With a head that the driver trains, and a drafter of the user's."""
-    drafters = (
-        "speculation.drafter=eagle",
-        f"speculation.args={HEAD}",
-        "speculation.others={mine: {kind: 'tests.cluster.test_drafters:Repeats'}}",
-        *FEW,
-    )
-    clustered = run(world, "ray_two", "cluster.workers=2", *drafters)
+    """With a drafter that learns, and one of the user's. In test_drafters.py the driver trains a head."""
+    mine = "speculation.others={mine: {kind: 'tests.cluster.test_drafters:Repeats'}}"
+    clustered = run(world, "ray_two", "cluster.workers=2", "speculation.drafter=srt", mine, *FEW)
     assert not differences(alone, clustered)
-    assert [line["speculation/head/updates"] for line in clustered.steps] == [2, 4]
+    assert all(line["speculation/history_tokens"] > 0 for line in clustered.steps)
     assert [line["cluster/workers"] for line in clustered.steps] == [2, 2]
 
 
