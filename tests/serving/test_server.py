@@ -127,7 +127,7 @@ MIXES = [
 
 
 def test_requests_at_once_with_their_own_sampling_get_what_each_gets_alone(client, server):
-    """Seven times as many as there are slots, and each in turn."""
+    """Alone, and beside seven times as many as there are slots."""
     ids = lambda settings: [choice.token_ids for choice in chat(client, 7, n=2, **settings).choices]  # noqa: E731
     alone = [ids(settings) for settings in MIXES]
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
