@@ -6,7 +6,6 @@ import pytest
 
 from rljax.assembly.saved_policy import load_saved_policy
 from rljax.cluster.messages import Load
-from rljax.cluster.weights import ObjectStore
 from rljax.errors import ClusterError, ConfigError, PolicyError
 from rljax.evaluation import evaluator
 from rljax.evaluation.settings import evaluation_config
@@ -173,27 +172,6 @@ def test_workers_lost_in_calls_and_behind_them_change_nothing(world, monkeypatch
     assert not changed
     tokens = [[line["tools/tokens"] for line in each.metrics[1:]] for each in (alone, clustered)]
     assert all(ours >= theirs for ours, theirs in zip(tokens[1], tokens[0], strict=True))  # asked again
-
-
-def test_a_driver_that_dies_as_it_publishes(world, alone, monkeypatch):
-    """Behind the copy in the store: the same command goes on from the checkpoint."""
-    honest = ObjectStore.publish
-
-    class Gone(BaseException):
-        """As if the process had ended."""
-
-    def dies(self, version, *arguments):
-        copy = honest(self, version, *arguments)
-        if version == 1:
-            raise Gone
-        return copy
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectStore, "publish", dies)
-        with pytest.raises(Gone):
-            local_run(world, "publish", patch)
-    resumed, _ = local_run(world, "publish", monkeypatch, resumes=True)
-    assert not differences(alone, resumed)
 
 
 def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
