@@ -90,15 +90,11 @@ def test_a_worker_is_started_compared_built_and_given_the_weights():
     assert (decode.version, decode.more) == (5, False)
 
 
-def test_what_is_left_is_shared_and_groups_stay_together():
+def test_what_is_left_is_shared_and_a_worker_with_room_gets_more():
+    """Groups stay together, and the others hear when nothing is left."""
     _, work = begun(count=8)
     assert work == {"worker-0": [0, 1, 2, 3], "worker-1": [4, 5, 6, 7]}
-    _, work = begun(count=40)  # as many as slots, and a backlog
-    assert [len(keys) for keys in work.values()] == [5, 5]
-
-
-def test_a_worker_with_room_gets_more_and_hears_when_nothing_is_left():
-    coordinator, work = begun(count=12)
+    coordinator, work = begun(count=12)  # as many as slots, and a backlog
     assert [len(keys) for keys in work.values()] == [5, 5]
     (decode,) = coordinator.on(Pieces("worker-0", 1, (whole(0),)), 1.0)[:1]
     assert [key for key, *_ in decode.work] == [10]
@@ -133,7 +129,20 @@ def test_late_pieces_of_a_lost_worker_are_compared_and_counted():
     assert "workers worker-0 and worker-1" in fail.message
 
 
+def test_a_lost_workers_answers_do_not_count():
+    """The tool may have said something else to the one that goes on."""
+    coordinator, _ = begun()
+    coordinator.only_holders = True
+    coordinator.on(Died("worker-0", "of a test"), 2.0)
+    assert coordinator.on(Pieces("worker-0", 1, (whole(0, 0, 2),)), 3.0) == []
+    assert not coordinator.ledger[0].tokens
+    assert coordinator.counts.late == 1
+    coordinator.on(Pieces("worker-1", 1, (whole(0, 0, 1),)), 4.0)
+    assert len(coordinator.ledger[0].tokens) == 1
+
+
 def test_a_silent_worker_is_lost_at_the_end_of_its_lease_and_not_before():
+    """Nor for the silence between two rollouts."""
     coordinator, _ = begun()
     coordinator.on(Heard("worker-1"), 8.0)
     assert not [c for c in coordinator.on(Tick(), 10.0) if isinstance(c, Stop)]
@@ -143,8 +152,6 @@ def test_a_silent_worker_is_lost_at_the_end_of_its_lease_and_not_before():
     assert coordinator.workers() == ["worker-1"]
     assert coordinator.on(Tick(), 12.5) == [Spawn("worker-2")]
 
-
-def test_nobody_is_lost_for_the_silence_between_two_rollouts():
     coordinator, _ = begun()
     coordinator.on(Pieces("worker-0", 1, tuple(map(whole, range(8)))), 1.0)
     assert coordinator.done

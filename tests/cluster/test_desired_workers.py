@@ -15,10 +15,8 @@ from rljax.cluster.messages import (
     Stop,
     Tick,
 )
-from tests.cluster.same_run import differences
 from tests.cluster.scripted import FACTS, NUMERICS, Driver, ScriptedWorker, make_requests, response_to
 from tests.cluster.test_coordinator import begun, started, whole
-from tests.cluster.turns import local_run
 
 
 def test_the_file_is_read_when_it_has_changed(tmp_path):
@@ -82,24 +80,3 @@ def test_those_without_room_wait_for_it():
     assert driver.run(more) == {key: response_to(key) for key in more}
     assert len(fabric.workers) == 3
     assert driver.coordinator.counts.restarts == 0
-
-
-def test_a_run_whose_workers_come_and_go(world, alone, monkeypatch):
-    """One worker at first, then three, then one again."""
-    desired_in = {}
-
-    def interfere(fabric):
-        file = world / "resized" / "run" / "workers"
-        rollouts = max((worker._rollout for worker in fabric.workers.values()), default=-1)
-        for rollout, desired in ((1, "3"), (3, "1")):
-            if rollouts == rollout and rollout not in desired_in:
-                desired_in[rollout] = desired
-                file.write_text(desired)
-
-    clustered, turns = local_run(world, "resized", monkeypatch, "cluster.workers=1", interfere=interfere)
-    assert not differences(alone, clustered)
-    assert list(desired_in.values()) == ["3", "1"]
-    said = " ".join(turns.said)
-    assert "3 workers are kept running from now on" in said
-    assert said.count("is let go") == 2
-    assert sum(line.get("cluster/restarts", 0) for line in clustered.metrics) == 0

@@ -13,10 +13,10 @@ from rljax.environments.use import EnvironmentUse
 from rljax.errors import ConfigError
 from tests.cluster.same_run import differences
 from tests.cluster.turns import local_run, losing
-from tests.training.tiny_run import HEAD
+from tests.training.tiny_run import HEAD, ONE_PASS
 
 # Few programs: drafters on the device have some for every shape.
-FEW = ("engine.batch_buckets=[4]", "speculation.verify_buckets=[16]", "speculation.max_drafts=3")
+FEW = ("engine.batch_buckets=[4]", *ONE_PASS)
 
 
 class Repeats(SimpleDrafter):

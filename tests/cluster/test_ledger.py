@@ -100,3 +100,14 @@ def test_of_a_renewed_response_only_pieces_of_the_last_order_are_taken():
     assert ledger.add("worker-1", dataclasses.replace(piece(4, 8, version=1), order=2)) == 4
     entry = ledger[1]
     assert tuple(entry.tokens) == TOKENS[:8] and entry.versions == [(0, 0), (4, 1)]
+
+
+def test_answers_of_tools_are_in_the_ledger():
+    ledger = Ledger()
+    ledger.open([0], 0)
+    ledger.add("worker-0", Piece(0, 0, 0, (1, 2, 3, 4), (-1.0, 0.0, 0.0, -1.0), answers=((1, 3),)))
+    assert ledger[0].partial().tool_answers == ((1, 3),)
+    ledger.add("worker-0", Piece(0, 0, 1, (2, 3, 4, 5), (0.0, 0.0, -1.0, -2.0), "eos", answers=((1, 3),)))
+    completion = ledger[0].completion(with_mask=True)
+    assert completion.sampled_mask.tolist() == [True, False, False, True, True]
+    assert completion.sampled_tokens == 3

@@ -77,19 +77,16 @@ def roll_out(decoder, show=None):
     return work
 
 
-def test_all_get_what_the_first_one_s_workers_decode(world, monkeypatch):
-    monkeypatch.setattr(shared_decoder, "_LONGEST_WAIT", 0.0)
+@pytest.mark.parametrize(("longest_wait", "news"), [(0.0, 3), (60.0, 0)])
+def test_all_get_what_the_first_one_s_workers_decode(world, monkeypatch, longest_wait, news):
+    """And are told to wait no more often than needed."""
+    monkeypatch.setattr(shared_decoder, "_LONGEST_WAIT", longest_wait)
     decoder, shown = Decoder(), []
 
     first, other = world(roll_out(decoder, lambda tokens, ended: shown.append(tokens)))
     assert first == other == (["one is decoded", "two is decoded"], 2)
     assert decoder.seen == [("weights", 7)] and shown == [0, 1, 2]
-    assert len(world.sent) == 1 + 3 + 1  # it has begun; wait; the responses
-
-
-def test_nobody_is_told_to_wait_more_often_than_needed(world):
-    first, other = world(roll_out(Decoder()))
-    assert first == other and len(world.sent) == 2
+    assert len(world.sent) == 1 + news + 1  # it has begun; wait; the responses
 
 
 def test_an_error_of_the_workers_ends_all(world):

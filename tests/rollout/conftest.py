@@ -1,15 +1,3 @@
-"""The policy whose requests are decoded, and requests to it; files with others have their own."""
+"""The policy of `tests/tiny_policy.py`, requests to it, and their responses by plain decoding."""
 
-import pytest
-
-from tests.tiny_policy import make_params, make_requests
-
-
-@pytest.fixture(scope="session")
-def params():
-    return make_params()
-
-
-@pytest.fixture(scope="session")
-def requests():
-    return make_requests()
+from tests.speculation.speculators import expected, params, requests  # noqa: F401  fixtures

@@ -6,6 +6,7 @@ import pytest
 
 from drafters.registry import make_drafter
 from rljax.assembly import decoding as assembly
+from rljax.engine.buckets import Buckets
 from rljax.requests import PartialResponse
 from rljax.rollout.collector import Scheduler
 from rljax.rollout.decode_loop import LoopPolicy
@@ -29,11 +30,6 @@ def any_engine(request):
 @pytest.fixture(scope="module")
 def engine():
     return make_engine(buckets=BUCKETS)
-
-
-@pytest.fixture(scope="module")
-def expected(engine, params, requests):
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
 
 
 def finish(loop):
@@ -101,18 +97,19 @@ def resume(engine, params, request, whole, count):
     """Resumes a response after so many of its tokens: it ends as it did."""
     tokens, logprobs = whole.response_ids[:count].tolist(), whole.logprobs[:count].tolist()
     response = LiveResponse.resume(request, PartialResponse(tuple(tokens), tuple(logprobs)))
-    loop = open_loop(open_slots(engine, params), SLOTS, policy=SERVER)
+    loop = open_loop(open_slots(engine, params), 2, policy=SERVER)
     loop.submit([response])
     finish(loop)
     assert_same([response.completion(False)], [whole])
 
 
 def test_a_resumed_response_compiles_nothing_where_requests_may_bring_tokens(requests):
-    engine, config = make_engine(PENALTIES, BUCKETS), experiment(rollout={"max_prompt_length": 20})
+    """In a cache that grows, under penalties, for which what a request brings counts."""
+    buckets, config = Buckets((2,), (64, 128)), experiment(rollout={"max_prompt_length": 20})
+    engine, warm = (make_engine(PENALTIES, buckets) for _ in range(2))
     params, longest = engine.load_params(make_params()), max(requests, key=lambda each: each.max_response)
-    (whole,), _ = Scheduler(engine, SLOTS).run(params, [longest])
-    warm = make_engine(PENALTIES, BUCKETS)
-    assembly.warm_up(Scheduler(warm, SLOTS), params, config, requests_join=True, resumes=True)
+    (whole,), _ = Scheduler(engine, 2).run(params, [longest])
+    assembly.warm_up(Scheduler(warm, 2), params, config, requests_join=True, resumes=True)
     before = len(warm.pool)
     for count in range(1, len(whole.response_ids), 9):
         resume(warm, params, longest, whole, count)

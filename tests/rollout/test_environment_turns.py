@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from drafters.registry import make_drafter
+from rljax.engine.buckets import Buckets
 from rljax.environments.task import Outcome
 from rljax.environments.use import EnvironmentUse
 from rljax.errors import UserError
@@ -29,7 +30,8 @@ MAX_TURNS = 4
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(eos=EOS)
+    """Of one shape: in test_tool_turns.py, states shrink and grow between turns."""
+    return make_engine(buckets=Buckets((SLOTS,), (128,), (16,), 7), eos=EOS)
 
 
 @pytest.fixture(scope="module")

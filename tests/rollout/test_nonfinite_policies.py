@@ -14,7 +14,7 @@ from tests.tiny_policy import FixedTimes, by_rows, make_engine, make_params, mak
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(buckets=Buckets((2,), (64,), (8,), 3))
+    return make_engine(buckets=Buckets((2,), (128,), (16,), 7))
 
 
 def changed(name, change):
@@ -48,8 +48,7 @@ def test_what_overflows_ends_the_rollout(engine, drafter):
     params = engine.load_params(params)
     speculator = None
     if drafter is not None:
-        times = FixedTimes({0: 1.0, 8: 1.0})
-        choice = by_rows(lambda *_: 8)
+        times, choice = FixedTimes({0: 1.0, 16: 1.0}), by_rows(lambda *_: 16)
         speculator = Speculator(engine, {drafter: make_drafter(drafter)}, 2, times=times, strategies=choice)
     requests = make_requests(lengths=(3, 20), limits=(20, 20))
     message = "^policy: sampled a token with a log-probability that is not finite"

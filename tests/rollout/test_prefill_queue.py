@@ -1,5 +1,6 @@
 """The order in which waiting responses are prefilled and begin."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -71,19 +72,18 @@ def test_prompts_are_split_where_a_larger_prefill_would_be_mostly_padding(prompt
     assert _parts(prompts, sizes) == rows
 
 
-def test_a_split_keeps_the_order_and_fills_the_padding_of_its_last_part():
-    queue, together = make_queue("a0 b0 c0 e0")
-    assert [response.name for _, response in queue.take(free=3)[1]] == ["a0", "b0"]
-    assert [response.name for _, response in queue.take(free=1)[1]] == ["c0"]
-    assert [response.name for _, response in queue.take(free=1)[1]] == ["e0"]
-    assert together == [2, 2]  # two prefills of two are less than one of five
-
-
-@pytest.mark.parametrize("names", ["a0 d0 f0 b0 c0", "a0 d0 b0 f0 c0"])
-def test_what_padding_has_room_for_begins_in_the_order_of_the_queue(names):
+@pytest.mark.parametrize(
+    ("names", "free", "prefilled"),
+    [
+        ("a0 d0 f0 b0 c0", [2], [2, 2, 1]),
+        ("a0 d0 b0 f0 c0", [2], [2, 2, 1]),
+        ("a0 b0 c0 e0", [3, 1], [2, 2]),  # two prefills of two are less than one of five
+    ],
+)
+def test_what_padding_has_room_for_begins_in_the_order_of_the_queue(names, free, prefilled):
     queue, together = make_queue(names)
-    order = []
+    order, room = [], itertools.chain(free, itertools.repeat(free[-1]))
     while queue:
-        order += [response.name for _, response in queue.take(free=2)[1]]
+        order += [response.name for _, response in queue.take(free=next(room))[1]]
     assert order == names.split()
-    assert together == [2, 2, 1]
+    assert together == prefilled

@@ -15,7 +15,6 @@ from rljax.engine.host_sync import Assignment
 from rljax.errors import ConfigError
 from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Scheduler
-from rljax.rollout.decode_loop import LoopPolicy
 from rljax.rollout.live_response import LiveResponse
 from rljax.rollout.open_loop import open_loop, open_slots
 from rljax.sampling.distribution import SamplingParams
@@ -103,30 +102,15 @@ def test_a_mix_has_the_bits_of_programs_with_the_settings_inside(engine, params,
 )
 def test_drafts_change_no_token_of_a_mix(engine, params, requests, expected, drafter):
     """The drafters draft under the engine's settings, whatever those of the requests."""
+    engine = make_engine(engine.numerics.compute_dtype, buckets=Buckets((SLOTS,), (128,), (16,), 3))
     with Speculator(engine, {drafter: make_drafter(drafter)}, SLOTS, times=CheapTimes()) as speculator:
         completions, statistics = Scheduler(engine, SLOTS, None, speculator).run(params, requests)
     assert_same(completions, expected)
     assert statistics.accepted > (100 if drafter == "quantized" else 20)
 
 
-@pytest.mark.long  # below, every move of a slot
-@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
-def test_requests_that_join_and_leave_keep_their_settings(engine, params, requests, expected):
-    """One after the other, as in a server: states are widened for them, and compacted when they leave."""
-    policy = LoopPolicy(sync_at_every_ending=True, most_steps=3)
-    loop = open_loop(open_slots(engine, params), SLOTS, policy=policy)
-    responses = [LiveResponse(request) for request in requests]
-    for response in reversed(responses):
-        loop.submit([response])
-        loop.step()
-    while loop.live:
-        loop.step()
-    assert_same([response.completion(False) for response in responses], expected)
-    assert "widen" in {key[0] for key in POOL._programs}
-
-
 def test_every_move_of_a_slot_takes_its_settings_along():
-    engine = make_engine("float32", buckets=Buckets((2, SLOTS), (64, 128)))
+    engine = make_engine("bfloat16", buckets=Buckets((2, SLOTS), (128, 192)))
     params = engine.load_params(make_params())
     shown = lambda state, slots: [  # noqa: E731
         [np.asarray(leaf)[slot].tolist() for leaf in jax.tree.leaves(state.sampling)] for slot in slots
@@ -134,7 +118,7 @@ def test_every_move_of_a_slot_takes_its_settings_along():
     prefix = engine.prefill(params, [[2, 3, 4]])
     keys = np.zeros(2, np.uint32)
     placed = [Assignment(0, slot, keys, 50, settings) for slot, settings in enumerate(SETTINGS)]
-    state = engine.bulk_insert(prefix, engine.init_state(SLOTS, 64), placed)
+    state = engine.bulk_insert(prefix, engine.init_state(SLOTS, 128), placed)
     before = shown(state, range(SLOTS))
     assert len({str(each) for each in before}) == SLOTS
     state, _ = engine.generate(params, state, 2)
@@ -145,7 +129,7 @@ def test_every_move_of_a_slot_takes_its_settings_along():
     state = engine.widen(engine.grow(state), SLOTS)
     assert shown(state, [0, 1]) == [before[3], before[1]]
     state = engine.bulk_insert(prefix, state, [Assignment(0, 2, keys, 50)])  # the engine's own
-    assert shown(state, [2]) == shown(engine.init_state(SLOTS, 64), [0])
+    assert shown(state, [2]) == shown(engine.init_state(SLOTS, 128), [0])
 
 
 def test_without_settings_by_request_the_state_has_no_new_arrays():

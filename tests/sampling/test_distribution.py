@@ -25,6 +25,7 @@ from rljax.sampling.slots import SlotSampling
 NUMERICS = Numerics()
 REQUESTS, POSITIONS, VOCAB = 250, 100, 24
 LOGITS = np.random.default_rng(5).normal(0, 1.7, VOCAB).astype(np.float32)
+MANY = np.random.default_rng(2).normal(0, 3, (40, VOCAB)).astype(np.float32)
 PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.6),
@@ -39,6 +40,10 @@ PARAMS = [
 @functools.partial(jax.jit, static_argnums=1)
 def transform(logits, params):
     return transform_logits(logits, params, NUMERICS)
+
+
+entropies = jax.jit(lambda transformed: entropy(transformed, NUMERICS))
+logprobs_of = jax.jit(lambda transformed, tokens: token_logprobs(transformed, tokens, NUMERICS))
 
 
 def describe(params):
@@ -110,23 +115,20 @@ def test_logprobs_are_those_of_the_distribution_sampled(params):
     with np.errstate(divide="ignore"):
         expected = np.log(reference(LOGITS, params))
     np.testing.assert_allclose(logprobs, expected[tokens], rtol=2e-6, atol=2e-6)
-    transformed = transform(jnp.asarray(LOGITS)[None], params)
-    every = token_logprobs(
-        jnp.broadcast_to(transformed, (VOCAB, VOCAB)), jnp.arange(VOCAB, dtype=jnp.int32), NUMERICS
-    )
+    transformed = transform(np.broadcast_to(LOGITS, MANY.shape), params)
+    every = logprobs_of(transformed[:VOCAB], np.arange(VOCAB, dtype=np.int32))
     np.testing.assert_allclose(every, expected, rtol=2e-6, atol=2e-6)  # -inf for what is filtered out
     finite = expected[np.isfinite(expected)]
-    np.testing.assert_allclose(entropy(transformed, NUMERICS)[0], -np.sum(np.exp(finite) * finite), rtol=1e-5)
+    np.testing.assert_allclose(entropies(transformed)[0], -np.sum(np.exp(finite) * finite), rtol=1e-5)
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=describe)
 def test_transform_is_the_reference_row_by_row(params):
-    logits = np.random.default_rng(2).normal(0, 3, (40, 50)).astype(np.float32)
-    transformed = np.asarray(transform(jnp.asarray(logits), params))
-    expected = np.stack([reference(row, params) for row in logits])
+    transformed = np.asarray(transform(MANY, params))
+    expected = np.stack([reference(row, params) for row in MANY])
     np.testing.assert_array_equal(np.isfinite(transformed), expected > 0)
     kept = expected > 0
-    np.testing.assert_allclose(transformed[kept], (logits / params.temperature)[kept], rtol=1e-6)
+    np.testing.assert_allclose(transformed[kept], (MANY / params.temperature)[kept], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +160,11 @@ def test_what_filters_keep_by_hand(logits, params, left):
 
 
 def test_greedy_takes_the_first_of_the_largest_whatever_the_noise():
-    logits, greedy = (
-        jnp.asarray([[0.0, 2.0, 2.0, 1.0], [5.0, 4.0, 3.0, 5.0]]),
-        SamplingParams(temperature=0.0),
-    )
+    logits = np.asarray([[0.0, 2.0, 2.0, 1.0], [5.0, 4.0, 3.0, 5.0]], np.float32)
+    draw = jax.jit(lambda *args: sample(*args, SamplingParams(temperature=0.0), NUMERICS))
     for seed in range(3):
-        keys = jnp.asarray(np.stack([noise.request_key(seed, row) for row in range(2)]))
-        tokens, logprobs = sample(logits, keys, jnp.array([3, 9], jnp.int32), greedy, NUMERICS)
+        keys = np.stack([noise.request_key(seed, row) for row in range(2)])
+        tokens, logprobs = draw(logits, keys, np.array([3, 9], np.int32))
         assert tokens.dtype == jnp.int32
         np.testing.assert_array_equal(tokens, [1, 0])
         np.testing.assert_array_equal(logprobs, [0.0, 0.0])

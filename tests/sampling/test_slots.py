@@ -16,29 +16,13 @@ from rljax.sampling import distribution, slots, split
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.sampling.slots import SlotSampling
+from tests.sampling.test_split import DISTRIBUTIONS, make_logits, with_ties
 
 ROWS, VOCAB = 48, 520
 NUMERICS = Numerics()
-DISTRIBUTIONS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.4, top_k=9),
-    SamplingParams(top_k=VOCAB),  # no filter
-    SamplingParams(temperature=0.8, top_p=0.9),
-    SamplingParams(top_p=0.01),
-    SamplingParams(temperature=1.9, min_p=0.05),
-    SamplingParams(1.1, 40, 0.9, 0.01),
-    SamplingParams(0.3, 7, 0.5, 0.3),
-]
-
-
-def make_logits(dtype="float32", rows=ROWS):
-    logits = np.random.default_rng(0).normal(0, 3, (rows, VOCAB)).astype(np.float32)
-    return logits if dtype == "float32" else np.round(logits).astype(jnp.bfloat16).astype(np.float32)
-
-
-LOGITS = {dtype: make_logits(dtype) for dtype in ("float32", "bfloat16")}
+SETTINGS = [*DISTRIBUTIONS.values(), SamplingParams(temperature=0.7)]
+SETTINGS += [SamplingParams(top_k=VOCAB)]  # no filter
+LOGITS = {"float32": make_logits(ROWS), "bfloat16": with_ties(make_logits(ROWS))}
 KEYS = np.stack([request_key(0, row) for row in range(ROWS)])
 POSITIONS = np.arange(ROWS, dtype=np.int32)
 
@@ -76,15 +60,16 @@ def assert_rows_have_their_own(dtype, mix):
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_a_mix_and_each_alone(dtype):
-    assert_rows_have_their_own(dtype, [DISTRIBUTIONS[i % len(DISTRIBUTIONS)] for i in range(ROWS)])
-    for params in DISTRIBUTIONS:
+    assert_rows_have_their_own(dtype, [SETTINGS[i % len(SETTINGS)] for i in range(ROWS)])
+    for params in SETTINGS:
         assert_rows_have_their_own(dtype, [params] * ROWS)
 
 
+@pytest.mark.long  # above, settings of every kind in a mix
 @settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from(list(LOGITS)),
-    st.lists(st.sampled_from(DISTRIBUTIONS), min_size=ROWS, max_size=ROWS),
+    st.lists(st.sampled_from(SETTINGS), min_size=ROWS, max_size=ROWS),
     st.builds(
         SamplingParams,
         temperature=st.floats(0.1, 3.0),
@@ -105,24 +90,30 @@ def thresholds_by_row():
     ]
 
 
-@pytest.mark.parametrize("params", [each for each in DISTRIBUTIONS if each.filters(VOCAB)], ids=str)
+@pytest.mark.parametrize("params", [each for each in SETTINGS if each.filters(VOCAB)], ids=str)
 def test_thresholds_are_those_of_the_reference(params):
-    """Sorting finds the same number, bisection one that keeps the same tokens."""
-    reference, rows = jax.jit(lambda x: distribution.kept_from(x, params, NUMERICS)), [params] * ROWS
+    """Sorting finds the same number, bisection one that keeps the same tokens; with settings by row and with
+    those of all rows.
+    """
+    rows, whole = [params] * ROWS, [distribution.kept_from, split.kept_from]
+    reference, bisection = (jax.jit(lambda x, f=f: f(x, params, NUMERICS)) for f in whole)
     for logits in LOGITS.values():
         scaled = logits.copy()
         scaled[:, -3:] = -np.inf  # as the padding of a vocabulary
         scaled[0] *= 1e30
         expected = np.asarray(reference(scaled))
-        sorting, bisection = (f(scaled, SlotSampling.of(rows, VOCAB)) for f in thresholds_by_row())
-        np.testing.assert_array_equal(sorting, expected)
-        np.testing.assert_array_equal(scaled >= np.asarray(bisection), scaled >= expected)
+        sorted_by_row, bisected_by_row = (
+            f(scaled, SlotSampling.of(rows, VOCAB)) for f in thresholds_by_row()
+        )
+        np.testing.assert_array_equal(sorted_by_row, expected)
+        for threshold in (bisected_by_row, bisection(scaled)):
+            np.testing.assert_array_equal(scaled >= np.asarray(threshold), scaled >= expected)
 
 
 def test_a_row_with_nan_is_told():
     logits = LOGITS["float32"].copy()
     logits[::2, 5] = np.nan
-    mix = [DISTRIBUTIONS[row // 2 % len(DISTRIBUTIONS)] for row in range(ROWS)]
+    mix = [SETTINGS[row // 2 % len(SETTINGS)] for row in range(ROWS)]
     _, logprobs = by_row()(logits, KEYS, POSITIONS, SlotSampling.of(mix, VOCAB))
     told = [row % 2 == 0 and not params.greedy for row, params in enumerate(mix)]
     np.testing.assert_array_equal(np.isnan(logprobs), told)

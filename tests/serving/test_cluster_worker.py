@@ -9,7 +9,7 @@ from rljax.serving import policy
 from rljax.serving.cluster_worker import ClusterWorker
 from rljax.serving.jobs import QueueFull
 from rljax.serving.policy import Options, open_policy
-from tests.cluster.turns import Turns, in_the_middle
+from tests.cluster.turns import Turns, losing
 from tests.serving.test_worker import Collected
 from tests.serving.tiny_server import make_run
 
@@ -64,8 +64,15 @@ def ask(served, seeds, **how):
     return [each.result() for each in asked]
 
 
-def test_the_responses_are_those_of_one_process(served, alone):
-    assert ask(served, range(6)) == ask(alone, range(6))
+def test_the_responses_are_those_of_one_process(served, alone, turns):
+    """Also where a worker is lost in the middle of them."""
+    fabric, lost = turns.fabrics[0], {}
+    fabric.before_turn = losing(lost)
+    try:
+        assert ask(served, range(6)) == ask(alone, range(6))
+    finally:
+        fabric.before_turn = pause
+    assert lost and turns.decoders[0].coordinator.counts.migrations > 0
     cold = served.requested_sampling({"temperature": 0.5})
     assert ask(served, [1], sampling=cold) == ask(alone, [1], sampling=cold) != ask(alone, [1])
     assert served.worker.statistics.tokens > 0
@@ -88,23 +95,6 @@ def test_what_is_cancelled_ends_and_leaves_room(served, alone, turns):
     assert not coordinator.ledger.entries and served.worker.active == served.worker.waiting == 0
     # A rollout without end must not fill the workers' memory.
     assert all(not worker._responses and not worker._keys for worker in turns.fabrics[0].workers.values())
-
-
-def test_a_worker_that_is_lost_changes_no_token(served, alone, turns):
-    fabric, lost = turns.fabrics[0], []
-
-    def interfere(fabric):
-        for name, worker in list(fabric.workers.items()):
-            if not lost and in_the_middle(worker):
-                lost.append(name)
-                fabric.kill(name)
-
-    fabric.before_turn = interfere
-    try:
-        assert ask(served, range(6)) == ask(alone, range(6))
-    finally:
-        fabric.before_turn = pause
-    assert lost and turns.decoders[0].coordinator.counts.migrations > 0
 
 
 def test_an_address_that_is_none_is_one_line(run):

@@ -237,16 +237,20 @@ def test_compiling_is_said_while_it_goes_on():
 
 
 def test_drafters_have_the_runs_arguments_but_not_its_files():
+    """Those of the run, one of them by its name, another one, or none."""
     others = {"srt": {"min_match": 3, "spill_dir": "spilled"}, "histospec": {"spill_dir": "x"}}
+    others["q4"] = {"kind": "quantized", "bits": 4}
     always = {"choice": "fixed", "strategies": [{"drafter": "eagle", "depth": 2, "top_k": 1, "nodes": 2}]}
     eagle = {"drafter": "eagle", "args": {"depths": [2], "save_dir": "heads"}}
     config = SpeculationConfig(**eagle, others=others, overlap=True, **always)
-    own, srt, other, none = (
-        serving_policy._speculation(config, name) for name in (None, "srt", "prompt_lookup", "none")
+    own, srt, q4, other, none = (
+        serving_policy._speculation(config, name) for name in (None, "srt", "q4", "prompt_lookup", "none")
     )
     assert (own.drafter, own.args, own.choice, own.overlap) == ("eagle", {"depths": [2]}, "fixed", False)
-    assert own.others == {"srt": {"min_match": 3}, "histospec": {}}
+    assert own.kinds == config.kinds and own.arguments["q4"] == {"bits": 4}
+    assert (own.arguments["srt"], own.arguments["histospec"]) == ({"min_match": 3}, {})
     assert (srt.args, srt.others, srt.choice) == ({"min_match": 3}, {}, "expected")
+    assert (q4.drafter, q4.args, q4.others) == ("quantized", {"bits": 4}, {})
     assert (other.drafter, other.args, none.drafters) == ("prompt_lookup", {}, [])
 
 

@@ -73,6 +73,11 @@ def test_what_clients_send_is_taken():
     answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
     body = parse(ChatBody, CHAT | {"tools": None, "messages": [*CHAT["messages"], answer]})
     assert body.messages[1].for_template() == {"role": "assistant", "content": "x"}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = parse(ChatBody, CHAT | {"messages": [{"role": "user", "content": parts, "name": "x"}]})
+    assert body.messages[0].for_template() == {"role": "user", "content": "ab", "name": "x"}
+    for prompt, prompts in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"],) * 2, ([[1], [2, 3]],) * 2):
+        assert parse(CompletionBody, TEXT | {"prompt": prompt}).prompts == prompts
 
 
 @pytest.mark.parametrize(
@@ -123,14 +128,3 @@ def test_a_body_that_is_wrong_in_many_places_costs_no_more_than_in_one(kind, cha
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_messages_of_parts_are_joined():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    body = parse(ChatBody, CHAT | {"messages": [{"role": "user", "content": parts, "name": "x"}]})
-    assert body.messages[0].for_template() == {"role": "user", "content": "ab", "name": "x"}
-
-
-def test_prompts_are_one_or_several():
-    for prompt, prompts in (("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"],) * 2, ([[1], [2, 3]],) * 2):
-        assert parse(CompletionBody, TEXT | {"prompt": prompt}).prompts == prompts

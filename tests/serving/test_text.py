@@ -43,11 +43,6 @@ def test_pieces_are_the_whole_text(text):
         assert "".join(pieces(ids, seed=seed)) == decode(ids)  # so without half a character in it
 
 
-def test_text_comes_as_soon_as_it_is_known():
-    stream = TextStream(decode)
-    assert [stream.push([token]) for token in b"abc"] == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize("stop", [("aba",), ("bac", "ac"), ("z",), ("c abaac", "abaac"), ("東", "🗼!")])
 def test_text_ends_before_the_first_stop_string(stop):
     for text, seed in itertools.product(TEXTS, range(20)):
@@ -56,14 +51,12 @@ def test_text_ends_before_the_first_stop_string(stop):
         assert "".join(said) == (text[: min(starts)] if starts else text)
 
 
-def test_what_may_become_a_stop_string_is_held_back():
+def test_text_comes_as_soon_as_it_is_known():
+    """What may become a stop string is held back, and after one nothing is said."""
     stream = TextStream(decode, ["###"])
     assert [stream.push([token]) for token in b"a##b#"] == ["a", "", "", "##b", ""]
     assert not stream.stopped
     assert stream.finish() == "#"
-
-
-def test_after_a_stop_string_nothing_is_said():
     stream = TextStream(decode, ["."])
     assert stream.push(tokens_of("one. two")) == "one"
     assert stream.stopped and stream.push(tokens_of("three")) == "" and stream.finish() == ""

@@ -19,33 +19,14 @@ from rljax.sampling.noise import request_key
 from rljax.serving.jobs import Closed, Job, QueueFull
 from rljax.serving.worker import EngineWorker
 from rljax.speculation.speculator import Speculator
-from tests.engines import stored_pool
-from tests.tiny_policy import SLOTS, CheapTimes, make_engine, make_params, make_requests
+from tests.tiny_policy import SLOTS, CheapTimes, make_engine, make_params
 
 WAIT = 120.0
-BUCKETS = Buckets((2, 4), (128,), (16,), 7)
-GREEDY_POOL = stored_pool()
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine(None, BUCKETS, steps=8)
-
-
-@pytest.fixture(scope="module")
-def params(engine):
-    return engine.load_params(make_params())
-
-
-@pytest.fixture(scope="module")
-def requests():
-    """More than there are slots; the longest fill the largest cache."""
-    return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(engine, params, requests):
-    return Scheduler(engine, SLOTS).run(params, requests)[0]
+    return make_engine(buckets=Buckets((2, 4), (128,), (16,), 7))
 
 
 class Collected:
@@ -164,11 +145,15 @@ def test_cancelled_jobs_free_their_slots(make_worker, requests, expected):
     assert worker.endings["cancelled"] == SLOTS + 3
 
 
-def test_weights_are_swapped_while_requests_run(make_worker, engine, requests, expected):
-    """The running response keeps its tokens, records the position, and later jobs are of the new weights."""
+def test_weights_are_swapped_while_requests_run_and_at_once_where_none_does(
+    make_worker, engine, params, requests, expected
+):
+    """The running response keeps its tokens, records the position, and later jobs are of the new weights. An
+    idle worker keeps no old weights until a request comes; the last of several swaps counts.
+    """
     other = engine.load_params(make_params(1))
     by_other = Scheduler(engine, SLOTS).run(other, requests[3:5])[0]
-    worker, swapped = make_worker(), []
+    worker, swapped, loaded = make_worker(), [], threading.Event()
 
     def swap(_):  # from the worker's thread, so that the position is known
         if not swapped:
@@ -189,26 +174,21 @@ def test_weights_are_swapped_while_requests_run(make_worker, engine, requests, e
         assert_same(collected.result(), completion)
         assert collected.job.response.versions == [(0, 7)]
 
-
-def test_an_idle_worker_swaps_weights_at_once(make_worker, engine, params, requests, expected):
-    """The old weights are not kept until a request comes; the last of several swaps counts."""
-    worker, loaded, load_params = make_worker(), threading.Event(), DecodeLoop.load_params
-
-    def load(new_params, version):
-        load_params(worker.loop, new_params, version)
+    def load(*arguments):
+        DecodeLoop.load_params(worker.loop, *arguments)
         loaded.set()
 
     worker.loop.load_params = load
-    worker.load_params(engine.load_params(make_params(1)), 1)
-    assert loaded.wait(WAIT) and worker.loop.slots.version == 1
-    worker.load_params(params, 2)
+    worker.load_params(other, 8)
+    assert loaded.wait(WAIT) and worker.loop.slots.version == 8
+    worker.load_params(params, 9)
     collected = Collected(requests[0])
     worker.submit([collected.job])
     assert_same(collected.result(), expected[0])
-    assert collected.job.response.versions == [(0, 2)]
+    assert collected.job.response.versions == [(0, 9)]
     assert worker.close(timeout=WAIT)
     with pytest.raises(Closed, match="shutting down"):
-        worker.load_params(params, 3)
+        worker.load_params(params, 10)
 
 
 def test_a_full_queue_takes_all_of_a_request_or_nothing_and_closing_cancels(make_worker):
@@ -252,24 +232,19 @@ def test_what_ends_the_worker_is_told_to_all(make_worker, engine, params, monkey
         worker.submit([Collected(endless(0)).job])
 
 
-@pytest.mark.parametrize("name", [pytest.param("prompt_lookup", marks=pytest.mark.long), "srt"])
-def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
-    """Greedy decoding of this policy repeats itself, which every history drafter can see. Plain steps are few
-    at a time, and a few answers do not drive out what was learned of a prompt.
+def test_drafts_change_no_token_while_requests_join(engine, params, requests, expected, monkeypatch):
+    """What a request got is drafted when it comes again. Plain steps are few at a time, and a few answers do
+    not drive out what was learned of a prompt.
     """
-    greedy = make_engine(SamplingParams(temperature=0.0), BUCKETS, (), 8, pool=GREEDY_POOL)
-    params = greedy.load_params(make_params())
-    prompts = [(5, 6, 7), (9, 2, 9, 2), (5, 6, 7), (30, 31)]
-    requests = [Request(prompt, request_key(0, 0, i), 60) for i, prompt in enumerate(prompts)]
-    expected, _ = Scheduler(greedy, SLOTS).run(params, requests)
-    drafter, learned = make_drafter(name), [Outcome(prompts[0], np.arange(9, dtype=np.int32), 0.0)] * 5
-    drafter.learn(learned)
-    speculator = Speculator(greedy, {name: drafter}, max_batch=4, times=CheapTimes())
+    chosen = [0, 3, 1, 6]  # the first and the third to one prompt
+    prompts, drafter = [requests[i].prompt_ids for i in chosen], make_drafter("srt")
+    drafter.learn([Outcome(prompts[0], np.arange(9, dtype=np.int32), 0.0)] * 5)
+    speculator = Speculator(engine, {"srt": drafter}, max_batch=4, times=CheapTimes())
     together = {prompts[0]: 5}
-    worker = EngineWorker(greedy, params, SLOTS, speculator, steps_per_sync=2, learned_together=together)
-    steps, generate = [], greedy.generate
+    worker = EngineWorker(engine, params, SLOTS, speculator, steps_per_sync=2, learned_together=together)
+    steps, generate = [], engine.generate
     counted = lambda *arguments: (steps.append(arguments[2]), generate(*arguments))[1]  # noqa: E731
-    monkeypatch.setattr(greedy, "generate", counted)
+    monkeypatch.setattr(engine, "generate", counted)
     worker.start()
     second_came = threading.Event()
     try:
@@ -277,15 +252,14 @@ def test_drafts_change_no_token_while_requests_join(monkeypatch, name):
             joined = [Collected(requests[0], on_piece=lambda _: second_came.set())]
             worker.submit([joined[0].job])
             assert second_came.wait(WAIT)
-            joined += [Collected(request) for request in requests[1:]]
+            joined += [Collected(requests[i]) for i in chosen[1:]]
             worker.submit([each.job for each in joined[1:]])
-            for each, completion in zip(joined, expected, strict=True):
-                assert_same(each.result(), completion)
+            for each, i in zip(joined, chosen, strict=True):
+                assert_same(each.result(), expected[i])
         assert worker.statistics.accepted > 0
         assert sum(each.job.response.accepted for each in joined) > 0
         assert steps and max(steps) <= 2
-        if name != "prompt_lookup":
-            assert [len(past.lengths) for past in drafter.history.recall(prompts[0])] == [5]
-            assert [len(past.lengths) for past in drafter.history.recall(prompts[1])] == [1]
+        lengths = [[len(past.lengths) for past in drafter.history.recall(prompt)] for prompt in prompts[:2]]
+        assert lengths == [[5], [1]]
     finally:
         assert worker.close(drain=False, timeout=WAIT)

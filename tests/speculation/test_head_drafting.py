@@ -138,22 +138,28 @@ def test_nothing_is_compiled_after_warming_up(params, requests, expected, overla
     assert read["draft"] == set(buckets.cache) <= read["pairs"]  # prefilling reads one block alone
 
 
-def test_it_knows_the_policys_states_at_every_token(params, requests):
-    """What the passes handed out is what one forward pass over the whole response computes."""
-    speculator = make_speculator()
-    head = speculator.drafters["eagle"]
-    seen = []
-    completions, _ = roll_out_recording(speculator, params, requests, seen)
-    assert len(seen) == len(requests)
-    whole = {}
+def test_it_learns_the_policys_states_at_every_token_that_is_kept(params, requests):
+    """What the passes handed out is what one forward pass over the whole response computes. Neither what a
+    stop string cuts off nor an evaluation is learned.
+    """
+    seen, speculator, stop = [], make_speculator(), StopStrings(("dd",), spell)
+    evaluated = [dataclasses.replace(request, training=False) for request in requests]
+    roll_out_recording(speculator, params, evaluated, seen)
+    assert not seen
+    completions, _ = roll_out_recording(speculator, params, requests, seen, stop)
+    prompts, whole = {}, set()
     for request, completion in zip(requests, completions, strict=True):
         tokens = (*request.prompt_ids, *completion.response_ids.tolist())[:-1]
-        whole[tokens] = len(request.prompt_ids)
+        prompts[tokens] = len(request.prompt_ids)
+        if completion.finish_reason != "stop":
+            whole.add(tokens)
+    assert whole <= {tuple(tokens) for tokens, *_ in seen} <= prompts.keys() > whole
+    layers = speculator.drafters["eagle"].config.layers
     for tokens, states, mask in seen:
-        length = len(tokens)
-        assert mask.tolist() == [False] * whole[tuple(tokens)] + [True] * (length - whole[tuple(tokens)])
-        expected_states = states_of(params, np.pad(tokens, (0, 128 - length)), head.config.layers)[:length]
-        np.testing.assert_allclose(np.asarray(states, np.float32), expected_states, rtol=1e-3, atol=1e-3)
+        length, prompt = len(tokens), prompts[tuple(tokens)]
+        assert mask.tolist() == [False] * prompt + [True] * (length - prompt)
+        expected = states_of(params, np.pad(tokens, (0, 128 - length)), layers)[:length]
+        np.testing.assert_allclose(np.asarray(states, np.float32), expected, rtol=1e-3, atol=1e-3)
 
 
 @functools.partial(jax.jit, static_argnames="layers")
@@ -174,21 +180,6 @@ def roll_out_recording(speculator, params, requests, seen, stop=None):
     head.refresh(params)
     head.trainer.add = lambda *sequence: seen.append(sequence)
     return roll_out(speculator, params, requests, stop)
-
-
-def test_neither_what_a_stop_string_cuts_off_nor_an_evaluation_is_learned(params, requests):
-    seen, speculator, stop = [], make_speculator(), StopStrings(("dd",), spell)
-    evaluated = [dataclasses.replace(request, training=False) for request in requests]
-    roll_out_recording(speculator, params, evaluated, seen)
-    assert not seen
-    completions, _ = roll_out_recording(speculator, params, requests, seen, stop)
-    assert any(completion.finish_reason == "stop" for completion in completions)
-    known = {
-        (*request.prompt_ids, *completion.response_ids.tolist())[:-1]
-        for request, completion in zip(requests, completions, strict=True)
-    }
-    assert seen and {tuple(tokens) for tokens, _, _ in seen} <= known
-    assert all(len(tokens) == len(states) == len(mask) for tokens, states, mask in seen)
 
 
 def test_training_in_the_tail_touches_neither_tokens_nor_weights(params, requests, expected):

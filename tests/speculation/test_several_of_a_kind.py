@@ -11,7 +11,6 @@ from rljax.errors import ConfigError
 from rljax.models.huggingface import save_model
 from rljax.models.transformer import init_params
 from rljax.rollout.collector import Scheduler
-from rljax.serving.policy import _speculation
 from rljax.speculation.speculator import Speculator
 from tests.speculation.speculators import FEW, make_engine
 from tests.tiny_policy import CONFIG, SLOTS, CheapTimes, assert_same, make_requests
@@ -25,7 +24,8 @@ def scheduler_of(drafters):
     return Scheduler(engine, SLOTS, None, speculator, False)
 
 
-@pytest.mark.parametrize("kind", ["small_model", pytest.param("eagle", marks=pytest.mark.long), "quantized"])
+@pytest.mark.default_cases("small_model")
+@pytest.mark.parametrize("kind", ["small_model", "eagle", "quantized"])
 def test_the_tokens_are_those_of_plain_decoding(params, kind, tmp_path):
     requests = make_requests((3, 20, 8), (20, 16, 7))
     if kind == "eagle":
@@ -85,12 +85,3 @@ def test_the_kind_is_the_name_by_default():
 def test_what_cannot_be_is_refused(drafter, others, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         states_read(make_drafters(SpeculationConfig(drafter=drafter, others=others)), CONFIG)
-
-
-def test_a_server_takes_one_by_its_name():
-    config = SpeculationConfig(drafter="srt", others={"q4": {"kind": "quantized", "bits": 4}})
-    kept = _speculation(config, None)
-    assert (kept.drafter, kept.kinds) == ("srt", config.kinds) and kept.arguments == config.arguments
-    chosen = _speculation(config, "q4")
-    assert (chosen.drafter, chosen.args, chosen.others) == ("quantized", {"bits": 4}, {})
-    assert _speculation(config, "none").drafter is None

@@ -210,19 +210,10 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_not(
     assert statistics.tokens == statistics.verified_slots
 
 
-@pytest.mark.parametrize(("name", "strings"), [("srt", ("dd",)), ("knowing", ("abc", "cab", "ba"))])
-def test_stop_strings_inside_accepted_runs(engine, params, requests, expected, name, strings):
-    stop = StopStrings(strings, spell)
-    plain, _ = Scheduler(engine, SLOTS, stop).run(params, requests)
-    drafter = Knowing(expected) if name == "knowing" else make_drafter(name)
-    completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
-    assert_same(completions, plain)
-    assert sum(completion.finish_reason == "stop" for completion in completions) >= 3
-    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
-
-
-def test_a_drafter_hears_what_is_kept(engine, params, requests, expected):
-    """Up to the stop string, in pieces that add up to the response, with what was accepted."""
+def test_a_drafter_hears_what_is_kept_where_stop_strings_end_responses(engine, params, requests, expected):
+    """Up to the stop string, in pieces that add up to the response, with what was accepted. The response ends
+    inside an accepted run as in plain decoding.
+    """
     heard = []
 
     class Listening(Knowing):
@@ -238,8 +229,11 @@ def test_a_drafter_hears_what_is_kept(engine, params, requests, expected):
             heard.append((sampled.drafted.sum(), sampled.accepted.sum()))
             assert (sampled.accepted <= sampled.drafted).all()
 
-    drafter, stop = Listening(expected), StopStrings(("dd",), spell)
+    drafter, stop = Listening(expected), StopStrings(("abc", "cab", "ba"), spell)
     completions, statistics, _ = speculate(engine, params, requests, drafter, stop=stop)
+    assert_same(completions, Scheduler(engine, SLOTS, stop).run(params, requests)[0])
+    assert sum(completion.finish_reason == "stop" for completion in completions) >= 3
+    assert statistics.tokens == sum(len(completion.response_ids) for completion in completions)
     assert drafter.tokens == [completion.response_ids.tolist() for completion in completions]
     assert [request.prompt_ids for request in drafter.requests] == [each.prompt_ids for each in requests]
     for mine, request in zip(drafter.requests, requests, strict=True):
@@ -344,24 +338,11 @@ def steps(engine, monkeypatch):
     return seen
 
 
-def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expected, steps):
-    """It is believed for a few passes; then it is asked ever more seldom."""
-    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), TIMES)
-    assert_same(completions, expected)
-    assert steps[:5] == ["v", "v", "v", 1, 2] and statistics.verified < 0.1 * statistics.steps
-    in_vain = 0
-    for before, step in itertools.pairwise(steps):  # new requests are asked about ever less soon
-        in_vain = 0 if before == "v" else in_vain + 1
-        again = min(2 ** (in_vain // 4), 16)
-        assert step in (("v", again) if before == "v" else ("v", again, min(2 * before, 16)))
-    assert 16 in steps
-
-
 class RecordingTimes(FixedTimes):
     """What is measured, by kind."""
 
-    def __init__(self, by_rows):
-        super().__init__(by_rows)
+    def __init__(self):
+        super().__init__(TIMES.by_rows)
         self.measured = {"plain": [], "verify": []}
 
     def has_plain(self, batch, length):
@@ -371,24 +352,36 @@ class RecordingTimes(FixedTimes):
         self.measured[kind].append(seconds)
 
 
-def test_a_pass_is_measured_with_the_host_s_work_before_it(engine, params, requests, expected):
+def test_a_useless_drafter_ends_in_plain_decoding(engine, params, requests, expected, steps):
+    """It is believed for a few passes; then it is asked ever more seldom. Plain steps that were cut short for
+    a question are not measured.
+    """
+    times = RecordingTimes()
+    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected, 1), times)
+    assert_same(completions, expected)
+    assert steps[:5] == ["v", "v", "v", 1, 2] and statistics.verified < 0.1 * statistics.steps
+    in_vain = 0
+    for before, step in itertools.pairwise(steps):  # new requests are asked about ever less soon
+        in_vain = 0 if before == "v" else in_vain + 1
+        again = min(2 ** (in_vain // 4), 16)
+        assert step in (("v", again) if before == "v" else ("v", again, min(2 * before, 16)))
+    assert 16 in steps
+    assert 0 < len(times.measured["plain"]) < len([step for step in steps if step != "v"])
+
+
+def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
+    """A pass is measured with the host's work before it."""
+
     class Slow(Knowing):
         def fill(self, drafts, queries):
             time.sleep(0.02)
             return super().fill(drafts, queries)
 
-    times = RecordingTimes(TIMES.by_rows)
-    speculate(engine, params, requests, Slow(expected), times)
+    times = RecordingTimes()
+    completions, statistics, _ = speculate(engine, params, requests, Slow(expected), times)
+    assert_same(completions, expected)
+    assert steps.count("v") > 0.9 * len(steps) and statistics.accept_length > 4
     assert times.measured["verify"] and min(times.measured["verify"]) >= 0.02
-
-
-def test_plain_steps_that_were_cut_short_for_a_question_are_not_measured(
-    engine, params, requests, expected, steps
-):
-    times = RecordingTimes(TIMES.by_rows)
-    speculate(engine, params, requests, Knowing(expected, 1), times)
-    calls = [step for step in steps if step != "v"]
-    assert 0 < len(times.measured["plain"]) < len(calls)
 
 
 def test_a_plain_step_that_was_measured_too_slow_is_measured_anew(engine, params, requests, expected, steps):
@@ -402,12 +395,6 @@ def test_a_plain_step_that_was_measured_too_slow_is_measured_anew(engine, params
     first = steps.index(16)
     assert 32 <= steps[:first].count("v") < 80 and set(steps[:first]) == {"v"}
     assert times.plain(SLOTS, 128) < 1
-
-
-def test_a_good_drafter_is_always_verified(engine, params, requests, expected, steps):
-    completions, statistics, _ = speculate(engine, params, requests, Knowing(expected), TIMES)
-    assert_same(completions, expected)
-    assert steps.count("v") > 0.9 * len(steps) and statistics.accept_length > 4
 
 
 def test_patience_ends_where_drafts_pay_again(engine, params, requests, expected, steps):
@@ -467,8 +454,7 @@ def test_the_device_is_not_idle_while_it_prefills(engine, params, requests, expe
 @pytest.mark.parametrize("rule", ["rejection", "target_only"])
 def test_the_other_rules_sample_from_the_policy_too(params, requests, expected, rule):
     """Other tokens, but the same contract; and a drafter hears nothing of the noise."""
-    buckets = Buckets((4,), (128,), (16, 32), 7)
-    engine = make_engine(buckets=buckets, verification=rule)
+    engine = make_engine(buckets=Buckets((4,), (128,), (32,), 7), verification=rule)
     parents, verify = [], engine.verify
 
     def spy(params, state, tree, rows):
@@ -493,7 +479,7 @@ def test_the_other_rules_sample_from_the_policy_too(params, requests, expected, 
             return drafts
 
     for drafter in (Branching(), make_drafter("srt")):
-        times = FavouriteRows([32, 16, 0, 32])
+        times = FavouriteRows([32, 0, 32])
         completions, statistics, _ = speculate(engine, params, requests, drafter, times)
         check_statistics(completions, statistics)
         assert statistics.accepted > 0

@@ -27,15 +27,12 @@ def test_a_strategy_is_what_a_head_can_draft():
                             make(depth, top_k, nodes)
 
 
-def test_strategies_are_named():
-    strategies = [Strategy(4, 1, 4, "srt"), Strategy(4, 4, 15, "eagle"), Strategy(4, 2, 14, "eagle")]
-    assert [str(strategy) for strategy in strategies] == ["srt 4/1/4", "eagle 4/4/15", "eagle 4/2/14"]
-    assert arm_name(strategies[1]) == "eagle 4/4/15" and arm_name(None) == "plain"
-
-
-def test_strategies_of_a_config_keep_their_order():
+def test_strategies_of_a_config_keep_their_order_and_are_named():
     chains = {"drafter": "srt", "depth": 7, "top_k": 1, "nodes": 7}
-    assert parse_strategies([chains, GOOD], NAMES, 15) == (chain(7), Strategy(4, 4, 15, "eagle"))
+    strategies = parse_strategies([chains, GOOD], NAMES, 15)
+    assert strategies == (chain(7), Strategy(4, 4, 15, "eagle"))
+    assert [str(strategy) for strategy in strategies] == ["srt 7/1/7", "eagle 4/4/15"]
+    assert arm_name(strategies[1]) == "eagle 4/4/15" and arm_name(None) == "plain"
     mixed = chains | {"drafter": "srt+eagle", "nodes": 15}  # more than a chain of 7 has
     assert parse_strategies([mixed], NAMES, 15)[0].drafters == ("srt", "eagle")
     assert parse_strategies((), NAMES, 15) == ()

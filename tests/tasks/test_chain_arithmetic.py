@@ -134,6 +134,7 @@ def test_a_slip_runs_on_into_the_demonstrated_answer_but_not_into_the_right_one(
 
 
 def test_demonstrations_check_themselves_as_often_as_stated_and_others_never():
+    """Without that, they are as they were."""
     task = ChainArithmetic(seed=0, rechecks=0.5, demonstration_noise=0.1)
     rounds = []
     for index in range(600):
@@ -152,9 +153,6 @@ def test_demonstrations_check_themselves_as_often_as_stated_and_others_never():
     for least in (1, 2, 3):  # from each round on, every other one goes on
         share, count = np.mean(rounds[rounds >= least] > least), np.sum(rounds >= least)
         assert abs(share - 0.5) < 4 * np.sqrt(0.25 / count)
-
-
-def test_no_rechecks_leave_the_demonstrations_as_they_were():
     plain, checked = ChainArithmetic(seed=4), ChainArithmetic(seed=4, rechecks=0.7)
     for index in range(50):
         ours, theirs = (task.problem("warm_start", index).solution for task in (plain, checked))

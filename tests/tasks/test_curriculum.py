@@ -6,6 +6,7 @@ from rljax.errors import ConfigError
 from rljax.rollout.prompts import Prompts
 from rljax.tasks.base import Problem
 from rljax.tasks.curriculum import Curriculum
+from tests.rollout.test_prompts import Characters
 from tests.training.tiny_run import train
 
 
@@ -18,11 +19,6 @@ class Epochs:
 
     def problem(self, split, index):
         return problem(index % 4)
-
-
-class Characters:
-    def encode_chat(self, messages):
-        return [ord(character) for message in messages for character in message["content"]]
 
 
 def shares_asked(curriculum, count=400):

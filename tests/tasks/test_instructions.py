@@ -2,7 +2,6 @@
 
 import pytest
 
-from rljax.errors import ConfigError
 from rljax.tasks.base import SPLITS, Problem
 from rljax.tasks.instructions import RULES, Instructions
 from rljax.tasks.registry import make_task
@@ -79,16 +78,3 @@ def test_problems_are_what_they_say():
         split: {task.problem(split, index).messages[0]["content"] for index in range(300)} for split in SPLITS
     }
     assert not prompts["train"] & prompts["heldout"]
-
-
-@pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        ({"rules": ["ends"]}, "task.args.rules: unknown rule 'ends'; did you mean 'end'"),
-        ({"rules": "end"}, "task.args.rules: should be a list of names"),
-        ({"max_rules": 4}, "task.args.max_rules: must be an integer from 1 to 3"),
-    ],
-)
-def test_arguments_that_do_not_fit(args, error):
-    with pytest.raises(ConfigError, match=error):
-        make_task("instructions", seed=0, **args)

@@ -3,14 +3,11 @@
 import collections
 
 import pytest
-import yaml
 
 from rljax.assembly.task import configured_task
 from rljax.config import MixtureConfig, TaskConfig
-from rljax.errors import ConfigError
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from rljax.tasks.mixture import Mixture
-from tests.configs import table
 
 
 def mixture(*items, seed=0):
@@ -86,20 +83,3 @@ def test_each_problem_is_judged_by_its_own_task():
         "task": 1.0, **{f"task/{name}": value for name, value in own.items()},
     }  # fmt: skip
     assert task.problem("train", 3) == configured_task(section, 0).problem("train", 3)
-
-
-MISTAKES = """
-{name: chain_arithmetics} -> task.mixture.0.name: -> did you mean 'chain_arithmetic'?
-{name: chain_arithmetic, args: {max_terms: 1}} -> task.mixture.0.args.max_terms:
-{name: chain_arithmetic, rewards: [{name: exactly}]}
-    -> task.mixture.0.rewards.0.name: -> did you mean 'exact'?
-"""
-
-
-@pytest.mark.parametrize("row", table(MISTAKES), ids=lambda row: row[0])
-def test_mistakes_in_a_part_are_named(row):
-    part, *says = row
-    with pytest.raises(ConfigError) as caught:
-        configured_task(TaskConfig(name="mixture", mixture=[yaml.safe_load(part)]), 0)
-    for part in says:
-        assert part in str(caught.value)

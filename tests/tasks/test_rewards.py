@@ -13,6 +13,7 @@ from rljax.assembly.task import configured_task
 from rljax.config import TaskConfig
 from rljax.errors import ConfigError, UserError
 from rljax.sandbox.process import SandboxError
+from rljax.tasks.answers import last_answer
 from rljax.tasks.base import Problem
 from rljax.tasks.reasoning_gym import ReasoningGym
 from rljax.tasks.rewards import failures, text
@@ -72,13 +73,14 @@ def test_where_an_answer_stands(place):
 
 
 def test_finding_an_answer_takes_linear_time():
-    for evil in ("1" * 40_000, "-" * 40_000, "\\boxed{" * 10_000, "<answer>" * 10_000, "1,/" * 18_000,
-                 "1" + ",22" * 18_000, "</think>" * 10_000, "\\boxed{1} " * 10_000, "= -" * 18_000,
+    for evil in ("1" * 40_000, "1," * 40_000, "1." * 40_000, "-" * 40_000, "\\boxed{" * 10_000,
+                 "<answer>" * 10_000, "1,/" * 18_000, "1" + ",22" * 18_000, "</think>" * 10_000,
+                 "\\boxed{1} " * 10_000, "= -" * 18_000,
                  "\\boxed{1}" + " " * 40_000 + "\\boxed{1}"):  # fmt: skip
         start = time.process_time()
         for place in ("number", "boxed", "tag", "marker", "line"):
             answer_finder(place)(evil)
-        last_formula(evil)
+        last_formula(evil), last_answer(evil)
         text.numeric()(problem("1"), evil)
         assert time.process_time() - start < 0.5
 
@@ -322,23 +324,19 @@ def test_a_reward_that_fails_stops_the_run_with_its_prompt(make):
 
 
 def test_a_response_that_a_reward_takes_too_long_over_does_not_end_the_run(make):
-    reward = {"name": f"{HERE}:moody"}
-    task = make(reward, reward_timeout=0.5)
+    """Also where it is a pattern that would go on for ever."""
+    slow, format_ = {"name": f"{HERE}:moody"}, {"name": "format", "args": {"pattern": "(a+)+b"}}
+    task = make(slow, format_, reward_timeout=0.5)
     asked = task.problem("train", 0)
-    judged = task.rewards([(asked, "hang"), (asked, "fine")])
-    names = ("moody", "timeouts", "errors")
-    assert [tuple(parts[name] for name in names) for parts in judged] == [(0, 1, 0), (1, 0, 0)]
-    assert len(task.reports) == 1 and "took more than 0.5 seconds" in task.reports[0]
-    with pytest.raises(UserError, match=r"took more than .*task\.reward_timeouts: zero"):
-        make(reward, reward_timeout=0.5, reward_timeouts="stop").reward(asked, "hang")
-
-
-def test_a_catastrophic_pattern_is_bounded(make):
-    task = make({"name": "format", "args": {"pattern": "(a+)+b"}}, reward_timeout=0.5)
     start = time.monotonic()
-    judged = task.rewards([(task.problem("train", 0), "a" * 60), (task.problem("train", 0), "aab")])
+    judged = task.rewards([(asked, "hang"), (asked, "fine"), (asked, "a" * 60), (asked, "aab")])
     assert time.monotonic() - start < 20
-    assert [(parts["format"], parts["timeouts"]) for parts in judged] == [(0.0, 1.0), (1.0, 0.0)]
+    names = ("moody", "format", "timeouts", "errors")
+    found = [tuple(parts[name] for name in names) for parts in judged]
+    assert found == [(0, 0, 1, 0), (1, 0, 0, 0), (1, 0, 1, 0), (1, 1, 0, 0)]
+    assert len(task.reports) == 2 and "took more than 0.5 seconds" in task.reports[0]
+    with pytest.raises(UserError, match=r"took more than .*task\.reward_timeouts: zero"):
+        make(slow, reward_timeout=0.5, reward_timeouts="stop").reward(asked, "hang")
 
 
 def test_code(make):
@@ -482,20 +480,3 @@ def test_a_missing_package_names_its_extra(make, monkeypatch):
         with pytest.raises(ConfigError) as caught:
             call()
         assert f"install the extra (pip install {says})" in str(caught.value)
-
-
-ENVIRONMENTS = """
-{} -> task.args.environment: must be set for reasoning_gym
-{environment: leg_count} -> did you mean 'leg_counting'?
-{environment: leg_counting, config: {animals: 3}} -> task.args.config.animals:
-{environment: leg_counting, config: {min_animals: 0}} -> leg_counting refuses
-{environment: leg_counting, tag: <a>} -> task.args.tag: should be a name
-"""
-
-
-@pytest.mark.parametrize(("args", "says"), table(ENVIRONMENTS))
-def test_an_environment_that_cannot_be(args, says):
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(ConfigError) as caught:
-        configured_task(TaskConfig(name="reasoning_gym", args=yaml.safe_load(args)), 0)
-    assert says in str(caught.value)

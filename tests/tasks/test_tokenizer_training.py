@@ -46,22 +46,16 @@ def test_texts_come_back_and_every_character_of_the_task_is_a_token_of_its_own(t
         assert len(encode(tokenizer, text)) == len(text)
 
 
-def test_digits_stay_apart_even_when_the_texts_repeat_them(tmp_path):
-    tokenizer = train_tokenizer(["the year 1984 "] * 500, 400, tmp_path)
-    assert tokenizer.encode("1984").tokens == ["1", "9", "8", "4"]
-    assert len(tokenizer.encode("the year").tokens) == 2  # other pieces are merged
-
-
-def test_the_chat_template_costs_six_tokens(tokenizer):
+def test_roles_are_tokens_and_digits_stay_apart(tokenizer, tmp_path):
+    """So the chat template costs six tokens, whatever fills the vocabulary or is repeated in the texts."""
     tokens = tokenizer.encode("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n").tokens
     assert tokens == ["<|im_start|>", "userĊ", "<|im_end|>", "Ċ", "<|im_start|>", "assistantĊ"]
-
-
-def test_the_roles_are_merged_when_the_texts_would_fill_the_vocabulary(tmp_path):
     words = [f"{a}{b}{c}" for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwx"]
-    tokenizer = train_tokenizer(words, 320, tmp_path)
-    assert tokenizer.get_vocab_size() == 320
-    assert tokenizer.encode("user\n").tokens == ["userĊ"]
+    full = train_tokenizer(words, 320, tmp_path)
+    assert full.get_vocab_size() == 320 and full.encode("user\n").tokens == ["userĊ"]
+    repeated = train_tokenizer(["the year 1984 "] * 500, 400, tmp_path)
+    assert repeated.encode("1984").tokens == ["1", "9", "8", "4"]
+    assert len(repeated.encode("the year").tokens) == 2  # other pieces are merged
     with pytest.raises(ConfigError, match="vocab_size: must be at least 259"):
         train_tokenizer(["1"], 258, tmp_path)
 

@@ -56,15 +56,15 @@ def jetstream(monkeypatch):
     sys.modules.pop("rljax.serving.jetstream.adapter", None)
 
 
-def expected_tokens(served, prompt, number):
-    """What the scheduler samples for the orchestrator's request `number`, up to its limit, without EOS."""
-    request = Request(
-        tuple(served.tokenizer.encode(prompt)), request_key(3, 3, 0, number, 0), served.max_tokens
-    )
-    worker = served.worker
-    (completion,), _ = Scheduler(worker.engine, 4).run(worker.params, [request])
-    tokens = completion.response_ids.tolist()
-    return tokens[:-1] if completion.finish_reason == "eos" else tokens
+def expected_tokens(served, prompts):
+    """What the scheduler samples for the orchestrator's requests of these prompts, without EOS."""
+    encoded = (tuple(served.tokenizer.encode(prompt)) for prompt in prompts)
+    requests = [
+        Request(prompt, request_key(3, 3, 0, number, 0), served.max_tokens)
+        for number, prompt in enumerate(encoded)
+    ]
+    completions, _ = Scheduler(served.worker.engine, 4).run(served.worker.params, requests)
+    return [each.response_ids.tolist()[: -1 if each.finish_reason == "eos" else None] for each in completions]
 
 
 def test_through_the_abstract_class(served, run, jetstream):
@@ -96,9 +96,8 @@ def test_through_the_abstract_class(served, run, jetstream):
             if slot_tokens.valid[0, 0]:
                 tokens.append(int(slot_tokens.tokens[0, 0]))
                 assert slot_tokens.lengths[0] == len(tokens) and np.isfinite(result.log_prob[slot, 0])
-    for slot, prompt in enumerate(PROMPTS[:3]):
-        tokens = [token for token in got[slot] if token not in tokenizer.stop_tokens]
-        assert tokens == expected_tokens(served, prompt, slot)
+    tokens = [[token for token in each if token not in tokenizer.stop_tokens] for each in got.values()]
+    assert tokens == expected_tokens(served, PROMPTS[:3])
     assert tokenizer.decode(got[0]) == served.tokenizer.decode(got[0], skip_special_tokens=True)
     assert {tokenizer.eos_id} == tokenizer.stop_tokens and tokenizer.bos_id == tokenizer.eos_id
 
@@ -160,8 +159,7 @@ def test_through_jetstreams_orchestrator(served, run):
     assert process.returncode == 0, process.stderr[-3000:]
     answers = {answer["prompt"]: answer for answer in map(json.loads, process.stdout.splitlines())}
     # Requests are prefilled in the order in which they were asked.
-    for number, prompt in enumerate(PROMPTS):
-        assert answers[prompt]["tokens"] == expected_tokens(served, prompt, number)
+    assert [answers[prompt]["tokens"] for prompt in PROMPTS] == expected_tokens(served, PROMPTS)
 
 
 def test_without_the_package_there_is_one_clear_error(monkeypatch):

@@ -12,7 +12,7 @@ from rljax.rollout.collector import Scheduler
 from rljax.sampling.distribution import SamplingParams
 from rljax.sampling.noise import request_key
 from rljax.serving.jetstream.slots import SlotEngine
-from tests.tiny_policy import EOS, make_engine, make_params
+from tests.tiny_policy import EOS, make_engine
 
 LONGEST = 128  # positions of the largest cache
 PROMPTS = [(3, 9, 27), tuple(range(2, 42)), (8,)]
@@ -22,11 +22,6 @@ IDS = [uuid.UUID(int=(1 << 70) + i) for i in range(3)]
 @pytest.fixture(scope="module")
 def engine():
     return make_engine()
-
-
-@pytest.fixture(scope="module")
-def params(engine):
-    return engine.load_params(make_params())
 
 
 @pytest.fixture
@@ -76,24 +71,6 @@ def assert_same(got, completion):
     np.testing.assert_array_equal(np.asarray(got[1], np.float32), completion.logprobs)
 
 
-def test_slots_get_the_schedulers_tokens(engine, params, slots):
-    state, into = slots.init_decode_state(), {}
-    for slot, (prompt, request_id) in enumerate(zip(PROMPTS, IDS, strict=True)):
-        prefix, first = slots.prefill(
-            params=params, padded_tokens=padded(prompt), true_length=len(prompt), request_id=request_id
-        )
-        got = first.get_result_at_slot(0)
-        assert got.lengths.tolist() == [1] and got.valid.tolist() == [[1]]
-        into[slot] = [int(got.tokens[0, 0])], [got.log_prob[0, 0]]
-        state = slots.insert(prefix, state, slot, request_id=request_id)
-        if slot == 0:  # the others join later
-            for _ in range(3):
-                state = decode_all(slots, params, state, into, steps=1)
-    decode_all(slots, params, state, into)
-    for slot, (prompt, request_id) in enumerate(zip(PROMPTS, IDS, strict=True)):
-        assert_same(into[slot], expected_of(engine, params, prompt, identity(request_id))[0])
-
-
 def test_samples_of_a_prompt(engine, params, slots):
     rng = jax.random.key(5)
     prefix, first = slots.prefill_multisampling(
@@ -116,24 +93,30 @@ def test_samples_of_a_prompt(engine, params, slots):
         assert_same(into[slot], completion)
 
 
-def test_a_freed_slot_is_silent_and_can_be_taken_again(engine, params, slots):
-    prefill = lambda i: slots.prefill(  # noqa: E731
-        params=params, padded_tokens=padded(PROMPTS[i]), true_length=len(PROMPTS[i]), request_id=IDS[i]
-    )
-    prefix, _ = prefill(1)
-    state = slots.insert(prefix, slots.init_decode_state(), 1)
-    state, result = slots.generate(params, state)
-    assert result.get_result_at_slot(1).valid[0, 0] == 1
+def test_slots_get_the_schedulers_tokens_also_when_they_are_taken_again(engine, params, slots):
+    """A freed slot is silent, and another request takes it while others decode."""
+
+    def prefill(i):
+        prefix, first = slots.prefill(
+            params=params, padded_tokens=padded(PROMPTS[i]), true_length=len(PROMPTS[i]), request_id=IDS[i]
+        )
+        got = first.get_result_at_slot(0)
+        assert got.lengths.tolist() == [1] and got.valid.tolist() == [[1]]
+        return prefix, ([int(got.tokens[0, 0])], [got.log_prob[0, 0]])
+
+    state, into = slots.init_decode_state(), {}
+    for slot in (2, 1):  # the second one joins the first
+        prefix, into[slot] = prefill(slot)
+        state = slots.insert(prefix, state, slot, request_id=IDS[slot])
+        state = decode_all(slots, params, state, into, steps=1)
     slots.free_resource(1)
-    state, result = slots.generate(params, state)
-    assert result.get_result_at_slot(1).valid[0, 0] == 0
-    prefix, first = prefill(0)
+    state = decode_all(slots, params, state, into, steps=1)
+    assert [len(into[slot][0]) for slot in (1, 2)] == [2, 4]
+    prefix, into[1] = prefill(0)
     slots.free_resource(1)  # of the request before: the one that takes the slot is not meant
-    state = slots.insert(prefix, state, 1)
-    got = first.get_result_at_slot(0)
-    into = {1: ([int(got.tokens[0, 0])], [got.log_prob[0, 0]])}
-    decode_all(slots, params, state, into)
-    assert_same(into[1], expected_of(engine, params, PROMPTS[0], identity(IDS[0]))[0])
+    decode_all(slots, params, slots.insert(prefix, state, 1), into)
+    for slot, i in ((1, 0), (2, 2)):
+        assert_same(into[slot], expected_of(engine, params, PROMPTS[i], identity(IDS[i]))[0])
 
 
 def test_a_response_that_its_first_token_ends(engine, params, slots):
