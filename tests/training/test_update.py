@@ -32,6 +32,7 @@ from rljax.training.scoring import score_packed
 from rljax.training.update import Recipe, Trainer
 from rljax.training.weight_copies import weight_copies, with_copies
 from tests.engines import scaled_params, stored_pool
+from tests.kernels.compilation import HOPPER, absent_mesh, compile_for
 
 CONFIG = ModelConfig("qwen3", 23, 16, 1, 2, 1, 8, 24, tie_embeddings=True, qk_norm=True, max_positions=512)
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.3, kl_coefficient=0.1)
@@ -320,6 +321,16 @@ def test_a_copy_is_read_in_its_own_type():
         copy.astype(jnp.float32)
 
 
+def test_tokens_that_a_filter_excludes_leave_gradients_finite(params, sequences):
+    update = trainer(sampling=SamplingParams(top_k=3))
+    batches = microbatches(sequences, 4)
+    reference = update.score(params, batches)
+    assert np.isneginf(reference[0][batches[0].response_mask]).any()
+    state, metrics = update.update(update.init(params), batches, reference)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients_of(state)))
+    assert np.isfinite(metrics["loss/policy"]) and metrics["loss/kl"] == 0
+
+
 def test_what_cannot_work_is_refused(params, sequences):
     update = trainer()
     with pytest.raises(ValueError, match="at least one micro-batch"):
@@ -350,3 +361,41 @@ def test_of_weights_that_are_cast_once_no_copy_is_cast_again(sequences):
         text = jax.jit(step).lower(params, copies, batch, rope_table(CONFIG, PACK_LENGTH)).as_text()
         cast = re.findall(r"convert %\S+ : \(tensor<([\dx]+)xf32>\) -> tensor<[\dx]+xbf16>", text)
         assert matrices & set(cast) == expected
+
+
+@pytest.mark.long  # above, what the compiler gets
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_accelerator_casts_each_matrix_once_and_where_a_layer_is_computed_again(sequences, copied):
+    """The compiler merges the casts of float32 weights in a micro-batch's gradients. Of copies nothing is
+    cast.
+    """
+    length = 640  # no activation has the shape of a matrix
+    config = ModelConfig("qwen3", 1104, 512, 1, 8, 4, 64, 1536, tie_embeddings=True, qk_norm=True)
+    packing = pack_sequences([sequence.length for sequence in sequences], length)
+    batch = build_batch(sequences, packing, *packing.microbatches(1))
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        transformer.param_shapes(config),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+    numerics = Numerics(row_invariant=False, compute_dtype="bfloat16")
+    copied_by = functools.partial(weight_copies, numerics=numerics, training=TrainingConfig(cast_once=copied))
+    copies = jax.eval_shape(copied_by, params)
+
+    def step(params, copies, batch, rope):
+        def score(params, batch):
+            read = with_copies(params, *copies)
+            return score_packed(read, config, batch, rope, numerics, SamplingParams(), True)
+
+        objective = functools.partial(policy_objective, algorithm=AlgorithmConfig())
+        return gradients(params, batch, None, score, objective)
+
+    with absent_mesh(HOPPER):
+        text = compile_for(HOPPER, step, params, copies, batch, rope_table(config, length)).as_text()
+    matrices = [leaf.shape for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1]
+    cast = [
+        tuple(map(int, sizes.split(","))) for sizes in re.findall(r"= bf16\[([\d,]+)\]\S* convert\(", text)
+    ]
+    found = sum(sizes in matrices for sizes in cast)
+    assert found == (1 if copied else len(matrices) + len(matrices) - 1)  # the embedding's is cast once
