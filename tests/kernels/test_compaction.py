@@ -1,7 +1,6 @@
-"""Compaction by every backend: exactly the positions of a path change, and nothing is copied. Engines that
-compact by kernels are tested with those that attend by them (`test_tree_attention.py`, `test_on_mesh.py`).
-"""
+"""Compaction by every backend: exactly the positions of a path change, and nothing is copied."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,8 +9,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from rljax.engine.buckets import Buckets
+from rljax.engine.engine import DecodeEngine
 from rljax.kernels.compaction import compaction, mosaic_gpu, mosaic_tpu
-from rljax.numerics.kernel_choice import Refused
+from rljax.numerics.kernel_choice import KernelChoice, Refused
+from rljax.numerics.rows import Numerics
+from tests.engines import CONFIGS, SAMPLING, ask, decode, lively_params, speculate, stored_pool, tangled
 from tests.kernels.compilation import HOPPER, compile_for
 from tests.kernels.test_tree_attention import NATIVE, POLICIES, check_no_copy, shapes
 
@@ -140,3 +143,22 @@ def test_compiles_in_place(device, policy):
     program = compile_for(device, kernel, *_shapes(policy), donate=(0, 1))
     check_no_copy(program, *POLICIES[policy], aliased=1)
     compile_for(device, kernel, *_shapes(policy, 2, 256, 64, jnp.float32))
+
+
+@functools.lru_cache
+def _speculated(implementation):
+    config = dataclasses.replace(CONFIGS["three"], head_dim=_WIDE)
+    numerics = Numerics(kernels=KernelChoice(compaction=implementation))
+    engine = DecodeEngine(config, numerics, SAMPLING, Buckets((2,), (128,)), [], 64, stored_pool())
+    params = engine.load_params(lively_params(config))
+    asked = ask([5, 60], [12, 9])
+    plain = decode(engine, params, asked, capacity=128)
+    drafts = tangled([tokens for tokens, _ in plain])
+    return plain, speculate(engine, params, asked, drafts, 7, capacity=128).outputs
+
+
+@pytest.mark.default_cases("interpret_tpu")
+@pytest.mark.parametrize("implementation", ["interpret_gpu", "interpret_tpu"])
+def test_the_engine_with_kernels_gives_the_same_bits(implementation):
+    plain, speculated = _speculated(implementation)
+    assert speculated == plain == _speculated("xla")[1]

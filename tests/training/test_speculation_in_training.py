@@ -139,6 +139,11 @@ class Pairs:
     assert sum(line["speculation/accepted"] for line in lines[1:]) > 0
 
 
+def test_a_run_that_chooses_by_its_own_clock_is_the_run_without(world, plain):
+    lines = run(world, "clock", SHRINKING, f"training.steps={HALF}", drafter="srt")
+    check_same(world, "clock", lines, plain)
+
+
 def test_evaluation_does_not_feed_the_history(srt):
     """It holds the last two rollouts of each prompt, though problems are evaluated in between."""
     tokens = [line["rollout/tokens"] for line in srt[1:]]
