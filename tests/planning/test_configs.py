@@ -9,6 +9,7 @@ import pytest
 
 from rljax.config import load_config
 from rljax.errors import ConfigError
+from rljax.models.transformer import num_params
 from rljax.planning.planner import default_lengths, make_plan, plan_shapes, planned_policy
 from rljax.planning.topologies import parse_topology
 from rljax.run_directory import RunDirectory
@@ -60,7 +61,7 @@ PARAMETERS = {
 
 
 def _load(name, overrides=()):
-    # Paths of models in configs are relative to the repository.
+    """A config, whose models' paths are relative to the repository."""
     path = f"policy.path={CONFIGS / 'models' / name.removesuffix('-lora')}"
     return load_config(CONFIGS / f"{name}.yaml", [path, *overrides])
 
@@ -68,26 +69,23 @@ def _load(name, overrides=()):
 def _require_compiler(topology):
     if topology.startswith("v") and not importlib.util.find_spec("libtpu"):
         pytest.skip("needs libtpu")
-    if topology.startswith(("h100", "rtx")) and not (
-        importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")
-    ):
+    cuda = importlib.util.find_spec("jax_cuda13_plugin") and shutil.which("ptxas")
+    if topology.startswith(("h100", "rtx")) and not cuda:
         pytest.skip("needs CUDA 13")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_published_number_of_parameters(name):
-    from rljax.models.transformer import num_params
-
     assert num_params(planned_policy(_load(name))[0]) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize(("name", "topology", "overrides"), CASES)
 def test_arrays_take_at_most_three_quarters_of_the_memory(name, topology, overrides):
     _require_compiler(topology)
-    memory = plan_shapes(_load(name, overrides), parse_topology(topology))
+    config = _load(name, overrides)
+    memory = plan_shapes(config, parse_topology(topology))
     available = 12e9 if topology == "cpu:1" else memory.available
     assert max(memory.least.values()) < 0.75 * available
-    config = _load(name, overrides)
     assert config.speculation.drafter is not None
 
 
@@ -138,15 +136,8 @@ def test_the_config_with_lora_is_for_a_chip_on_which_all_weights_do_not_fit():
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.long
 def test_runs_two_steps_with_its_sizes_cut(tmp_path, name):
-    problems = [
-        {
-            "problem": f"What is {i} plus {i % 7}?",
-            "question": f"What is {i} plus {i % 7}?",
-            "answer": f"#### {i}",
-        }
-        for i in range(64)
-    ]
-    data = tmp_path / "problems.jsonl"
+    data, asked = tmp_path / "problems.jsonl", [f"What is {i} plus {i % 7}?" for i in range(64)]
+    problems = [{"problem": each, "question": each, "answer": f"#### {i}"} for i, each in enumerate(asked)]
     data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     shape = "{hidden_size: 64, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 64, mlp_size: 64}"
     overrides = [

@@ -10,6 +10,8 @@ from rljax.errors import ConfigError
 from rljax.planning import topologies
 from rljax.planning.topologies import compile_devices, parse_topology
 
+HAS_TPU = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+
 
 @pytest.mark.parametrize(
     ("name", "count"), [("v5e:2x4", 8), ("v5p:2x2x2", 8), ("v6e:8x8", 64), ("h100:32", 32), ("cpu:8", 8)]
@@ -38,9 +40,16 @@ def test_refuses_in_one_line(name, message):
     assert "\n" not in str(error.value)
 
 
-def test_more_cpu_devices_than_there_are():
-    with pytest.raises(ConfigError, match="needs 4096 CPU devices"):
-        compile_devices(parse_topology("cpu:4096"))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cpu:4096", "needs 4096 CPU devices"),
+        pytest.param("v5e:3x7", "'v5e:3x7' is unknown to its compiler", marks=HAS_TPU),
+    ],
+)
+def test_devices_that_do_not_exist(name, message):
+    with pytest.raises(ConfigError, match=message):
+        compile_devices(parse_topology(name))
 
 
 def test_a_missing_compiler_names_the_extra(monkeypatch):
@@ -49,13 +58,7 @@ def test_a_missing_compiler_names_the_extra(monkeypatch):
         compile_devices(parse_topology("v5e:2x4"))
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-def test_a_slice_that_does_not_exist():
-    with pytest.raises(ConfigError, match="'v5e:3x7' is unknown to its compiler"):
-        compile_devices(parse_topology("v5e:3x7"))
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@HAS_TPU
 def test_one_chip_is_the_first_of_a_host_and_its_compiler_says_nothing():
     """In a process of its own: the library speaks when it is loaded."""
     code = (
