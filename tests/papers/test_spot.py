@@ -1,32 +1,23 @@
-"""Spot training: who leads, who prepares, what goes on elsewhere, and that no order of messages matters."""
+"""Spot training: who leads, who prepares, and what goes on elsewhere."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from drafters.eagle.drafter import HeadOnWorkers
 from drafters.small_model_training import SmallModelOnWorkers, trained_params
 from drafters.training import TrainingLimits
-from rljax.cluster.fabric import LocalFabric
 from rljax.cluster.messages import Begin, Died, End, Piece, Pieces, Status, Tick
-from rljax.models.config import ModelConfig
-from rljax.models.huggingface import save_model
-from rljax.models.transformer import init_params
 from rljax.papers.tlt import SpotConfig
 from rljax.papers.tlt.messages import Prepare, Prepared, StopTraining, TrainDrafter, Trained, TrainingData
 from rljax.papers.tlt.spot import SpotRule, SpotTraining
-from rljax.papers.tlt.spot_driver import SpotDriver as SpotDriverOfRuns
-from rljax.papers.tlt.spot_driver import averaged
+from rljax.papers.tlt.spot_driver import SpotDriver
 from tests.cluster.same_run import differences
-from tests.cluster.scripted import NUMERICS, Driver, ScriptedWorker, length_of, make_requests, response_to
-from tests.cluster.test_coordinator import assert_whole, begun, whole
+from tests.cluster.scripted import NUMERICS, length_of, make_requests, response_to
+from tests.cluster.test_coordinator import begun, whole
 from tests.cluster.test_drafters import FEW
-from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS, troubled_fabric
 from tests.cluster.turns import local_run
 
 RULE = SpotRule(idle=1, save_every=2, updates=6, tokens=60, batch_tokens=20, retry=1.0)
@@ -148,34 +139,22 @@ def test_joiners_train_on_responses_of_their_own():
     assert ends(coordinator, work, "worker-3", 3.3) == [StopTraining("worker-2", 3)]
 
 
-def test_what_joiners_have_come_to_is_averaged_by_their_updates():
-    heads = [
-        {"train.params.w": np.full(2, value, np.float32), "train.updates": np.asarray(updates, np.int32)}
-        for value, updates in ((1.0, 2), (4.0, 6))
-    ]
-    trained = [
-        Trained(f"worker-{number}", number, int(head["train.updates"]), True, head=head)
-        for number, head in enumerate(heads)
-    ]
-    mean = averaged(trained)
-    assert mean["train.params.w"].tolist() == [3.25, 3.25] and mean["train.params.w"].dtype == np.float32
-    assert mean["train.updates"] == 6
-    assert averaged(trained[:1]) == heads[0]
-
-
 @pytest.mark.parametrize(("joiners", "expected"), [("train", 3.25), ("prepare", 4.0)])
-def test_the_driver_hands_on_all_of_a_group_or_the_last(joiners, expected):
+def test_the_driver_hands_on_the_mean_of_a_group_by_its_updates_or_the_last(joiners, expected):
     adopted, stored = [], []
     training = SimpleNamespace(
-        limits=TrainingLimits(6, 60, 20), adopt=lambda head, metrics: adopted.append(float(head["w"]))
+        limits=TrainingLimits(6, 60, 20), adopt=lambda head, metrics: adopted.append(head)
     )
     config = SimpleNamespace(spot=SpotConfig(idle=1, joiners=joiners))
-    driver = SpotDriverOfRuns(config, training, lambda value: stored.append(value) or value)
+    driver = SpotDriver(config, training, lambda value: stored.append(value) or value)
     driver.takes = lambda event: True
     for session, value, updates in ((1, 0.0, 1), (1, 1.0, 2), (2, 4.0, 6)):
-        driver.on(Trained(f"worker-{session}", session, updates, True, head={"w": np.float32(value)}), 0.0)
-    assert driver.adopt() and adopted == [expected] and float(stored[-1]["w"]) == expected
-    assert not driver.adopt()
+        head = {"w": np.full(2, value, np.float32), "updates": np.asarray(updates, np.int32)}
+        driver.on(Trained(f"worker-{session}", session, updates, True, head=head), 0.0)
+    assert driver.adopt() and not driver.adopt()
+    for head in (*adopted, stored[-1]):
+        assert head["w"].tolist() == [expected] * 2 and head["w"].dtype == np.float32
+        assert head["updates"] == 6
 
 
 def test_silence_is_answered_by_sending_again():
@@ -197,136 +176,6 @@ def test_what_is_old_is_not_taken():
     assert not takes(Trained("worker-0", 1, 2, True))
     assert not takes(Trained("worker-1", 1, 6, True))
     assert not takes(Trained("worker-0", 2, 6, True))
-
-
-class SpotScripted(ScriptedWorker):
-    """A worker whose head is a list of the sessions that updated it."""
-
-    def __init__(self, name, get=None):
-        super().__init__(name, get)
-        self.lead, self.head, self.prepares, self.data, self.newest = None, [], [], set(), 0
-
-    def turn(self):
-        mine = [order for order in self.orders if isinstance(order, SPOT)]
-        self.orders = [order for order in self.orders if not isinstance(order, SPOT)]
-        version, events = self.version, super().turn()
-        decodes = any(len(versions) < length_of(key) for key, versions in self.at.items())
-        if decodes or self.version != version:
-            self.prepares = []
-            events += self.end()
-        for order in mine:
-            events += self.told(order, decodes)
-        if decodes:
-            return events
-        if self.prepares:
-            batch = self.prepares.pop()
-            self.data.add(batch)
-            events.append(Prepared(self.name, batch, None if self.lead else [batch], 0.1))
-        elif self.lead and self.data:
-            self.head = [*self.head, self.lead.session]
-            done = self.head.count(self.lead.session)
-            if done == self.lead.updates:
-                events += self.end()
-            elif done % self.lead.save_every == 0:
-                events.append(Trained(self.name, self.lead.session, done, True, head=self.head))
-        return events
-
-    def told(self, order, decodes):
-        if isinstance(order, Prepare):
-            self.prepares += [order.batch] if order.version == self.version and not decodes else []
-        elif isinstance(order, TrainingData):
-            self.data.update(order.features if self.lead else ())
-        elif self.lead and order.session == self.lead.session:
-            done = self.head.count(order.session)
-            ends = isinstance(order, StopTraining)
-            return self.end() if ends else [Trained(self.name, order.session, done, True)]
-        elif (
-            isinstance(order, StopTraining)
-            or decodes
-            or order.version != self.version
-            or order.session <= self.newest
-        ):
-            self.newest = max(self.newest, order.session)
-            return [Trained(self.name, order.session, 0, False)]
-        else:
-            events, self.newest = self.end(), order.session
-            self.lead, self.head, self.data = order, list(order.head or []), set()
-            return events
-        return []
-
-    def end(self):
-        lead, self.lead = self.lead, None
-        done = self.head.count(lead.session) if lead else 0
-        return (
-            [Trained(self.name, lead.session, done, False, head=self.head if done else None)] if lead else []
-        )
-
-
-class SpotDriver(Driver):
-    """Keeps the head that was saved last."""
-
-    def __init__(self, fabric, workers, joiners_train=False):
-        super().__init__(fabric, workers)
-        self.coordinator.idle_work = SpotTraining(dataclasses.replace(RULE, joiners_train=joiners_train))
-        self.head, self.heads = [], []
-
-    def do(self, commands):
-        super().do(
-            [
-                dataclasses.replace(each, head=self.head) if isinstance(each, TrainDrafter) else each
-                for each in commands
-            ]
-        )
-
-    def listen(self):
-        for event in self.fabric.receive(0):
-            if isinstance(event, Trained) and event.head and self.coordinator.idle_work.takes(event):
-                self.head = event.head
-                self.heads.append(event.head)
-            self.do(self.coordinator.on(event, self.fabric.now()))
-        self.do(self.coordinator.on(Tick(), self.fabric.now()))
-
-
-@settings(max_examples=30, deadline=None)
-@given(SEEDS, st.sampled_from([2, 3, 4]), LOST, DOUBLED, LATEST, st.booleans())
-def test_no_order_of_messages_changes_a_token_or_begins_the_head_anew(
-    seed, workers, lost, doubled, latest, joiners_train
-):
-    fabric = troubled_fabric(SpotScripted, seed, lost, doubled, latest)
-    driver = SpotDriver(fabric, workers, joiners_train)
-    for version in range(4):
-        requests = make_requests(10, first=10 * version, step=version)
-        assert_whole(driver.run(requests, version), requests, version)
-        for _ in range(600):
-            if driver.coordinator.idle_work.settled:
-                break
-            driver.listen()
-        assert driver.coordinator.idle_work.settled
-        assert not any(worker.lead for name, worker in fabric.workers.items() if name not in fabric._silent)
-    counts = driver.coordinator.idle_work.counts
-    if joiners_train:
-        assert counts.updates <= counts.sessions * RULE.updates
-        return
-    for before, after in zip(driver.heads, driver.heads[1:], strict=False):
-        assert after[: len(before)] == before  # it goes on from what was saved
-    assert counts.updates <= 4 * RULE.updates
-    if not lost and not doubled and not latest:
-        assert counts.updates and len(driver.head) <= counts.updates
-
-
-@pytest.mark.parametrize("joiners_train", [False, True])
-def test_these_workers_train_a_head(joiners_train):
-    driver = SpotDriver(LocalFabric(SpotScripted), 3 + joiners_train, joiners_train)
-    for version in range(3):
-        driver.run(make_requests(16, first=16 * version), version)
-        for _ in range(10):
-            driver.listen()
-    counts = driver.coordinator.idle_work.counts
-    assert counts.joined and driver.coordinator.idle_work.settled
-    if joiners_train:
-        assert counts.sessions > 3 + counts.moved  # more than have led
-    else:
-        assert counts.sessions >= 3 and len(driver.head) == counts.updates > 3
 
 
 def test_some_steps_are_left_out():
@@ -391,10 +240,8 @@ def test_a_head_that_workers_train_goes_on_elsewhere_and_to_all(world, alone, mo
 
 
 @pytest.mark.long  # above, a head
-def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, tmp_path):
+def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, small_model):
     """TLT, Table 8: its samples are tokens alone, and what comes of them is every worker's."""
-    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
-    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
     workers, begins, caches = {}, [], []
     session = SmallModelOnWorkers.session
 
@@ -416,7 +263,7 @@ def test_workers_train_a_small_model(world, alone, monkeypatch, drafts_always, t
         "cluster.workers=4",
         "cluster.spot={idle: 1, save_every: 2, joiners: train}",
         "speculation.drafter=small_model",
-        f"speculation.args={{path: {tmp_path}/small, slices: 4, learning_rate: 0.01}}",
+        f"speculation.args={{path: {small_model}, slices: 4, learning_rate: 0.01}}",
         *FEW,
         interfere=look,
     )
