@@ -1,5 +1,7 @@
 """Drafts sampled ahead are followed for as long as they agree, and only then."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -10,41 +12,19 @@ from rljax.papers.srt.aligned import AlignedDrafter
 from rljax.papers.srt.run_ahead import RunAhead
 from rljax.rollout.collector import Scheduler
 from rljax.speculation.speculator import Speculator
+from tests.speculation.speculators import Silent
 from tests.tiny_policy import SLOTS, CheapTimes, assert_same, make_engine
 
 NODES = 3
 
 
-class Fallback(Drafter):
-    """Proposes token 99 once, and records what it is told."""
-
-    def __init__(self):
-        self.seen = []
-
-    def begin(self, requests):
-        self.requests = requests
-
-    def propose(self, queries):
-        shape = (len(queries.requests), NODES)
-        tokens, parents = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
-        tokens[:, 0] = 99
-        counts = np.minimum(queries.budgets, 1).astype(np.int32)
-        return Drafts(tokens, parents, np.full(shape, -1.0, np.float32), counts)
-
-    def observe(self, sampled):
-        self.seen.append(sampled)
-
-    def learn(self, outcomes):
-        self.outcomes = outcomes
-
-    def state(self):
-        return {"x": np.ones(1)}
-
-    def load_state(self, state):
-        self.loaded = state
-
-    def metrics(self):
-        return {"own": 1.0}
+def one_draft(queries):
+    """Token 99 for every request."""
+    shape = (len(queries.requests), NODES)
+    counts = np.minimum(queries.budgets, 1).astype(np.int32)
+    return Drafts(
+        np.full(shape, 99, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.float32), counts
+    )
 
 
 def requests(*ahead):
@@ -67,8 +47,16 @@ def observe(drafter, row, tokens, drafted=0):
 
 
 @pytest.fixture
-def drafter():
-    drafter = AlignedDrafter(Fallback())
+def fallback():
+    fallback = mock.Mock(spec=Drafter, state_name=None, training=None)
+    fallback.propose.side_effect = one_draft
+    fallback.metrics.return_value = {"own": 1.0}
+    return fallback
+
+
+@pytest.fixture
+def drafter(fallback):
+    drafter = AlignedDrafter(fallback)
     drafter.begin(requests([5, 6, 7, 8, 9], None, [4, 4]))
     return drafter
 
@@ -102,32 +90,35 @@ def test_a_disagreement_and_tokens_beyond_end_it_for_good(drafter):
     assert drafter.metrics()["ahead_agreed"] == 1 + 2
 
 
-def test_the_rest_is_the_fallbacks(drafter):
-    inner = drafter._fallback
+def test_the_rest_is_the_fallbacks(drafter, fallback):
     observe(drafter, 1, [3])
-    assert len(inner.seen) == 1 and len(inner.requests) == 3
+    assert fallback.observe.call_count == 1 and len(fallback.begin.call_args.args[0]) == 3
     drafter.learn(["outcome"])
-    assert inner.outcomes == ["outcome"]
+    fallback.learn.assert_called_once_with(["outcome"])
     drafter.load_state(drafter.state())
-    assert "x" in inner.loaded
+    fallback.load_state.assert_called_once_with(fallback.state.return_value)
     drafter.begin(requests(None, None))  # nothing ahead
     observe(drafter, 0, [1, 2])
     assert propose(drafter, [0, 1])[0] == [[99], [99]]
     assert drafter.metrics()["ahead_tokens"] == 0
 
 
-def test_the_fallback_does_not_learn_from_drafts_that_are_not_its_own(drafter):
+def test_the_fallback_does_not_learn_from_drafts_that_are_not_its_own(drafter, fallback):
     """RhymeRL's window would widen by them."""
+
+    def heard():
+        sampled = fallback.observe.call_args.args[0]
+        return sampled.drafted.tolist(), sampled.accepted.tolist()
+
     propose(drafter, [0, 1])
     observe(drafter, 0, [5, 6], drafted=2)
-    assert drafter._fallback.seen[-1].drafted.tolist() == [0]
-    assert drafter._fallback.seen[-1].accepted.tolist() == [0]
+    assert heard() == ([0], [0])
     observe(drafter, 1, [99], drafted=1)
-    assert drafter._fallback.seen[-1].drafted.tolist() == [1]
+    assert heard() == ([1], [1])
     observe(drafter, 0, [1], drafted=1)  # it has left them
     propose(drafter, [0])
     observe(drafter, 0, [99], drafted=1)
-    assert drafter._fallback.seen[-1].drafted.tolist() == [1]
+    assert heard() == ([1], [1])
 
 
 class Slices(Training):
@@ -142,19 +133,10 @@ class Slices(Training):
         self.below = 0
 
 
-class Trained(Drafter):
-    def __init__(self):
-        self.training = Slices()
-
-    def propose(self, queries):
-        shape = (len(queries.requests), queries.nodes)
-        parents, counts = np.full(shape, -1, np.int32), np.zeros(shape[0], np.int32)
-        return Drafts(np.zeros(shape, np.int32), parents, np.zeros(shape, np.float32), counts)
-
-
 def test_a_trained_drafter_is_trained_behind_what_was_sampled_ahead(params, requests, expected):
     """Wrappers hand out the training."""
-    drafter = Trained()
+    drafter = Silent()
+    drafter.training = Slices()
     training = AlignedDrafter(drafter).training
     assert (training.below, training.trained) == (2, False)
     assert AlignedDrafter(SimpleDrafterAdapter(None)).training is None

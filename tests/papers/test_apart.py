@@ -18,12 +18,10 @@ ROOT = Path(__file__).parents[2]
 def test_nothing_outside_names_the_wing_but_where_the_registry_is_read():
     """Neither in an import, wherever in a file, nor as a text to import by."""
     wing = ROOT / "rljax" / "papers"
-    files = [file for name in ("rljax", "drafters", "scripts") for file in (ROOT / name).rglob("*.py")]
     named = {
-        str(file.relative_to(ROOT)): re.findall(
-            r".*rljax(?:\.| import )papers.*", file.read_text(encoding="utf-8")
-        )
-        for file in files
+        str(file.relative_to(ROOT)): re.findall(r".*rljax(?:\.| import )papers.*", file.read_text("utf-8"))
+        for folder in ("rljax", "drafters", "scripts")
+        for file in (ROOT / folder).rglob("*.py")
         if wing not in file.parents
     }
     assert {file: lines for file, lines in named.items() if lines} == {
@@ -54,20 +52,15 @@ assert not any(name.startswith("rljax.papers") for name in sys.modules)
 from drafters.registry import make_drafters
 from rljax.config import describe_keys, load_config
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
 from rljax.errors import ConfigError
-from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, CheapTimes
-from tests.tiny_policy import assert_same, make_params, make_requests, outcomes
+from tests.tiny_policy import CheapTimes, assert_same, make_engine, make_params, make_requests, outcomes
 
 path, found = f"{sys.argv[2]}/configs/quickstart.yaml", {"help": describe_keys()}
 config = load_config(path, ["speculation.drafter=srt"])
-buckets = Buckets((4,), (128,), (16,), 7)
-engine = DecodeEngine(CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 16)
+engine = make_engine(buckets=Buckets((4,), (128,), (16,), 7))
 params, requests = make_params(), make_requests()
 expected, _ = Scheduler(engine, 4).run(params, requests)
 choice = StrategyChoice(config.speculation, config.seed, engine)
@@ -107,14 +100,8 @@ def without(tmp_path_factory):
     shutil.copytree(ROOT / "rljax", copy / "rljax", ignore=ignored)
     (copy / "drafters").symlink_to(ROOT / "drafters")
     environment = os.environ | {"PYTHONPATH": f"{copy}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(copy), str(ROOT), *NEEDS_IT],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", WITHOUT, str(copy), str(ROOT), *NEEDS_IT]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,7 +1,6 @@
 """Which strategy is chosen: by hand, and against simulated passes whose speed changes."""
 
 import dataclasses
-import io
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from rljax.papers.tlt import TltKeys
 from rljax.papers.tlt.bandit import BegMab
 from rljax.speculation.strategies import Strategy
+from tests.speculation.test_saved_state import through_a_file
 
 HEAD, HEAD_SMALL = Strategy(4, 4, 15, "eagle"), Strategy(3, 2, 6, "eagle")
 HISTORY = Strategy(15, 1, 15, "srt")
@@ -169,15 +169,6 @@ def test_what_makes_no_sense_is_refused():
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def through_a_file(state):
-    """As a checkpoint keeps arrays."""
-    stream = io.BytesIO()
-    np.savez(stream, **state)
-    stream.seek(0)
-    with np.load(stream, allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
 def played(one, steps, seed=0):
     rng = np.random.default_rng(seed)
     chosen = []
@@ -281,22 +272,3 @@ def test_an_arm_that_gets_worse_is_left_within_a_window(window):
     assert 0 < used <= window
     assert one.explain(8).strategy == HISTORY
     assert one.explain(8).medians[HISTORY] == pytest.approx(200)
-
-
-def test_an_arm_that_gets_better_is_found_by_exploring():
-    one = bandit(epsilon=0.2, window=8, seed=3)
-    fill(one, 8, {None: 100, HEAD: 50, HEAD_SMALL: 60, HISTORY: 120}, times=8)
-    now = {None: 100, HEAD: 300, HEAD_SMALL: 60, HISTORY: 120}
-    used = 0
-    for _ in range(2000):
-        arm = one.choose(8)
-        if one.explain(8).reason.startswith("the largest") and arm == HEAD:
-            break
-        used += arm == HEAD
-        one.record(8, arm, 8, 8 / now[arm])
-    else:
-        pytest.fail("never found")
-    assert used <= 8  # a window of its own rewards
-    frozen = bandit(epsilon=0.0, window=8)
-    fill(frozen, 8, {None: 100, HEAD: 50, HEAD_SMALL: 60, HISTORY: 120}, times=8)
-    assert {frozen.choose(8) for _ in range(100)} == {HISTORY}  # without exploring, never

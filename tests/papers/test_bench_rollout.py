@@ -35,11 +35,9 @@ def test_rows_of_epochs(config, monkeypatch):
         "slices": 4,
         "train_below": 0,
     }  # all of them, behind the rollout
-    for name, keys in {
-        "SRT always": {"drafter": "srt", "choice": "fixed", "strategies": always},
-        "head": {"drafter": "eagle", "args": head},
-    }.items():
-        monkeypatch.setitem(variants.VARIANTS, name, keys)
+    keys = {"drafter": "srt", "choice": "fixed", "strategies": always}
+    monkeypatch.setitem(variants.VARIANTS, "SRT always", keys)
+    monkeypatch.setitem(variants.VARIANTS, "head", {"drafter": "eagle", "args": head})
     names = ["SRT always", "head", "quantized always", "quantized by the roofline", "small model"]
     known, roll_out = set(), rollout.roll_out
 

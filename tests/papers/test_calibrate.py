@@ -1,44 +1,34 @@
 """scripts/calibrate.py on a policy of one layer: measures, keeps, and reuses."""
 
 import json
-import os
 
 import pytest
 
-from rljax.config import load_config
+from rljax.config import load_config, to_yaml
 from rljax.papers.efficient_rollout import calibration
 from rljax.papers.efficient_rollout.calibration import Calibration
 from rljax.papers.efficient_rollout.report import calibration_rows
+from tests.papers.test_roofline import roofline, synthetic
 from tests.scripts import load_script
+from tests.training.tiny_run import ONE_PASS, write_config
 
 calibrate = load_script("calibrate")
 variants = load_script("rollout_benchmarks.variants")
 
-_CONFIG = """
-run_dir: {runs}
-policy:
-  shape: {{hidden_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, head_dim: 16, mlp_size: 48}}
-warm_start: {{steps: 1000000}}
-task: {{name: chain_arithmetic}}
-rollout: {{prompts_per_step: 2, samples_per_prompt: 2, max_prompt_length: 64, max_response_length: 64}}
-engine: {{max_slots: 2, batch_buckets: [2], cache_buckets: [64, 128], compilation_cache: {programs}}}
-speculation: {{drafter: quantized, choice: roofline, verify_buckets: [8], max_drafts: 3,
-              calibration_dir: {runs}/constants}}
-kernels: {{quantized_product: [xla]}}
-training: {{pack_length: 256}}
-"""
-
 
 @pytest.fixture
 def arguments(tmp_path):
-    config, programs = tmp_path / "config.yaml", os.environ["JAX_COMPILATION_CACHE_DIR"]
-    config.write_text(_CONFIG.format(runs=tmp_path / "runs", programs=programs))
+    """The tiny run with two caches; a warm start of a million steps would be noticed."""
+    keys = (*ONE_PASS, "engine.cache_buckets=[64, 128]", "warm_start.steps=1000000")
+    keys += ("speculation.drafter=quantized", "speculation.choice=roofline")
+    keys += (f"speculation.calibration_dir={tmp_path}/constants",)
+    config = write_config(tmp_path)
+    config.write_text(to_yaml(load_config(config, keys)))
     command = ["--config", str(config), "--rounds", "1", "--repeats", "1"]
     return [*command, "--output", str(tmp_path / "calibration.json")]
 
 
 def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch):
-    # A million steps of warm start would be noticed. And the config is one that waits for constants.
     assert calibrate.main(arguments) == 0
     output = capsys.readouterr().out
     assert "gates" in output and "bandwidth, weights" in output
@@ -46,14 +36,14 @@ def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch)
     assert set(content) == {"command", "commit", "date", "machine", "rows"}
     points = {row["name"]: row for row in content["rows"] if "kind" in row}
     assert set(points) == {
-        f"calibration/batch 2/cache {length}/{what}"
+        f"calibration/batch 4/cache {length}/{what}"
         for length in (64, 128)
-        for what in ("plain", "draft", "verify of 8")
+        for what in ("plain", "draft", "verify of 16")
     }
     assert all(row["held_out"] == (row["context"] == 128) for row in points.values())
-    # rows: 2 slots of at most 3 drafts each. Attention is computed for all of them.
-    verify = points["calibration/batch 2/cache 64/verify of 8"]
-    assert (verify["rows"], verify["attended"]) == (8, 8)
+    # rows: 4 slots of at most 3 drafts each. Attention is computed for all of them.
+    verify = points["calibration/batch 4/cache 64/verify of 16"]
+    assert (verify["rows"], verify["attended"]) == (16, 16)
     assert verify["value"] == pytest.approx(1e3 * verify["seconds"]) and verify["baseline_value"] > 0
     judged = {row["name"]: row for row in content["rows"] if "kind" not in row}
     assert set(judged) == {
@@ -61,11 +51,12 @@ def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch)
         "calibration/sign, drafts from the host",
         "calibration/target time error",
     }
-    (kept,) = (tmp_path / "runs" / "constants").iterdir()
+    (kept,) = (tmp_path / "constants").iterdir()
     constants = json.loads(kept.read_text())["roofline"]
     assert judged["calibration/target time error"]["constants"] == constants
 
-    config = load_config(arguments[1], ["speculation.drafter=srt"])  # the constants gate any drafter
+    # The constants gate any drafter, in any buckets.
+    config = load_config(arguments[1], ["speculation.drafter=srt", "engine.cache_buckets=[128]"])
     with variants.open_run(config.model_copy(update={"warm_start": None})) as (run, _):
         roofline = run.speculator.manager._toggle.roofline
     assert roofline.as_json() == constants
@@ -90,7 +81,7 @@ def test_measures_once_and_then_reuses(arguments, tmp_path, capsys, monkeypatch)
     [
         (
             ["engine.cache_buckets=[128]"],
-            "error: engine.batch_buckets, engine.cache_buckets: [2] and [128] leave",
+            "error: engine.batch_buckets, engine.cache_buckets: [4] and [128] leave",
         ),
         (["--rounds", "0"], "error: --rounds: 0 is too few; use at least 1"),
         (["engine.slots=2"], "error: "),
@@ -104,8 +95,6 @@ def test_errors_are_one_line(arguments, capsys, extra, message):
 
 def test_the_cached_verdict_is_the_measured_one():
     """Rows are made of points and constants alone, so a reused calibration prints what was measured."""
-    from tests.papers.test_roofline import roofline, synthetic
-
     known = Calibration(roofline(), synthetic(roofline()))
     rows = {row.name: row for row in calibration_rows(known)}
     assert rows["calibration/sign, self-drafting"].value == 100

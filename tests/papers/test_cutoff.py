@@ -92,17 +92,3 @@ def test_no_token_changes_and_a_checkpoint_keeps_the_acceptance(params, requests
     again = make_speculator((drafter,), CUTOFF, FEW, **arguments)
     again.load_state(speculator.state())
     assert again.manager.acceptance == speculator.manager.acceptance != pytest.approx(0.8)
-
-
-def test_nothing_is_drafted_above_the_cut_off(params, requests, expected):
-    """Batch 4 has 3 drafts a slot in 16 rows, batch 2 has 7: only these are worth 5 plain steps."""
-    speculator = make_speculator(("histospec",), CUTOFF, histospec={"min_match": 1})
-    speculator.manager._times = FixedTimes({0: 1.0, 16: 5.0, 32: 100.0})
-    for _ in range(2):
-        completions, _ = roll_out(speculator, params, requests)
-        assert_same(completions, expected)
-        learn(speculator, requests, completions)
-    decisions = speculator.decisions.take()
-    drafted = [decision for decision in decisions if decision["drafter"] == "histospec"]
-    assert drafted and {decision["batch"] for decision in drafted} == {2}
-    assert any(decision["batch"] == 4 and "up to batch 2" in decision["reason"] for decision in decisions)

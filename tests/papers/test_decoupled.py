@@ -33,26 +33,20 @@ import jax, numpy as np
 from drafters.registry import make_drafters, states_read
 from rljax.config.speculation import SpeculationConfig
 from rljax.engine.buckets import Buckets
-from rljax.engine.engine import DecodeEngine
-from rljax.engine.executables import ExecutablePool
 from rljax.models.huggingface import save_model
-from rljax.numerics.rows import Numerics
 from rljax.rollout.collector import Scheduler
-from rljax.sampling.distribution import SamplingParams
 from rljax.speculation.managers.selection import StrategyChoice
 from rljax.speculation.speculator import Speculator
-from tests.tiny_policy import CONFIG, EOS, CheapTimes, make_params, make_requests
+from tests.tiny_policy import CONFIG, CheapTimes, make_engine, make_params, make_requests
 
 directory, window = sys.argv[1], int(sys.argv[2])
-params, pool = make_params(), ExecutablePool()
+params = make_params()
 requests = make_requests((3, 14, 8, 1), (60, 40, 50, 98))  # more than slots, prompts of one size
-buckets = Buckets((4,), (128,), (16,), 7)
 head = {"variant": "eagle", "train_below": 0, "slices": 64, "pack_length": 64, "rows": 8}
 head |= {"learning_rate": 3e-3}
 heads = make_drafters(SpeculationConfig(drafter="eagle", args=head, max_drafts=7))
-engine = DecodeEngine(  # hands out what a head reads
-    CONFIG, Numerics(), SamplingParams(), buckets, (EOS,), 4, pool, hidden_layers=states_read(heads, CONFIG)
-)
+hidden = states_read(heads, CONFIG)  # the engine hands out what a head reads
+engine = make_engine(buckets=Buckets((4,), (128,), (16,), 7), steps=4, hidden_layers=hidden)
 expected, plain = Scheduler(engine, 4).run(params, requests)
 save_model(f"{directory}/the policy", CONFIG, params, "float32")
 keys = iter(jax.random.split(jax.random.key(1), 99))
@@ -175,9 +169,7 @@ def manager_of(acceptance, draft_seconds, modes=("plain", "coupled", "decoupled"
     return DecoupledManager(Setup([proposer], Buckets(batches, (64,), (16, 32), 7), times, 4), config)
 
 
-def active_slots():
-    slots = np.arange(4, dtype=np.int32)
-    return ActiveSlots(slots, slots, slots, np.ones(4, bool))
+SLOTS = ActiveSlots(*[np.arange(4, dtype=np.int32)] * 3, np.ones(4, bool))
 
 
 def test_algorithm_1_chooses_by_times_and_acceptance():
@@ -186,19 +178,15 @@ def test_algorithm_1_chooses_by_times_and_acceptance():
         (0.8, 0.05, "coupled", 4),  # there is little to hide, and a rejection wastes two windows
         (0.3, 0.3, "plain", 0),
     ):
-        chosen = manager_of(acceptance, draft_seconds)._chosen((4, 64), active_slots()).all
+        chosen = manager_of(acceptance, draft_seconds)._chosen((4, 64), SLOTS).all
         assert (chosen.mode, chosen.window) == (mode, window)
-
-
-def test_algorithm_1_is_asked_again_after_a_thousand_tokens():
+    # It is asked again after a thousand tokens.
     manager = manager_of(0.98, 0.3)
-    first = manager._chosen((4, 64), active_slots())
+    assert manager._chosen((4, 64), SLOTS).all.mode == "decoupled"
     manager._proposer.acceptance = 0.3
-    plain_steps = PassRecord(None, 4, 4, tokens=999, seconds=1.0)
-    manager.record(plain_steps)
-    assert manager._chosen((4, 64), active_slots()) is first
-    manager.record(plain_steps)
-    assert manager._chosen((4, 64), active_slots()).all.mode == "plain"
+    for expected in ("decoupled", "plain"):
+        manager.record(PassRecord(None, 4, 4, tokens=999, seconds=1.0))
+        assert manager._chosen((4, 64), SLOTS).all.mode == expected
 
 
 class DearTogether(FixedTimes):
@@ -212,7 +200,7 @@ def test_algorithm_2_has_the_times_of_one_request():
     """In the whole batch a request that is accepted half of the time would get no drafts; alone it does."""
     manager = manager_of(0.98, 0.3, ("plain", "coupled"), DearTogether({0: 1.0}), (1, 4))
     manager._counts = {2: np.array([400.0, 200.0])}
-    chosen = manager._chosen((4, 64), active_slots())
+    chosen = manager._chosen((4, 64), SLOTS)
     assert (chosen.all.mode, chosen.all.window) == ("coupled", 4)
     assert {request: way.mode for request, way in chosen.others.items()} == {2: "coupled"}
     assert chosen.others[2].window < 4
@@ -232,7 +220,7 @@ def test_stragglers_of_a_drafter_ahead_race():
         carry_out=lambda planned, state, *_: (state, Choice.plain("the ladder", 1.0)),
     )
     state = SimpleNamespace(batch=4, cache=SimpleNamespace(length=64))
-    choices = [manager.choose(state, active_slots(), None)[1] for _ in range(3)]
+    choices = [manager.choose(state, SLOTS, None)[1] for _ in range(3)]
     assert [choice.reason for choice in choices] == ["Algorithm 1", "Algorithm 1", "the ladder"]
     assert list(choices[0].events) == ["something began"] and events == [False]
 
@@ -248,6 +236,6 @@ def test_algorithm_2_drafts_otherwise_for_requests_that_are_accepted_badly():
     choice, requests = SimpleNamespace(proposal=proposal), np.arange(4)
     for _ in range(40):
         manager.record(PassRecord(choice, 4, 4, 13, 1.0, requests=requests, nodes=nodes))
-    others = manager._chosen((4, 64), active_slots()).others
+    others = manager._chosen((4, 64), SLOTS).others
     assert sorted(others) == [1, 2] and others[1].mode == "plain"
     assert (others[2].mode == "decoupled" and others[2].window < 4) or others[2].mode == "coupled"

@@ -1,31 +1,19 @@
-"""The draft ladder: predictions by hand, rankings, and its choice at every batch size, by which it chooses
-anew as a batch shrinks.
-"""
+"""The draft ladder: predictions by hand, rankings, and its choice at every batch size."""
 
 import dataclasses
-import io
 
 import numpy as np
 import pytest
 
-from rljax.papers.specactor.ladder import (
-    AcceptanceHistory,
-    Costs,
-    Ladder,
-    profile,
-)
+from rljax.papers.specactor.ladder import AcceptanceHistory, Costs, profile
 from rljax.speculation.window_costs import Affine
-
-GRID = np.linspace(0.0, 1.0, 41)
+from tests.speculation.test_saved_state import through_a_file
 
 
 def test_speedups_by_hand():
     """Batch 2, plain step 1 s; passes over 4, 6 and 8 rows: windows of 1, 2 and 3."""
     costs = Costs(
-        {"free": Affine(0, 0), "dear": Affine(0.2, 0.1)},
-        {2: 1.0},
-        {4: 1.25, 6: 2.0, 8: 2.0},
-        max_window=9,
+        {"free": Affine(0, 0), "dear": Affine(0.2, 0.1)}, {2: 1.0}, {4: 1.25, 6: 2.0, 8: 2.0}, max_window=9
     )
     ladder = profile(costs, [0.0, 0.5, 1.0])
     # a = 0: one token a pass, best with the smallest. a = 0.5: 1.5, 1.75, 1.875 tokens. a = 1: 2, 3, 4.
@@ -50,7 +38,7 @@ def test_rows_are_rounded_up_to_what_is_compiled_and_windows_that_do_not_fit_are
     assert [ladder.speedup("free", 1.0, batch) for batch in (1, 2, 4, 5, 99)] == [6.0, 2.0, 2.0, 0.0, 0.0]
 
 
-def random_costs(rng, drafters=3):
+def random_costs(rng, drafters):
     """A machine: passes that cost more beyond some rows, drafters between looking up and a model."""
     rows = [2**k for k in range(11)]
     limit = rng.uniform(16, 256)
@@ -65,71 +53,15 @@ def random_costs(rng, drafters=3):
     return Costs(costs, plain, verification, max_window=12)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_more_acceptance_never_ranks_a_drafter_lower(seed):
-    rng = np.random.default_rng(seed)
-    ladder = profile(random_costs(rng, drafters=5), GRID[::4])
+def test_more_acceptance_never_ranks_a_drafter_lower():
+    rng = np.random.default_rng(0)
+    ladder = profile(random_costs(rng, drafters=5), np.linspace(0.0, 1.0, 11))
     assert (np.diff(ladder.speedups, axis=1) >= 0).all()
     for _ in range(100):
         history = dict(zip(ladder.drafters, rng.random(5), strict=True))
         drafter, batch = rng.choice(ladder.drafters), int(rng.integers(1, 80))
         better = history | {drafter: rng.uniform(history[drafter], 1.0)}
         assert ladder.ranking(better, batch).index(drafter) <= ladder.ranking(history, batch).index(drafter)
-
-
-@dataclasses.dataclass
-class World:
-    rng: np.random.Generator
-    costs: Costs
-    ladder: Ladder
-    acceptance: dict
-    history: AcceptanceHistory
-
-
-def world(seed, spread):
-    """A machine, and drafters whose acceptance is known from one rollout of each.
-
-    spread: how much acceptance varies from request to request; 0 not at all.
-    """
-    rng = np.random.default_rng(seed)
-    costs = random_costs(rng)
-    ladder = profile(costs, GRID)
-    acceptance = {}
-    for drafter in costs.drafters:
-        mean = rng.uniform(0.2, 0.95)
-        varied = rng.beta(mean / spread, (1 - mean) / spread, 64) if spread else np.full(64, mean)
-        acceptance[drafter] = varied
-    history = AcceptanceHistory(ladder.drafters)
-    for drafter, shares in acceptance.items():  # chains of 64 requests, judged up to the first wrong draft
-        right = np.cumprod(rng.random((25, 64, 4)) < shares[:, None], axis=2).sum(axis=2)
-        history.record(drafter, int(np.minimum(right + 1, 4).sum()), int(right.sum()))
-    return World(rng, costs, ladder, acceptance, history)
-
-
-def throughput(of, drafter, batch):
-    """Tokens per second of 20,000 visits to slots that are refilled at once, so that the batch stays."""
-    if drafter is None:
-        return batch / of.costs.plain[batch]
-    passes = 20_000 // batch
-    window = of.ladder.window(drafter, float(of.acceptance[drafter].mean()), batch)
-    share = of.rng.choice(of.acceptance[drafter], (passes, batch, 1))
-    accepted = np.cumprod(of.rng.random((passes, batch, window)) < share, axis=2).sum()
-    rows = min(size for size in of.costs.verification if size >= batch * (window + 1))
-    seconds = window * of.costs.drafters[drafter](batch) + of.costs.verification[rows]
-    return (passes * batch + accepted) / (passes * seconds)
-
-
-# Of what the best fixed choice reaches: acceptances that are this close are not told apart by one rollout.
-TOLERANCE = 0.05
-
-
-@pytest.mark.parametrize(("seed", "spread"), [(0, 0), (1, 1 / 30), (2, 0), (3, 1 / 30)])
-def test_the_first_choice_is_the_best_fixed_one_in_hindsight(seed, spread):
-    of = world(seed, spread)
-    for batch in (1, 8, 64):
-        reached = {choice: throughput(of, choice, batch) for choice in (*of.ladder.drafters, None)}
-        chosen = of.ladder.first(of.history.rates, batch)
-        assert reached[chosen] >= (1 - TOLERANCE) * max(reached.values())
 
 
 def test_a_drafter_without_history_is_tried_and_its_acceptance_remembered():
@@ -139,16 +71,13 @@ def test_a_drafter_without_history_is_tried_and_its_acceptance_remembered():
     assert history.rates == {"a": pytest.approx((7 + 12.8) / 100), "b": 0.8}
     history.record("a", 0, 0)
     assert history.rates["a"] == pytest.approx((3.5 + 12.8) / 58)
-    file = io.BytesIO()
-    np.savez(file, **history.state())
-    file.seek(0)
     remembered = AcceptanceHistory(("a", "b", "new"))
-    remembered.load_state(dict(np.load(file)))  # no pickles
+    remembered.load_state(through_a_file(history.state()))
     assert remembered.rates == history.rates | {"new": 0.8}
 
 
 def test_what_cannot_be_is_refused():
-    costs = random_costs(np.random.default_rng(0))
+    costs = random_costs(np.random.default_rng(0), drafters=3)
     for acceptances in ([], [0.5, 0.5], [-0.1, 0.5], [0.5, 1.1]):
         with pytest.raises(ValueError, match="acceptances"):
             profile(costs, acceptances)

@@ -4,7 +4,7 @@ from rljax.papers.efficient_rollout import manager as roofline_manager
 from rljax.run_directory import RunDirectory
 from rljax.tasks.chain_arithmetic import ChainArithmetic
 from tests.scripts import load_script
-from tests.training.tiny_run import train
+from tests.training.tiny_run import ONE_PASS, train
 
 ascending = load_script("rollout_benchmarks.ascending").ascending
 always_pays = load_script("rollout_benchmarks.counts").always_pays
@@ -15,9 +15,8 @@ DRAFTS = (
     "speculation.drafter=quantized",
     "speculation.args.bits=4",
     "speculation.choice=roofline",
-    "speculation.max_drafts=11",
-    "speculation.verify_buckets=[32, 48]",
-    "speculation.toggle.first=11",
+    *ONE_PASS,
+    "speculation.toggle={lengths: [1, 2, 3], first: 3, alpha_up: 0.985, alpha_down: 0.97}",
 )
 
 
@@ -47,11 +46,11 @@ def test_drafts_get_shorter_where_they_are_rejected_and_longer_as_the_policy_gro
     plain, _ = run(tmp_path / "plain")
     drafted, lengths = run(tmp_path / "drafted", *DRAFTS)
     assert drafted == plain
-    assert len(lengths) == STEPS and lengths[0] == 11
+    assert len(lengths) == STEPS and lengths[0] == 3
     shortest = lengths.index(min(lengths))
     assert lengths[: shortest + 1] == sorted(lengths[: shortest + 1], reverse=True)
     assert lengths[shortest:] == sorted(lengths[shortest:])
-    assert min(lengths) < 11 and lengths[-1] > min(lengths)
+    assert min(lengths) < 3 and lengths[-1] > min(lengths)
     assert plain[-1]["entropy"] < plain[0]["entropy"] / 4  # that is why
 
 

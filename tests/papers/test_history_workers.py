@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,7 +18,6 @@ from tests.speculation.speculators import FEW, learn, make_speculator, roll_out
 from tests.tiny_policy import assert_same, by_rows
 
 A, B, C = (1, 2), (3,), (4, 5, 6)
-PATIENCE = 60.0  # seconds until a test that waits fails
 
 
 def built(index):
@@ -109,72 +109,34 @@ def rounds(drafter, **options):
 
 @pytest.mark.parametrize(
     ("name", "limits"),
-    [
-        ("srt", {}),
-        ("histospec", {"max_tokens": 200}),
-        ("srt", {"max_tokens": 200, "spill_dir": "spilled"}),
-    ],
+    [("srt", {}), ("histospec", {"max_tokens": 200}), ("srt", {"max_tokens": 200, "spill_dir": "spilled"})],
 )
 def test_drafts_are_those_of_automata_built_when_the_rollout_begins(name, limits, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = rounds(make_drafter(name, min_match=1, **limits))
     for ahead in ({}, {"indexed_tokens": 40}):
         drafter = make_drafter(name, min_match=1, history_workers=2, **limits, **ahead)
-        for mine, theirs in zip(rounds(drafter), expected, strict=True):
-            for one, other in zip(mine, theirs, strict=True):
-                np.testing.assert_array_equal(one, other)
+        jax.tree.map(np.testing.assert_array_equal, rounds(drafter), expected)
     assert sum(int(counts.sum()) for *_, counts in expected) > 100
 
 
-def test_they_are_built_while_the_engine_decodes_and_change_no_token(params, requests, expected, monkeypatch):
-    """Nothing is built before the second rollout drafts, and nothing when the third begins."""
-    first, second = requests[:6], requests[6:12]
+def test_they_change_no_token(params, requests, expected):
     always = by_rows(lambda candidates, buckets, times, batch, length: 16)
     plain, ahead = (
         make_speculator(("histospec",), always, FEW, histospec={"min_match": 1, "history_workers": workers})
         for workers in (0, 1)
     )
-    drafting, grown = threading.Event(), []
-    grown_apart = HistoryIndex._grown
-
-    def gated(self, rollouts):
-        here = threading.current_thread() is threading.main_thread()
-        if not here:
-            assert drafting.wait(PATIENCE)
-        grown.append(here)
-        return grown_apart(self, rollouts)
-
-    drafter, drafts = ahead.drafters["histospec"], []
-    propose = drafter.propose
-
-    def proposing(queries):
-        if rollout == 1:
-            drafting.set()
-            built(drafter.index)
-        drafts.append(drafter)
-        return propose(queries)
-
-    drafter.propose = proposing
-    for rollout, own in enumerate((first, second, first, second)):
-        wanted = expected[:6] if own is first else expected[6:12]
+    for _ in range(2):  # two prompts without a history, and with one
         counted = []
         for speculator in (plain, ahead):
-            with monkeypatch.context() as patch:
-                if speculator is ahead:
-                    patch.setattr(HistoryIndex, "_grown", gated)
-                completions, statistics = roll_out(speculator, params, own)
-                assert_same(completions, wanted)
-                counted.append((statistics.drafted, statistics.accepted, statistics.steps))
-                learn(speculator, own, completions)
-                if speculator is ahead and rollout == 0:
-                    assert grown == [True, True]  # two prompts without a history
-                    assert not drafting.is_set()
-                if speculator is ahead and rollout == 1:
-                    assert grown[2:6].count(True) == 2 and grown[2:6].count(False) == 2
-                if speculator is ahead and rollout == 2:
-                    assert ahead.metrics(statistics)["speculation/history_indexed_ahead"] == 2
+            completions, statistics = roll_out(speculator, params, requests[:6])
+            assert_same(completions, expected[:6])
+            counted.append((statistics.drafted, statistics.accepted, statistics.steps))
+            learn(speculator, requests[:6], completions)
+        built(ahead.drafters["histospec"].index)
         assert counted[0] == counted[1]
     assert counted[0][1] > 0
+    assert ahead.metrics(statistics)["speculation/history_indexed_ahead"] == 2
 
 
 def test_its_threads_yield_to_all_others(monkeypatch):

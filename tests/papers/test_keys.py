@@ -14,8 +14,6 @@ from rljax.evaluation.settings import evaluation_config
 from rljax.papers.tlt.spot_driver import make_driver
 from tests.configs import table
 
-OTHER = "speculation.others={prompt_lookup: {}}"
-TOOLS = "tools={names: [calculator]}"
 KEYS = """
 SRT & .strategies=[STRATEGY] -> .strategies: only speculation.choice: bandit or fixed reads them
 SRT & .mix=true -> .mix: needs speculation.others, and speculation.choice: expected or bandit
@@ -63,6 +61,21 @@ rollout.max_staleness=2 & cluster.workers=2 & AHEAD
     -> rollout.max_staleness: is not possible with speculation.run_ahead_below
 agents={} & AHEAD -> .run_ahead_below: is not supported with agents:
 SMALL & rollout.presence_penalty=0.5 -> .decoupled.window: needs rollout.repetition_penalty 1.0
+SMALL & cluster.gpus_per_worker=1 & WORKERS
+    -> cluster.gpus_per_worker=1: is not supported with cluster.workers: cluster.mesh has 1 devices and spec
+cluster.into_next_step=true & WORKERS
+    -> cluster.into_next_step: prompts are handed out one step ahead and wait for one more; set rollout.max
+cluster.pipe=ranked & WORKERS -> cluster.pipe: every step would wait for the worker with the longest
+cluster={pipe: ranked, migration: true, into_next_step: true} & rollout.max_staleness=2 & WORKERS
+    -> cluster.migration: a response that goes on under newer weights stays with its worker
+cluster.race=2 & SRT & WORKERS -> cluster.race: copies need another drafter
+cluster.race=2 & SRT & OTHER & tools={names: [calculator]} & WORKERS -> cluster.race: a copy would
+AHEAD & algorithm.dynamic_sampling=true & WORKERS -> .run_ahead_below: is not supported with cluster.workers
+AHEAD & distributed.enabled=on & WORKERS -> .run_ahead_below: is not supported with cluster.workers and dist
+AHEAD & cluster.spot.idle=1 & WORKERS -> cluster.spot.idle: an idle worker trains, or samples ahead
+WORKERS & cluster.spot.idle=2 -> cluster.spot.idle: 2 of 2 workers are never idle within a rollout
+WORKERS & cluster.spot.idle=1 & rollout.max_staleness=2
+    -> cluster.spot.idle: with rollout.max_staleness no rollout ends
 """
 """Keys and what is said of them; one that begins with a point is of the section `speculation`."""
 WORDS = {
@@ -71,6 +84,8 @@ WORDS = {
     "STRATEGY": "{drafter: srt, depth: 3, top_k: 1, nodes: 3}",
     "SMALL": ".drafter=small_model & .decoupled.window=4",
     "SRT": ".drafter=srt",
+    "OTHER": ".others={prompt_lookup: {}}",
+    "WORKERS": "cluster.workers=2",
 }
 
 
@@ -79,7 +94,8 @@ def test_impossible_keys_are_one_line(config_file, overrides, says):
     for word, meaning in WORDS.items():
         overrides = overrides.replace(word, meaning)
     with pytest.raises(ConfigError) as error:
-        load_config(config_file, re.sub(r"(^|& )\.", r"\1speculation.", overrides).split(" & "))
+        overrides = re.sub(r"(^|& )\.", r"\1speculation.", overrides).split(" & ")
+        check_with_workers(load_config(config_file, overrides))
     said = str(error.value)
     assert said.startswith(f"speculation{says}" if says.startswith(".") else says) and "\n" not in said
 
@@ -108,42 +124,16 @@ def test_processes_draft_by_the_clock_of_the_first_but_windows(with_keys):
         check_over_processes(with_keys(*head, "speculation.decoupled.window=3"), 4, 2, {"eagle"})
 
 
-def test_routers_that_need_more(with_keys):
-    small = (
-        "cluster={gpus_per_worker: 1}",
-        "speculation.drafter=small_model",
-        "speculation.decoupled.window=4",
-    )
-    check_with_workers(with_keys(*small))
-    for overrides, message in (
-        (small, r"cluster.gpus_per_worker=1: .*cluster\.workers"),  # devices that draft are reserved
-        (["cluster.into_next_step=true"], r"cluster.into_next_step: .* set rollout.max_staleness to 2"),
-        (["cluster.pipe=ranked"], "cluster.pipe: every step would wait for the worker with the longest"),
-        (
-            ["cluster={pipe: ranked, migration: true, into_next_step: true}", "rollout.max_staleness=2"],
-            "cluster.migration: a response that goes on under newer weights stays with its worker",
-        ),
-        (["cluster.race=2", "speculation.drafter=srt"], "cluster.race: copies need another drafter"),
-        (["cluster.race=2", "speculation.drafter=srt", OTHER, TOOLS], "cluster.race: a copy would"),
+def test_what_routers_need_is_enough(with_keys):
+    drafters = ("speculation.drafter=srt", "speculation.others={prompt_lookup: {}}", "cluster.race=2")
+    for keys in (
+        ("cluster={workers: 2, pipe: two_tiers}", "rollout.staleness=1", *drafters),
+        ("cluster={workers: 2, pipe: two_tiers, into_next_step: true}", "rollout.max_staleness=2"),
     ):
-        with pytest.raises(ConfigError, match=f"^{message}") as error:
-            check_with_workers(with_keys(*overrides, "cluster.workers=2"))
-        assert "\n" not in str(error.value)
-    enough = ["cluster.pipe=two_tiers", "rollout.staleness=1", "cluster.race=2", "speculation.drafter=srt"]
-    enough += [OTHER, "cluster.workers=2"]
-    check_with_workers(with_keys(*enough))
-    both = "cluster={workers: 2, pipe: two_tiers, into_next_step: true}"
-    check_with_workers(with_keys(both, "rollout.max_staleness=2"))
+        check_with_workers(with_keys(*keys))
 
 
-def test_training_in_idle_time_that_cannot_be(with_keys):
-    with pytest.raises(
-        ConfigError, match=r"cluster.spot.idle: 2 of 2 workers are never idle within a rollout"
-    ):
-        with_keys("cluster.workers=2", "cluster.spot.idle=2")
-    config = with_keys("cluster.workers=2", "cluster.spot.idle=1", "rollout.max_staleness=2")
-    with pytest.raises(ConfigError, match=r"^cluster.spot.idle: with rollout.max_staleness no rollout ends"):
-        check_with_workers(config)
+def test_training_in_idle_time_needs_a_drafter_that_is_trained(with_keys):
     config = with_keys("cluster.workers=2", "cluster.spot.idle=1")
     for training in ({}, {"srt": types.SimpleNamespace(spot=None)}):
         with pytest.raises(ConfigError, match=r"^cluster.spot.idle: no drafter is trained; set speculation"):

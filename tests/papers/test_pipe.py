@@ -78,22 +78,6 @@ def test_groups_that_are_nearly_equal_get_as_many_workers():
         assert workers_of_groups([1.0, 1.01, 1.02], 6, seconds) == [2, 2, 2]
 
 
-def test_no_plan_by_hand_is_steeper():
-    """Against every plan of four groups: two steps along the line of its groups take no less."""
-    lengths = [3.0, 5.0, 9.0, 33.0]
-
-    def two_steps(sizes):
-        start = max(linear(lengths[0], sizes[0]), 3.0)
-        slope = max(0.0, *((linear(lengths[i], sizes[i]) - start) / i for i in range(1, 4)))
-        return 2 * start + 3 * slope
-
-    for workers in range(4, 15):
-        plan = workers_of_groups(lengths, workers, linear, 3.0, precision=1e-6)
-        assert sum(plan) == workers
-        every = [each for each in itertools.product(range(1, workers), repeat=4) if sum(each) == workers]
-        assert two_steps(plan) <= min(map(two_steps, every)) + 1e-3
-
-
 def test_two_steps_at_each_place_by_hand():
     """Groups that take 10, 20 and 20 seconds, on 1, 1 and 2 workers: in the even step the first place has one
     of 20, and the last one that of 10.

@@ -8,10 +8,7 @@ from rljax.speculation.window_costs import Affine
 # Our constants for Qwen2.5-32B over four Hopper GPUs: a row's arithmetic and a request's cache at about 2,000
 # tokens, and what every pass takes; and for a drafter of 0.5B on one of them.
 ROW, CACHE, PASS = 25e-6, 50e-6, 6e-3
-HOPPER = Profile(
-    {1: Affine(20e-6, 1.5e-3)},
-    {4: lambda window: Affine((window + 1) * ROW + CACHE, PASS)},
-)
+HOPPER = Profile({1: Affine(20e-6, 1.5e-3)}, {4: lambda window: Affine((window + 1) * ROW + CACHE, PASS)})
 
 
 def test_the_largest_window_is_where_drafting_takes_longer():

@@ -201,13 +201,11 @@ def test_wrong_constants_fail_the_gate_they_are_about():
 
 
 def test_what_cannot_be_judged_has_not_passed():
-    plain = [point for point in synthetic(roofline()) if point.kind == "plain"]
-    reached = gates(roofline(), plain)
+    points = synthetic(roofline())
+    reached = gates(roofline(), [point for point in points if point.kind == "plain"])
     assert reached.sign is None and reached.cases == 0 and not reached.passed
-
-
-def test_a_drafter_on_the_host_is_judged_without_draft_steps():
-    points = [point for point in synthetic(roofline()) if point.kind != "draft"]
+    # A drafter on the host is judged without draft steps, of which nothing can be fitted.
+    points = [point for point in points if point.kind != "draft"]
     with pytest.raises(ValueError, match="draft"):
         fit(roofline().costs, points)
     assert gates(roofline(), points).cases == 0
@@ -234,6 +232,10 @@ def test_off_while_the_batch_is_large_and_on_from_where_it_pays():
     for batch, decision in decisions.items():
         assert decision.on == (roofline().speedup(batch, 2048, 7, 0.9) >= 1.05), batch
     assert not decisions[512].on and decisions[1].on
+    # The margin is between what is predicted and on.
+    speedup = toggle.predicted(8, 2048, 0.9)
+    for margin, on in ((speedup - 1.001, True), (speedup - 0.999, False)):
+        assert Toggle(roofline(), EVERY_SIZE, chain=7, margin=margin)(8, 2048, 0.9).on == on
 
 
 def test_once_on_it_stays_on_until_the_next_rollout():
@@ -247,12 +249,6 @@ def test_once_on_it_stays_on_until_the_next_rollout():
     decision = toggle(512, 2048, 0.9)
     assert not decision.on and "needed 1.05" in decision.reason
     assert not toggle(1, 2048, 0.0).on
-
-
-def test_the_margin_is_between_what_is_predicted_and_on():
-    speedup = Toggle(roofline(), EVERY_SIZE, chain=7).predicted(8, 2048, 0.9)
-    assert Toggle(roofline(), EVERY_SIZE, chain=7, margin=speedup - 1.001)(8, 2048, 0.9).on
-    assert not Toggle(roofline(), EVERY_SIZE, chain=7, margin=speedup - 0.999)(8, 2048, 0.9).on
 
 
 def test_with_buckets_it_predicts_what_the_engine_computes():

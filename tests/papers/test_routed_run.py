@@ -9,9 +9,6 @@ from rljax.cluster.coordinator import Coordinator
 from rljax.cluster.decoder import ClusterDecoder
 from rljax.cluster.messages import Decode, Withdraw
 from rljax.cluster.worker import RolloutWorker
-from rljax.models.config import ModelConfig
-from rljax.models.huggingface import save_model
-from rljax.models.transformer import init_params
 from rljax.papers.rhymerl.histopipe import OutlierRule, RankedQueues
 from rljax.papers.rhymerl.history import RolloutHistory
 from rljax.papers.specactor.racing import Racing
@@ -103,18 +100,12 @@ RACE = (
 )
 
 
-def test_copies_race_with_any_drafter(world, alone, monkeypatch, commands, verifies_always):
-    """The first one, too: nobody knows which a straggler had, since its worker chooses before every pass."""
-    clustered, _ = local_run(world, "raced", monkeypatch, *RACE, "cluster.race=2")
-    assert not differences(alone, clustered)
-    copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
-    assert "srt" in {command.drafter for command in copies}
-    assert any(partial.tokens for command in copies for _, _, partial in command.work)
-
-
-def test_the_race_stops_no_response(world, alone, monkeypatch, verifies_always):
-    """Whichever copy is ahead, all go on until one has ended; one behind goes on from the longest. One
-    of the workers has a third of the turns, so that the other one soon races for what it has.
+def test_copies_race_with_any_drafter_and_stop_no_response(
+    world, alone, monkeypatch, commands, verifies_always
+):
+    """With the first drafter, too: nobody knows which a straggler had, since its worker chooses before every
+    pass. Whichever copy is ahead, all go on until one has ended; one behind goes on from the longest. One of
+    the workers has a third of the turns, so that the other one soon races for what it has.
     """
     stopped, caught_up, taken = [], [], collections.Counter()
     honest_on, honest_begin, honest_turn = Coordinator.on, Racing.begin, RolloutWorker.turn
@@ -141,9 +132,12 @@ def test_the_race_stops_no_response(world, alone, monkeypatch, verifies_always):
     monkeypatch.setattr(Coordinator, "on", on)
     monkeypatch.setattr(Racing, "begin", begin)
     monkeypatch.setattr(RolloutWorker, "turn", turn)
-    clustered, _ = local_run(world, "unstopped", monkeypatch, *RACE, "cluster.race=2")
+    clustered, _ = local_run(world, "raced", monkeypatch, *RACE, "cluster.race=2")
     assert not differences(alone, clustered)
     assert caught_up and not stopped
+    copies = [command for command in commands if isinstance(command, Decode) and command.drafter is not None]
+    assert "srt" in {command.drafter for command in copies}
+    assert any(partial.tokens for command in copies for _, _, partial in command.work)
 
 
 def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_always):
@@ -195,13 +189,11 @@ def test_the_least_accepted_race_first(world, alone, monkeypatch, verifies_alway
     assert could_differ
 
 
-def test_drafters_ahead_the_ladder_and_races(world, alone, monkeypatch, commands, tmp_path):
+def test_drafters_ahead_the_ladder_and_races(world, alone, monkeypatch, commands, small_model):
     """What SpecActor uses together: decoupled drafting, the draft ladder, and copies on free workers."""
-    small = ModelConfig("llama", 320, 32, 1, 2, 1, 32, 64)
-    save_model(tmp_path / "small", small, init_params(small, seed=3), "float32", tokenizer_source=None)
     keys = (
         "speculation.drafter=small_model",
-        f"speculation.args={{path: {tmp_path}/small}}",
+        f"speculation.args={{path: {small_model}}}",
         "speculation.others={prompt_lookup: {}}",
         "speculation.choice=ladder",
         "speculation.decoupled={window: 2, devices: [0], modes: [decoupled]}",

@@ -4,12 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rljax.cluster.fabric import LocalFabric
-from rljax.cluster.messages import Begin, Decode, Died, End, Pieces, Status, Tick, Withdraw
+from rljax.cluster.messages import Decode, Pieces, Tick, Withdraw
 from rljax.cluster.router import Balancing, SharedQueue, WorkerLoad
 from rljax.papers.rhymerl.histopipe import Migrating, OutlierRule, RankedQueues
 from rljax.papers.specactor.racing import Racing
-from tests.cluster.scripted import NUMERICS, Driver, ScriptedWorker, make_requests, response_to
-from tests.cluster.test_coordinator import assert_whole, started, whole
+from tests.cluster.scripted import Driver, ScriptedWorker, make_requests, response_to
+from tests.cluster.test_coordinator import assert_whole, whole
 from tests.cluster.test_router import begun, check_tokens
 from tests.cluster.trouble import DOUBLED, LATEST, LOST, SEEDS
 
@@ -38,21 +38,6 @@ def test_no_router_and_no_order_of_messages_changes_a_token(router, seed, worker
     check_tokens(ROUTERS[router](), seed, workers, lost, doubled, latest)
 
 
-def test_ranking_groups_go_up_in_odd_steps_and_down_in_even_ones():
-    router = ranked(2)
-    coordinator, work = begun(router, slots=8, count=20)
-    lengths = {key: history()[7, key // 2][0] for key in range(20)}
-    assert max(lengths[key] for key in work["worker-0"]) <= min(lengths[key] for key in work["worker-1"])
-    for key in range(20):
-        coordinator.on(Pieces("worker-0", 1, (whole(key),)), 1.0)
-    assert coordinator.done
-    again = {}
-    for command in coordinator.on(Begin(2, 0, make_requests(20, step=2)), 2.0):
-        again[command.worker] = [key for key, *_ in command.work]
-    assert sorted(again["worker-0"]) == sorted(work["worker-1"])
-    assert sorted(again["worker-1"]) == sorted(work["worker-0"])
-
-
 def test_a_step_that_is_added_is_ranked_and_waits_behind_the_last_one():
     """In a rollout that does not end, each worker has its part of both steps, the second one's in reverse."""
     router = ranked(2)
@@ -63,39 +48,6 @@ def test_a_step_that_is_added_is_ranked_and_waits_behind_the_last_one():
     assert sorted(key // 20 for key in given) == [0] * 10 + [1] * 10
     lengths = [[history()[7, key % 20 // 2][0] for key in given if key // 20 == step] for step in (0, 1)]
     assert max(lengths[0]) <= 3 <= min(lengths[1])
-
-
-def test_a_lost_workers_group_does_not_wait_for_it():
-    coordinator, work = begun(ranked(2), slots=2, count=20)
-    assert len(work["worker-0"]) == 2
-    coordinator.on(Died("worker-0", "of a test"), 1.0)
-    given = []
-    for _ in range(40):
-        held = [key for key in work["worker-1"] + given if coordinator.ledger[key].ending is None]
-        if not held:
-            break
-        for command in coordinator.on(Pieces("worker-1", 1, (whole(held[0]),)), 1.5):
-            given += [key for key, *_ in command.work] if isinstance(command, Decode) else []
-    assert coordinator.done
-
-
-def test_who_is_lost_between_two_rollouts_keeps_no_part_of_the_next_one():
-    """Each worker has a part of the requests of its own, until it is lost."""
-    coordinator = started(2, 4)
-    coordinator.rollouts.router = RankedQueues(2, None)
-    coordinator.on(Begin(1, 0, make_requests(8)), 0.0)
-    for name in coordinator.workers():
-        (decode,) = coordinator.on(Status(name, NUMERICS, 4, 0), 0.0)
-        coordinator.on(Pieces(name, 1, tuple(whole(key) for key, *_ in decode.work)), 1.0)
-    coordinator.on(End(1, tuple(range(8))), 2.0)
-    coordinator.on(Died("worker-0", "it was killed"), 3.0)
-    coordinator.on(Begin(2, 0, make_requests(8, first=8)), 4.0)
-    ended = set()
-    for now in (5.0, 6.0, 7.0):
-        keys = list(coordinator._workers["worker-1"].holds)
-        coordinator.on(Pieces("worker-1", 2, tuple(map(whole, keys))), now)
-        ended.update(keys)
-    assert ended == set(range(8, 16))
 
 
 def raced(count):

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rljax.config import ExperimentConfig, check_with_workers, load_config
-from rljax.errors import ConfigError
+from rljax.config import ExperimentConfig
 from rljax.papers.srt.ahead import AheadDriver, AheadWorker, SampleAhead, SampledAhead
 from rljax.papers.srt.plans import PlansAhead
 from rljax.papers.srt.run_ahead import RunAhead
@@ -17,7 +16,6 @@ from tests.cluster.same_run import differences, run
 from tests.cluster.scripted import make_requests
 from tests.cluster.turns import local_run
 from tests.speculation.speculators import make_engine
-from tests.training.tiny_run import write_config
 
 AHEAD = (
     "speculation.drafter=srt",
@@ -46,6 +44,19 @@ def some_are_sampled(decoders, monkeypatch):
     monkeypatch.setattr(Learner, "learn", learn)
 
 
+@pytest.fixture
+def plans(monkeypatch):
+    """Of each round that begins: the run's step, and the steps of the requests that may be sampled ahead."""
+    plans, honest = [], PlansAhead.before_round
+
+    def before_round(self, round_):
+        honest(self, round_)
+        plans.append((self._run.state.step, {request.step for request in self._run_ahead.upcoming}))
+
+    monkeypatch.setattr(PlansAhead, "before_round", before_round)
+    return plans
+
+
 def test_idle_workers_sample_ahead_what_others_draft(world, alone, monkeypatch, verifies_always):
     ahead, _ = local_run(world, "ahead_idle", monkeypatch, *AHEAD, "cluster.workers=3")  # two prompts
     assert not differences(alone, ahead)
@@ -55,15 +66,9 @@ def test_idle_workers_sample_ahead_what_others_draft(world, alone, monkeypatch, 
 
 
 def test_with_staleness_they_sample_the_step_behind_the_next(
-    world, stale_alone, monkeypatch, verifies_always
+    world, stale_alone, monkeypatch, verifies_always, plans
 ):
-    plans, decoders, honest = [], [], PlansAhead.before_round
-
-    def before_round(self, round_):
-        honest(self, round_)
-        plans.append((self._run.state.step, {request.step for request in self._run_ahead.upcoming}))
-
-    monkeypatch.setattr(PlansAhead, "before_round", before_round)
+    decoders = []
     some_are_sampled(decoders, monkeypatch)
     stale = ("rollout.staleness=1", *AHEAD)
     ahead, _ = local_run(world, "ahead_stale", monkeypatch, *stale, steps=3, decoders=decoders)
@@ -74,15 +79,8 @@ def test_with_staleness_they_sample_the_step_behind_the_next(
     assert counts(ahead, "accepted")[2] > 0
 
 
-def test_idle_slots_sample_ahead_what_has_begun(world, stale_alone, monkeypatch):
+def test_idle_slots_sample_ahead_what_has_begun(world, stale_alone, plans):
     """The next step's requests, which have begun with older weights than it will have: they are drafts."""
-    plans, honest = [], PlansAhead.before_round
-
-    def before_round(self, round_):
-        honest(self, round_)
-        plans.append((self._run.state.step, {request.step for request in self._run_ahead.upcoming}))
-
-    monkeypatch.setattr(PlansAhead, "before_round", before_round)
     keys = ("speculation.run_ahead_below=3", "speculation.run_ahead_share=1.0")
     ahead = run(world, "stale_ahead", "rollout.staleness=1", *AHEAD, *keys, steps=3)
     assert not differences(stale_alone, ahead)
@@ -131,14 +129,8 @@ def test_who_is_idle_gets_as_many_as_it_has_slots(driver):
     assert [order.worker for order in driver.direct(snapshot("a", "b"), 6.0)] == ["b"]  # without a word
     assert driver.adopt() and not driver.adopt()
     known = [run_ahead.recall(request.noise_key) for request in requests]
-    assert [None if tokens is None else list(tokens) for tokens in known] == [
-        [3],
-        [4, 5],
-        None,
-        [6, 7],
-        None,
-        None,
-    ]
+    known = [None if tokens is None else list(tokens) for tokens in known]
+    assert known == [[3], [4, 5], None, [6, 7], None, None]
 
 
 def test_what_was_sampled_stays_known_for_the_step_that_is_decoded(driver):
@@ -190,18 +182,3 @@ def test_a_worker_samples_the_tokens_of_the_run_until_it_is_needed(engine, param
     (known,) = worker.take(SampleAhead("a", 2, 5, tuple(requests)), loaded, 5)
     assert (known.tokens, known.ended) == (begun.tokens, True)
     assert worker.take(SampleAhead("a", 1, 5, tuple(requests)), loaded, 5) == []  # comes late
-
-
-def test_what_idle_workers_cannot_do_as_well(tmp_path):
-    for override, message in (
-        (
-            "algorithm.dynamic_sampling=true",
-            "speculation.run_ahead_below: is not supported with cluster",
-        ),
-        ("distributed.enabled=on", "speculation.run_ahead_below: is not supported with cluster.workers and"),
-        ("cluster.spot.idle=1", "cluster.spot.idle: an idle worker trains, or samples ahead"),
-    ):
-        config = load_config(write_config(tmp_path), ["cluster.workers=2", *AHEAD, override])
-        with pytest.raises(ConfigError, match=f"^{message}") as error:
-            check_with_workers(config)
-        assert "\n" not in str(error.value)

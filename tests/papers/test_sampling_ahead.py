@@ -88,27 +88,13 @@ def test_the_next_rollout_finds_its_own_tokens_as_drafts(engine, params):
     assert len(engine.pool) - programs <= 4  # verifying programs; nothing for inserting
 
 
-def test_with_other_weights_only_the_time_changes(engine, params):
-    _, speculator, scheduler = ran_ahead(engine, params, make_requests(1))
-    moved = jax.tree.map(lambda leaf: leaf * 1.1, params)
-    completions, _ = scheduler.run(moved, make_requests(1))
-    assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, make_requests(1))[0])
-    metrics = speculator.drafters["srt"].metrics()
-    assert 0 < metrics["ahead_agreed"] < metrics["ahead_tokens"]
-
-
-def test_what_is_known_survives_a_rollout_without_a_plan_and_a_checkpoint(engine, params):
+def test_what_is_known_survives_a_rollout_without_a_plan(engine, params):
     later = make_requests(1)
-    run_ahead, speculator, scheduler = ran_ahead(engine, params, later)
+    run_ahead, _, scheduler = ran_ahead(engine, params, later)
     known = recalled(run_ahead, later)
-    assert length_of(known) > 0
     _, statistics = scheduler.run(params, make_requests(7))  # an evaluation, say
-    assert statistics.ahead_tokens == 0
-    again = RunAhead(below=MAX_SLOTS, max_share=1.0)
-    make_speculator(engine, again).load_state(speculator.state())
+    assert statistics.ahead_tokens == 0 < length_of(known)
     jax.tree.map(np.testing.assert_array_equal, known, recalled(run_ahead, later))
-    jax.tree.map(np.testing.assert_array_equal, known, recalled(again, later))
-    assert RunAhead(1, 0.1).load_state(run_ahead.state() | {"other": np.ones(2)}).keys() == {"other"}
 
 
 def test_it_waits_until_few_are_running_and_stops_at_its_share(engine, params):
@@ -196,6 +182,9 @@ def test_the_batch_stays_wide_where_tokens_ahead_save_more_than_it_costs(engine,
     assert (sampled[-1] > conservative.ahead_tokens) == wide
     assert conservative.ahead_pass_seconds == 0
     assert (statistics.ahead_pass_seconds > 0) == wide
+    metrics, spent = speculator.metrics(statistics), statistics.ahead_seconds + statistics.ahead_pass_seconds
+    assert metrics["speculation/run_ahead_seconds"] == spent
+    assert metrics["speculation/run_ahead_saved"] == statistics.ahead_saved_seconds
 
 
 def sampling_ahead(run_ahead, seconds):
@@ -260,16 +249,6 @@ def test_the_weight_is_the_expected_saving_of_a_token():
     assert ahead.weight(SimpleNamespace(statistics=statistics, yielding=[])) == 0.0
 
 
-def test_metrics_say_what_was_spent_and_saved(engine):
-    speculator = make_speculator(engine, RunAhead(1, 0.5))
-    speculator.drafters["srt"].begin([])
-    statistics = DecodeStatistics(ahead_seconds=1.0, ahead_pass_seconds=2.0, ahead_saved_seconds=5.0)
-    metrics = speculator.metrics(statistics)
-    assert metrics["speculation/run_ahead_seconds"] == 3.0
-    assert metrics["speculation/run_ahead_saved"] == 5.0
-    assert "speculation/run_ahead_saved" not in make_speculator(engine, None).metrics(statistics)
-
-
 def in_further_round(requests):
     """The requests as `RunAhead.plan` gets them when a further round of step 0 is expected."""
     return [dataclasses.replace(request, step=0) for request in requests]
@@ -297,14 +276,17 @@ def test_a_further_round_takes_over_what_was_sampled_to_its_end(engine, params):
 
 
 def test_nothing_is_taken_over_once_the_weights_have_changed(engine, params):
+    """The tokens are drafts, and some of them are wrong."""
     later = in_further_round(make_requests(1))
-    run_ahead, _, scheduler = ran_ahead(engine, params, later)
+    run_ahead, speculator, scheduler = ran_ahead(engine, params, later)
     known = recalled(run_ahead, later)
     run_ahead.weights_change()
     moved = jax.tree.map(lambda leaf: leaf * 1.1, params)
     completions, statistics = scheduler.run(moved, later)
     assert statistics.ahead_final == 0 and statistics.ahead_offered == length_of(known)
     assert_same(completions, Scheduler(engine, MAX_SLOTS).run(moved, later)[0])
+    metrics = speculator.drafters["srt"].metrics()
+    assert 0 < metrics["ahead_agreed"] < metrics["ahead_tokens"]
 
 
 def test_with_other_noise_it_is_found_by_prompt_and_sample_also_when_resumed(engine, params):
