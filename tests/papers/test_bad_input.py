@@ -1,14 +1,9 @@
 """Bad input of the papers' policies, through scripts/train.py: one line, and nothing lost."""
 
-import shutil
-
 import pytest
 
-from tests import test_bad_input
 from tests.configs import table
-from tests.training.tiny_run import write_config
-
-world = test_bad_input.world
+from tests.test_bad_input import policy, refusal, world  # noqa: F401 (fixtures)
 
 KEYS = """
 speculation.drafter=quantized & speculation.choice=roofline & speculation.calibration_dir=none
@@ -20,8 +15,5 @@ speculation.drafter=small_model & speculation.args={path: POLICY}
 
 
 @pytest.mark.parametrize(("arguments", "says"), table(KEYS))
-def test_a_key(world, tmp_path, monkeypatch, capsys, arguments, says):
-    shutil.copytree(world / "policy", tmp_path / "policy")
-    write_config(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert says in test_bad_input.refusal(tmp_path, monkeypatch, capsys, arguments.split(" & "))
+def test_a_key(policy, refusal, arguments, says):  # noqa: F811
+    assert says in refusal(*arguments.split(" & "))
