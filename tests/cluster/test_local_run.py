@@ -2,11 +2,12 @@
 lost, late or damaged, and whoever comes and goes.
 """
 
+import numpy as np
 import pytest
 
 from rljax.assembly.saved_policy import load_saved_policy
 from rljax.cluster.messages import Load
-from rljax.errors import ClusterError, ConfigError, PolicyError
+from rljax.errors import ClusterError, ConfigError, NumericsError, PolicyError
 from rljax.evaluation import evaluator
 from rljax.evaluation.settings import evaluation_config
 from rljax.progress import silent_progress
@@ -172,6 +173,38 @@ def test_workers_lost_in_calls_and_behind_them_change_nothing(world, monkeypatch
     assert not changed
     tokens = [[line["tools/tokens"] for line in each.metrics[1:]] for each in (alone, clustered)]
     assert all(ours >= theirs for ours, theirs in zip(tokens[1], tokens[0], strict=True))  # asked again
+
+
+def test_a_worker_that_samples_another_token_is_found(world, monkeypatch):
+    """One worker's last bit of a logprob is another, and a piece of its comes from the other one, too."""
+    from rljax.cluster import worker as module
+
+    honest = module.RolloutWorker._pieces_of
+
+    def lies(self, key, response, begin, order):
+        pieces = honest(self, key, response, begin, order)
+        if self.name == "worker-1" and pieces[0].logprobs:
+            first, *rest = pieces[0].logprobs
+            bits = np.float32(first).view(np.uint32) ^ np.uint32(1)
+            pieces[0] = module.dataclasses.replace(pieces[0], logprobs=(float(bits.view(np.float32)), *rest))
+        return pieces
+
+    def interfere(fabric):
+        """What worker-1 decodes is decoded by worker-0 as well, from the beginning."""
+        one, zero = (fabric.workers.get(f"worker-{i}") for i in (1, 0))
+        if one is None or one.loop is None or zero.loop is None or one._rollout != zero._rollout:
+            return
+        work = [
+            (key, response.request, module.LiveResponse(response.request).partial())
+            for key, response in one._responses.items()
+            if key not in zero._responses
+        ]
+        if work:
+            zero.receive(module.Decode("worker-0", zero._rollout, zero._version, tuple(work), False))
+
+    monkeypatch.setattr(module.RolloutWorker, "_pieces_of", lies)
+    with pytest.raises(NumericsError, match=r"workers worker-\d and worker-\d sampled different bits"):
+        local_run(world, "lies", monkeypatch, interfere=interfere)
 
 
 def test_without_any_worker_the_last_step_is_saved(world, alone, monkeypatch):
