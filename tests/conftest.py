@@ -30,7 +30,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # else somebody has chosen on
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # small ones are many
 
-# Else the directory's path is in the name of every program: of the notebooks', it is another one.
+# Else JAX puts the directory's path into the key of every program, and notebooks reach it by another path.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
 
 if "RLJAX_TESTS_WARM_STARTS" not in os.environ:  # the first process makes it, for its workers, too
